@@ -26,9 +26,9 @@ import jax.numpy as jnp
 
 from examples.planner.pod_head import Step, best_plain_stats, described_mesh
 from examples.planner.pod_sizes import HEADS
+from sharding.audit.clock import Clock
 from sharding.audit.hlo import Instruction, Module, parse, without_layouts
 from sharding.audit.links import Switch
-from sharding.audit.tpu_time import Clock
 from sharding.devices import Device, device_of
 
 FLAG = "--xla_jf_dump_static_llo_profile_to"

@@ -5,9 +5,8 @@
     hidden, head = hidden_and_head(model, decoder_output)
     loss, metrics = policy_loss_from_hidden(hidden, head, batch, PolicyLossConfig(), parallel=parallel)
 
-If `num_vocab_tiling` is above 1, MaxText's model stores the decoder's output and computes no logits:
-`nnx.pop(model, nnx.Intermediate)["decoder"]["hidden_states"]`. MaxText's own RL trainer is Tunix's with a
-`TunixMaxTextAdapter`: there `jaxppo.integrations.tunix` is the door.
+docs/frameworks.md shows a whole call. MaxText's own RL trainer is Tunix's with a `TunixMaxTextAdapter`: there
+`jaxppo.integrations.tunix` is the door.
 """
 
 from __future__ import annotations
@@ -66,15 +65,10 @@ def batch_of(
     mask = data["targets_segmentation"] != 0
     if "targets_loss_mask" in data:
         mask &= data["targets_loss_mask"] != 0
+    tokens, targets, segments, positions = (data[key] for key in _KEYS[:-1])
+    mask = mask.astype(jnp.float32)
     return RolloutBatch.from_target_aligned(
-        data["inputs"],
-        data["targets"],
-        data["inputs_segmentation"],
-        data["inputs_position"],
-        mask.astype(jnp.float32),
-        num_segments=num_segments,
-        parallel=parallel,
-        **arrays,
+        tokens, targets, segments, positions, mask, num_segments=num_segments, parallel=parallel, **arrays
     )
 
 
@@ -88,10 +82,7 @@ def hidden_and_head(model: Any, decoder_output: Float[Array, "R T H"]) -> tuple[
       decoder_output: `[R, T, H]`, before the last norm.
 
     Returns:
-      Hidden states and the head, see `head_of`.
-
-    Raises:
-      TypeError: weights that are quantised, a bias, an adapter.
+      Hidden states and the head; see `head_of`, also for errors.
     """
     return as_head_reads(model, model.decoder.decoder_norm(decoder_output)), head_of(model)
 

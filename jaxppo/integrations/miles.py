@@ -21,11 +21,10 @@ def translate(args: Namespace | Mapping[str, Any]) -> Translation:
       args: the result of miles's `parse_args`, or its names and values.
 
     Returns:
-      See `slime.translate`.
+      See `Translation`.
 
     Raises:
-      ValueError: unknown names, all of them listed; a value that its argument does not allow, or that has no
-        equivalent here.
+      ValueError: as `slime.translate`.
 
     Example:
       >>> from jaxppo.integrations import miles

@@ -6,9 +6,8 @@
     loss = jaxppo_simply.loss_fn(config, ParallelMesh(mesh))
     model_lib.train_one_step(state, batch, model, opt, custom_loss_fn=loss)
 
-simply's model returns its hidden states beside its logits. The loss does not read the logits, so under jit they do not
-exist. Its loop for reinforcement learning has a loss of its own, `rl_lib.compute_ppo_loss`, which gets the options of
-the experiment. `rl_lib.compute_ppo_loss = jaxppo_simply.loss_fn(parallel=...)` replaces it with one that reads them.
+`rl_lib.compute_ppo_loss = jaxppo_simply.loss_fn(parallel=...)` replaces the loss of its own loop for reinforcement
+learning, which gets the options of the experiment. docs/frameworks.md has more.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from jaxppo.head.prepare import check_options
 from jaxppo.losses.policy import policy_loss_from_hidden
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses import PPO
-from jaxppo.sharding import ParallelMesh, in_order
+from jaxppo.sharding import ParallelMesh, check_parallel, in_order
 from jaxppo.step.aggregation import Normalizer
 
 # of `compute_ppo_loss`, with its defaults: the options that say what its loss is
@@ -70,8 +69,7 @@ def loss_fn(
     """
     if config is not None and not isinstance(config, PolicyLossConfig):
         raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig or None")
-    if parallel is not None and not isinstance(parallel, ParallelMesh):
-        raise TypeError(f"parallel: got {type(parallel).__name__}, expected ParallelMesh or None")
+    check_parallel(parallel, "ParallelMesh or None")
     if parallel is not None and not in_order(parallel.context_layout, parallel.context_size):
         raise ValueError(
             f"parallel: got context_layout={parallel.context_layout!r}, expected 'contiguous', as simply's is"
@@ -93,12 +91,14 @@ def loss_fn(
         advantages = advantages_of(
             batch, gamma=gamma, normalize_advantage=normalize_advantage, max_abs_advantage=max_abs_advantage
         )
-        refs = {} if batch.ref_logprobs is None else {"ref_log_probs": jnp.asarray(batch.ref_logprobs, jnp.float32)}
-        if config is None and found.kl is not None and not refs:  # as in theirs, the sampler is the reference then
-            refs = {"ref_log_probs": jnp.asarray(batch.logprobs, jnp.float32)}
+        reference = batch.ref_logprobs
+        if reference is None and config is None and found.kl is not None:  # as in theirs
+            reference = batch.logprobs
+        refs = {} if reference is None else {"ref_log_probs": jnp.asarray(reference, jnp.float32)}
         made = batch_of(batch, parallel=parallel, advantages=advantages, **refs)
-        inputs = {"segment_ids": None, "segment_positions": None, "extra_inputs": batch.extra_inputs}
-        _, extra = model.apply(params, batch.input_tokens, **inputs)
+        _, extra = model.apply(
+            params, batch.input_tokens, segment_ids=None, segment_positions=None, extra_inputs=batch.extra_inputs
+        )
         if "activation" not in extra:
             raise TypeError(
                 f"model: got {type(model).__name__}, which returns no 'activation', expected a TransformerLM"

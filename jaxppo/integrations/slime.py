@@ -22,8 +22,7 @@ def translate(args: Namespace | Mapping[str, Any]) -> Translation:
         `--custom-config-path`.
 
     Returns:
-      The loss, the head's temperature, the `row_length` and `max_tokens` of a batch if they are given, and a remark on
-      each other argument.
+      See `Translation`.
 
     Raises:
       ValueError: unknown names, all of them listed; a value that its argument does not allow, or that has no

@@ -1,4 +1,4 @@
-"""The result of translating another system's configuration."""
+"""What `translate` of verl, slime and miles returns."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Translation:
 
     Args:
       config: the policy loss.
-      head: keyword arguments of `log_probs_from_hidden`, `log_probs_from_logits` and `policy_loss_from_hidden`.
-      batching: keyword arguments of `RolloutBatch.from_samples`, as far as the configuration has them.
+      head: the temperature of `log_probs_from_hidden`, `log_probs_from_logits` and `policy_loss_from_hidden`.
+      batching: `row_length` and `max_tokens` of `RolloutBatch.from_samples`, as far as the configuration has them.
       elsewhere: the given keys that are about something else, each with a remark on its subject.
     """
 
@@ -27,5 +27,4 @@ class Translation:
 
     @classmethod
     def of(cls, found: Reading) -> Self:
-        """Makes a translation from the result of a reader."""
         return cls(PolicyLossConfig(**found.policy), found.head, found.batching, found.elsewhere)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
-
-import jax
 
 from jaxppo.base.arrays import Aggregation
 from jaxppo.base.kl import KL, Estimator
-from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses import GSPO, PPO, PolicyLoss
 
@@ -30,8 +26,7 @@ def config_of(algo_config: Any, completion_length: int | None = None) -> PolicyL
     """The policy loss of a Tunix `GRPOConfig`, or of one that derives from it (DAPO, Dr. GRPO).
 
     Args:
-      algo_config: its epsilon, epsilon_high, epsilon_c, beta, kl_loss_mode, kl_clamp_value, loss_algo and
-        loss_agg_mode.
+      algo_config: has epsilon, epsilon_high, epsilon_c, beta, kl_loss_mode, kl_clamp_value, loss_algo, loss_agg_mode.
       completion_length: C, the denominator of "sequence-mean-token-scale".
 
     Returns:
@@ -53,29 +48,30 @@ def config_of(algo_config: Any, completion_length: int | None = None) -> PolicyL
             f"algo_config: got {type(algo_config).__name__} with loss_algo={algorithm!r}, expected 'grpo' or "
             "'gspo-token'; for another loss pass a config"
         )
-    mode = algo_config.loss_agg_mode
-    if mode not in _AGGREGATIONS:
-        raise ValueError(f"loss_agg_mode: got {mode!r}, expected one of {', '.join(_AGGREGATIONS)}")
-    aggregation = _AGGREGATIONS[mode]
-    norm = float(completion_length) if aggregation == "sequence_mean_token_sum_norm" and completion_length else None
+    mode = _known("loss_agg_mode", algo_config.loss_agg_mode, _AGGREGATIONS)
+    norm = float(completion_length) if mode == "sequence_mean_token_sum_norm" and completion_length else None
     high = getattr(algo_config, "epsilon_high", None)
     bounds = (algo_config.epsilon, algo_config.epsilon if high is None else high)
     dual = getattr(algo_config, "epsilon_c", None)
     loss: PolicyLoss = PPO(*bounds, dual) if algorithm == "grpo" else GSPO(*bounds, dual, "token")
-    return PolicyLossConfig(loss, kl=_kl(algo_config), aggregation=aggregation, aggregation_norm=norm)
+    return PolicyLossConfig(loss, kl=_kl(algo_config), aggregation=mode, aggregation_norm=norm)
+
+
+def _known(name: str, value: Any, table: dict[str, Any]) -> Any:
+    if value not in table:
+        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(table)}")
+    return table[value]
 
 
 def _kl(algo_config: Any) -> KL | None:
-    beta = algo_config.beta
-    if not beta:
+    if not algo_config.beta:
         return None
     mode, clamp = algo_config.kl_loss_mode, getattr(algo_config, "kl_clamp_value", None)
-    if mode not in _ESTIMATORS:
-        raise ValueError(f"kl_loss_mode: got {mode!r}, expected one of {', '.join(_ESTIMATORS)}")
+    estimator = _known("kl_loss_mode", mode, _ESTIMATORS)
     if clamp is None:
-        return KL(beta, _ESTIMATORS[mode])
+        return KL(algo_config.beta, estimator)
     if (mode, float(clamp)) == ("low_var_kl", 10.0):
-        return KL(beta, "low_var_kl")
+        return KL(algo_config.beta, "low_var_kl")
     raise ValueError(f"kl_clamp_value: got {clamp} with {mode!r}, expected None, or 10 with 'low_var_kl'")
 
 
@@ -98,15 +94,4 @@ def agreed(config: PolicyLossConfig, algo_config: Any) -> PolicyLossConfig:
             f"beta: got {beta} in {type(algo_config).__name__}, expected {mine}, the coefficient of config.kl; with "
             "beta=0 Tunix computes no reference log-probs"
         )
-    return config
-
-
-def fitting(config: PolicyLossConfig, batch: RolloutBatch, weights: jax.Array | None) -> PolicyLossConfig:
-    """The config for a batch as Tunix made it: without old log-probs the ratio is 1."""
-    if weights is not None:
-        raise NotImplementedError(
-            "sampler_is_weights: got weights of Tunix's sampler correction, expected None (sampler_is=None)"
-        )
-    if batch.old_log_probs is None and config.ratio_to == "old":
-        return dataclasses.replace(config, ratio_to="current")
     return config

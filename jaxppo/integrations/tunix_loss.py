@@ -13,7 +13,7 @@ from jaxppo.base.metrics import Metric, Metrics
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.prepare import check_options
-from jaxppo.integrations.tunix_config import agreed, config_of, fitting
+from jaxppo.integrations.tunix_config import agreed, config_of
 from jaxppo.integrations.tunix_models import check_unread, head_of, hidden_of_example
 from jaxppo.losses.policy import policy_loss_from_hidden
 from jaxppo.policy.config import PolicyLossConfig
@@ -93,14 +93,23 @@ class _Loss:
     def __call__(self, model: Any, train_example: Any, algo_config: Any, pad_id: int, eos_id: int, **more: Any) -> Any:
         more.pop("compute_logps_chunk_size", None)  # of Tunix's own log-probs; memory= bounds ours
         check_unread("the loss", more)
-        parallel = self._mesh()
-        batch = batch_of(train_example, pad_id, parallel=parallel, num_segments=self.num_segments)
-        length = train_example.completion_ids.shape[1]
+        x, parallel = train_example, self.parallel
+        parallel = parallel if parallel is None or isinstance(parallel, ParallelMesh) else parallel()
+        if parallel is not None and not isinstance(parallel, ParallelMesh):
+            raise TypeError(f"parallel: got {type(parallel).__name__} from the function, expected ParallelMesh or None")
+        batch = batch_of(x, pad_id, parallel=parallel, num_segments=self.num_segments)
+        length = x.completion_ids.shape[1]
         config = config_of(algo_config, length) if self.config is None else agreed(self.config, algo_config)
-        config = fitting(config, batch, getattr(train_example, "sampler_is_weights", None))
+        if getattr(x, "sampler_is_weights", None) is not None:
+            raise NotImplementedError(
+                "sampler_is_weights: got weights of Tunix's sampler correction, expected None (sampler_is=None)"
+            )
+        if batch.old_log_probs is None and config.ratio_to == "old":
+            config = dataclasses.replace(config, ratio_to="current")
         normalizer = Normalizer.of(config, batch, parallel=parallel)
+        packed = getattr(x, "segment_ids", None), getattr(x, "segment_positions", None)
         loss, metrics = policy_loss_from_hidden(
-            _hidden(model, train_example, pad_id),
+            hidden_of_example(model, x.prompt_ids, x.completion_ids, pad_id, *packed),
             head_of(model, lora_scale=self.lora_scale),
             batch,
             config,
@@ -111,12 +120,6 @@ class _Loss:
         )
         return _output(loss, metrics, normalizer)
 
-    def _mesh(self) -> ParallelMesh | None:
-        found = self.parallel if self.parallel is None or isinstance(self.parallel, ParallelMesh) else self.parallel()
-        if found is None or isinstance(found, ParallelMesh):
-            return found
-        raise TypeError(f"parallel: got {type(found).__name__} from the function, expected ParallelMesh or None")
-
 
 def batch_of(
     train_example: Any, pad_id: int, *, parallel: ParallelMesh | None = None, num_segments: int | None = None
@@ -125,8 +128,8 @@ def batch_of(
 
     Args:
       train_example: prompt_ids `[B, P]`, completion_ids and completion_mask `[B, C]`, advantages `[B]` or `[B, C]`,
-        old_per_token_logps and ref_per_token_logps `[B, C]` or None, and the sampler's rollout_per_token_logps in
-        Tunix versions that have them; packed, segment_ids and segment_positions `[B, C]`, and empty prompts.
+        old_per_token_logps, ref_per_token_logps and the sampler's rollout_per_token_logps `[B, C]` or None; packed,
+        segment_ids and segment_positions `[B, C]`, and empty prompts.
       pad_id: of the tokenizer.
       parallel: the mesh.
       num_segments: S of a packed batch; by default its own num_segments, or C.
@@ -169,11 +172,6 @@ def batch_of(
     )
 
 
-def _hidden(model: Any, x: Any, pad_id: int) -> jax.Array:
-    packed = (getattr(x, "segment_ids", None), getattr(x, "segment_positions", None))
-    return hidden_of_example(model, x.prompt_ids, x.completion_ids, pad_id, *packed)
-
-
 def _output(loss: jax.Array, metrics: Metrics, normalizer: Normalizer) -> Any:
     """What Tunix expects of a policy loss: the loss, and metrics with the names that its learners log.
 
@@ -182,8 +180,7 @@ def _output(loss: jax.Array, metrics: Metrics, normalizer: Normalizer) -> Any:
     """
     from tunix.sft import utils
 
-    nothing = Metric(jnp.float32(0), jnp.float32(1))
-    one = Metric(jnp.float32(1), jnp.float32(1))
+    nothing, one = Metric(jnp.float32(0), jnp.float32(1)), Metric(jnp.float32(1), jnp.float32(1))
     kl = metrics.get("kl", nothing)
     theirs = {"kl": kl, "kl_loss": kl, "pg_clipfrac": metrics.get("clip_fraction", nothing)}
     aux = metrics | theirs | {"sampler_is/weight_mean": one, "sampler_is/weight_min": one}

@@ -17,7 +17,6 @@ from jaxppo.head.head import Head
 from jaxppo.integrations import maxtext
 from jaxppo.sharding import ParallelMesh
 
-_SOWN = "all_hidden_states"  # where Tunix's models store hidden states
 _SOFTCAPS = ("final_logits_softcap", "final_logit_softcap")  # the names in Gemma's models and in its configs
 
 
@@ -59,11 +58,9 @@ def hidden_states(
 ) -> Float[Array, "B T H"]:
     """The hidden states that the head of a Tunix model multiplies, after its last norm.
 
-    A model whose call takes `skip_lm_head` (Tunix's main branch) returns them. One whose call takes
-    `output_hidden_states` (0.1.7: Qwen 2 and 3, Gemma 1 to 3) is asked for them. The others (0.1.7: Llama 3, Gemma 4)
-    have no such output, and what MaxText's adapter returns for `skip_lm_head` are states before the last norm. For
-    them, a copy of the model that shares its arrays records the output of its last norm. The logits that such a model
-    also computes are not used, so under jit they do not exist.
+    A model whose call takes `skip_lm_head` (the main branch of Tunix) returns them. Of others, and of MaxText's
+    adapter, whose `skip_lm_head` returns states before the last norm, a copy that shares the model's arrays records the
+    output of the last norm; under jit the logits that it also computes do not exist.
 
     Args:
       model: of `tunix.models`.
@@ -76,11 +73,16 @@ def hidden_states(
       `[B, T, H]` in the model's dtype.
 
     Raises:
-      TypeError: a model without a last norm that is known, whose states may be those before it, or that was asked for
-        hidden states and has none.
+      TypeError: a model whose last norm is not known, whose states may be those before it, or that never calls it.
     """
     from flax import nnx
 
+    base = _maxtext_of(model)
+    if base is None and not hasattr(model, "final_norm"):
+        raise TypeError(
+            f"model: got {type(model).__name__} without a final_norm, expected one of tunix.models or MaxText's "
+            "adapter: the states of another model may be those before its last norm"
+        )
     noted: list[Any] = []
 
     class Noting(nnx.Module):
@@ -95,30 +97,16 @@ def hidden_states(
     call: dict[str, Any] = {"positions": positions, "cache": None, "attention_mask": attention_mask}
     if segment_ids is not None:
         call |= {name: segment_ids for name in ("segment_ids", "decoder_segment_ids") if name in taken}
-    if "skip_lm_head" in taken and hasattr(model, "final_norm"):
+    if base is None and "skip_lm_head" in taken:
         hidden: Float[Array, "B T H"] = model(tokens, **call, skip_lm_head=True)[0]
         return hidden
-    model = nnx.merge(*nnx.split(model))  # the recorded output stays with the copy
-    if (base := _maxtext_of(model)) is not None:
-        base.decoder.decoder_norm = Noting(base.decoder.decoder_norm)
-    elif "skip_lm_head" in taken:
-        raise TypeError(
-            f"model: got {type(model).__name__} without a final_norm, expected one of tunix.models or MaxText's "
-            "adapter: what another model returns for skip_lm_head may be states before its last norm"
-        )
-    elif "output_hidden_states" in taken:
-        call["output_hidden_states"] = True
-    elif hasattr(model, "final_norm"):
-        model.final_norm = Noting(model.final_norm)
-    else:
-        raise TypeError(f"model: got {type(model).__name__}, expected a Tunix model with a final_norm")
+    model = nnx.merge(*nnx.split(model))  # the copy is changed, not the model
+    holder, name = (model, "final_norm") if base is None else (_maxtext_of(model).decoder, "decoder_norm")
+    setattr(holder, name, Noting(getattr(holder, name)))
     model(tokens, **call)
-    left = nnx.to_flat_state(nnx.pop(model, nnx.Intermediate))
-    found = noted or [jax.tree.leaves(value)[-1] for path, value in left if _SOWN in path]
-    if not found:
-        gives = f"whose call gives neither the output of a last norm nor {_SOWN}"
-        raise TypeError(f"model: got {type(model).__name__}, {gives}, expected a model of Tunix's")
-    return found[-1] if base is None else maxtext.as_head_reads(base, found[-1])
+    if not noted:
+        raise TypeError(f"model: got {type(model).__name__}, whose call never uses its {name}, expected one that does")
+    return noted[-1] if base is None else maxtext.as_head_reads(base, noted[-1])
 
 
 def _maxtext_of(model: Any) -> Any:
@@ -139,11 +127,8 @@ def check_unread(where: str, given: Mapping[str, Any]) -> None:
 
 def _parameters_of_call(model: Any) -> set[str]:
     """The arguments of the model's own `__call__`, which adapters and quantisation hide behind *args."""
-    names: set[str] = set()
-    for kind in type(model).__mro__:
-        if "__call__" in vars(kind):
-            names |= set(inspect.signature(vars(kind)["__call__"]).parameters)
-    return names
+    calls = [vars(kind)["__call__"] for kind in type(model).__mro__ if "__call__" in vars(kind)]
+    return {name for call in calls for name in inspect.signature(call).parameters}
 
 
 def hidden_of_example(
@@ -201,7 +186,7 @@ def log_probs(
     """
     from flax import nnx
 
-    packed = None if segment_ids is None else (segment_ids, segment_positions)
+    packed = () if segment_ids is None else (segment_ids, segment_positions)
     static = (pad_id, float(temperature), parallel, lora_scale, tuple(sorted(options.items())))
     found: Float[Array, "B C"] = _log_probs(*nnx.split(model), prompt_ids, completion_ids, packed, static)
     return found
@@ -213,17 +198,17 @@ def _log_probs(graph: Any, state: Any, prompt_ids: Any, completion_ids: Any, pac
 
     pad_id, temperature, parallel, lora_scale, options = static
     model = nnx.merge(graph, state)
-    hidden = hidden_of_example(model, prompt_ids, completion_ids, pad_id, *(packed or ()))
+    hidden = hidden_of_example(model, prompt_ids, completion_ids, pad_id, *packed)
     tokens = jnp.concatenate([prompt_ids, completion_ids], axis=1)
-    segments = (tokens != pad_id).astype(jnp.int32) if packed is None else packed[0]
-    is_next = (segments > 0) & (segments == jnp.roll(segments, 1, axis=1)) if packed is not None else segments > 0
+    is_next = tokens != pad_id
+    if packed:
+        is_next = (packed[0] > 0) & (packed[0] == jnp.roll(packed[0], 1, axis=1))
     first = jnp.arange(tokens.shape[1]) < max(prompt_ids.shape[1], 1)  # nothing predicts the first token of a row
     where = jnp.roll(is_next & ~first[None], -1, axis=1)
-    targets = jnp.roll(tokens, -1, axis=1)
     stats = log_probs_from_hidden(
         hidden,
         head_of(model, lora_scale=lora_scale),
-        targets,
+        jnp.roll(tokens, -1, axis=1),
         where=where,
         parallel=parallel,
         temperature=temperature or 1.0,

@@ -25,9 +25,8 @@ def translate(config: Mapping[str, Any]) -> Translation:
       config: keys and values.
 
     Returns:
-      The loss, the head's temperature, `row_length` and `max_tokens` of a batch, and a remark on each other key. On
-      each device a micro-batch holds the tokens that `ppo_max_token_len_per_gpu` allows, or the places of
-      `ppo_micro_batch_size_per_gpu` padded samples.
+      See `Translation`. On each device a micro-batch holds the tokens that `ppo_max_token_len_per_gpu` allows, or the
+      places of `ppo_micro_batch_size_per_gpu` padded samples.
 
     Raises:
       ValueError: unknown keys, all of them listed; a value that its key does not allow, or that has no equivalent here.

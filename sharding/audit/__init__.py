@@ -1,12 +1,8 @@
 """The cost of a program on each device, read from what JAX traces and XLA compiles; no devices are needed.
 
-`audit` is the entry point. `results` holds the records that it returns. `flops` reads jaxprs. `hlo`, `hlo_integers`,
-`hlo_bytes`, `tpu_time` and `gpu_time` read the text of a compiled module, `links` has the ways of its collectives, and
-`trips` counts the turns of loops for both.
-
-The text (HLO) is parsed by hand, because no lightweight source shows enough. `compiled.cost_analysis()` counts the
-body of a loop once, whatever the loop's length. The bindings of jaxlib (`jaxlib._hlo`) show neither shapes nor
-attributes. The protos that hold both come with xprof or TensorFlow, which are heavy to depend on, and not with JAX.
+The text of compiled modules (HLO) is parsed by hand, because no lightweight source shows enough.
+`compiled.cost_analysis()` counts the body of a loop once, whatever the loop's length. The bindings of jaxlib
+(`jaxlib._hlo`) show neither shapes nor attributes. The protos that hold both come with xprof or TensorFlow.
 """
 
 from __future__ import annotations

@@ -13,14 +13,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.stages import Lowered
 
-from ..devices import Device, device_of
+from ..devices import device_of
+from .clock import estimate_time, roofline
 from .flops import count_flops
-from .gpu_time import roofline
-from .hlo import Module, parse, transfer
+from .hlo import parse, transfer
 from .links import Torus
 from .program import notes
-from .results import Audit, Collective, Time
-from .tpu_time import estimate_time
+from .results import Audit, Collective
 
 
 def read(fn: Callable[..., Any], args: tuple[Any, ...], mesh: Mesh | None) -> Audit:
@@ -32,27 +31,27 @@ def read(fn: Callable[..., Any], args: tuple[Any, ...], mesh: Mesh | None) -> Au
     of_args = {d for s in shardings for d in s.device_set}
     devices = sorted(of_args, key=lambda d: d.id) if mesh is None else list(mesh.devices.flat)
     device = devices[0] if devices else None  # None where neither the arguments nor the mesh name one
-    chip = device_of(device)
     compiled, text, generated = _compile(traced.lower(), device)
-    memory = compiled.memory_analysis()
+    module, memory, chip, time = parse(text), compiled.memory_analysis(), device_of(device), None
+    if chip and device and device.platform == "gpu":
+        time = roofline(text, chip)
+    elif chip and generated:
+        time = estimate_time(generated, chip, Torus.of(devices, chip))
     return Audit(
-        collectives=_collectives(parse(text), mesh),
+        collectives=tuple(
+            Collective(found.op, _axes(found.groups, found.op, mesh), found.bytes, name in module.looped)
+            for name, computation in module.computations.items()
+            for instruction in computation.values()
+            if (found := transfer(module, name, instruction))
+        ),
         temp_bytes=memory.temp_size_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         flops=count_flops(traced.jaxpr),
-        time=_time(text, generated, chip, devices),
+        time=time,
         notes=notes(traced.jaxpr),
         text=text,
     )
-
-
-def _time(text: str, generated: str, chip: Device | None, devices: Sequence[jax.Device]) -> Time | None:
-    if chip is None:
-        return None
-    if devices[0].platform == "gpu":
-        return roofline(text, chip)
-    return estimate_time(generated, chip, Torus.of(devices, chip)) if generated else None
 
 
 def _mesh_of(shardings: Sequence[Sharding]) -> Mesh | None:
@@ -76,15 +75,6 @@ def _compile(lowered: Lowered, device: jax.Device | None) -> tuple[Any, str, str
             for stage in ("after_optimizations", "after_codegen")
         )
     return compiled, text or compiled.as_text(), generated
-
-
-def _collectives(module: Module, mesh: Mesh | None) -> tuple[Collective, ...]:
-    return tuple(
-        Collective(found.op, _axes(found.groups, found.op, mesh), found.bytes, name in module.looped)
-        for name, computation in module.computations.items()
-        for instruction in computation.values()
-        if (found := transfer(module, name, instruction))
-    )
 
 
 def _axes(groups: Sequence[tuple[int, ...]], op: str, mesh: Mesh | None) -> tuple[str, ...] | None:

@@ -7,97 +7,108 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
 from ..notes import is_rare
-from .dead_code import CALLS, AnyJaxpr, Wanted, matters, of_body, read, split
 from .results import Flops
 from .trips import Limits, Loop, Turns, Value, constant, convert, operate
 
+AnyJaxpr = core.Jaxpr | core.ClosedJaxpr
+Cost = tuple[Flops, list[bool]]  # the flops of something, and which of its arguments it needs
+
 _NONE = Flops(0, 0)
+# They run their jaxpr once, on their own arguments.
+_CALLS = frozenset({"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2", "shard_map"})
 
 
 def count_flops(jaxpr: AnyJaxpr) -> Flops:
     """The flops of a (closed) jaxpr: the shapes inside a `shard_map` are one device's.
 
-    What no result depends on does not count, since compilers leave it out.
-
-    Args:
-      jaxpr: as `jax.make_jaxpr` or `jax.jit(f).trace(...)` give it.
-
-    Returns:
-      `Flops`. The turns of a `while` are read off the integers in its condition, see `trips`: a range where
-      the condition depends on data too, up to infinity where nothing else ends the loop.
+    What no result depends on does not count, since compilers leave it out, of loops too. The turns of a `while` are
+    read off the integers in its condition, see `trips`: a range where the condition depends on data too, up to infinity
+    where nothing else ends the loop.
 
     Example:
-      >>> import jax, jax.numpy as jnp
       >>> count_flops(jax.make_jaxpr(lambda a: a @ a)(jnp.ones((8, 8)))).low
       1024
     """
-    return _run(jaxpr, [], True)[0]
+    return _cost(jaxpr, [])[0]
 
 
-def _run(
-    jaxpr: AnyJaxpr, args: Sequence[Value], count: bool, wanted: Wanted | None = None
-) -> tuple[Flops, list[Value]]:
-    """The flops of a jaxpr, if they are to be counted, and what is known of its `wanted` results, by default all."""
-    inner, consts = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
-    known: dict[Any, Value] = dict(zip(inner.invars, args, strict=True)) if args else {}
-    known |= {var: _constant(var.aval, value) for var, value in zip(inner.constvars, consts, strict=False)}
-
-    def value(atom: Any) -> Value:
-        return _constant(atom.aval, atom.val) if isinstance(atom, core.Literal) else known.get(atom)
-
+def _cost(jaxpr: AnyJaxpr, args: Sequence[Value], wanted: Sequence[bool] | None = None) -> Cost:
+    """The cost of a jaxpr's wanted results, by default all, given what is known of its arguments."""
+    inner, known = _opened(jaxpr), _values(jaxpr, args)
+    outvars = zip(inner.outvars, wanted or [True] * len(inner.outvars), strict=True)
+    needed = {atom for atom, is_wanted in outvars if is_wanted and isinstance(atom, core.Var)}
     total = _NONE
-    for eqn, is_read in zip(inner.eqns, read(jaxpr, wanted or (True,) * len(inner.outvars))[0], strict=True):
-        if matters(eqn, is_read):
-            flops, results = _equation(eqn, [value(atom) for atom in eqn.invars], count, is_read)
+    for eqn in reversed(inner.eqns):
+        read = [var in needed for var in eqn.outvars]
+        if any(read) or any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects):
+            flops, reads = _equation(eqn, [_value(known, atom) for atom in eqn.invars], read)
             total += flops
-            known.update(zip(eqn.outvars, results, strict=False))
-    return total, [value(atom) for atom in inner.outvars]
+            needed |= {a for a, is_read in zip(eqn.invars, reads, strict=True) if is_read and isinstance(a, core.Var)}
+    return total, [var in needed for var in inner.invars]
 
 
-def _equation(eqn: Any, args: list[Value], count: bool, wanted: Wanted) -> tuple[Flops, list[Value]]:
-    """The flops of an equation, and what is known of its results; an empty list means nothing is known."""
-    params = eqn.params
+def _equation(eqn: Any, args: list[Value], wanted: list[bool]) -> Cost:
+    params, everything = eqn.params, [True] * len(args)
     match eqn.primitive.name:
         case "dot_general":
-            (lhs, _), (_, _) = params["dimension_numbers"]
-            contracted = math.prod(eqn.invars[0].aval.shape[d] for d in lhs)
-            return _exactly(2 * math.prod(eqn.outvars[0].aval.shape) * contracted), []
+            (lhs, _), _ = params["dimension_numbers"]
+            return _product(eqn, math.prod(eqn.invars[0].aval.shape[d] for d in lhs)), everything
         case "ragged_dot_general":
-            return _ragged_dot(eqn), []
+            return _ragged_dot(eqn), everything
         case "conv_general_dilated":
             kernel = eqn.invars[1].aval.shape
-            features = kernel[params["dimension_numbers"].rhs_spec[0]]
-            return _exactly(2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // features), []
-        case "scan" | "while" | "cond" if not count:
-            return _NONE, []
+            return _product(eqn, math.prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]), everything
         case "scan":
-            return _scan(params, args, of_body(eqn, wanted)), []
+            return _scan(params, args, wanted)
         case "while":
-            return _while(params, args, of_body(eqn, wanted)), []
+            return _while(params, args, wanted)
         case "cond":
-            branches = [_run(branch, args[1:], True, wanted)[0] for branch in params["branches"]]
+            branches, reads = zip(*(_cost(branch, args[1:], wanted) for branch in params["branches"]), strict=True)
             highest = min if is_rare(str(eqn.source_info.name_stack)) else max
-            return Flops(min(b.low for b in branches), highest(b.high for b in branches)), []
+            flops = Flops(min(b.low for b in branches), highest(b.high for b in branches))
+            return flops, [True, *map(any, zip(*reads, strict=True))]
         case "custom_linear_solve":
-            return _run(params["jaxprs"].solve, [], count)[0], []
-    inner = [value for value in params.values() if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))]
-    if not inner:
-        return _NONE, [_scalar(eqn, args)]
-    if eqn.primitive.name in CALLS and len(inner) == 1 and _arity(inner[0]) == len(args):
-        same = len(getattr(inner[0], "jaxpr", inner[0]).outvars) == len(wanted)
-        return _run(inner[0], args, count, wanted if same else None)
-    total = sum((_run(j, [], count)[0] for j in inner), _NONE)
+            return _cost(params["jaxprs"].solve, [])[0], everything
+    if (called := _called(eqn)) is not None:
+        return _cost(called, args, wanted)
+    total = sum((_cost(jaxpr, [])[0] for jaxpr in _jaxprs(eqn)), _NONE)
     steps = getattr(params.get("grid_mapping"), "grid", ())  # a kernel runs in each of them
     known = all(isinstance(step, int) for step in steps)
-    return _times(total, Turns(math.prod(steps), math.prod(steps)) if known else Turns(0, math.inf)), []
+    return _times(total, Turns(math.prod(steps), math.prod(steps)) if known else Turns(0, math.inf)), everything
 
 
-def _exactly(flops: float) -> Flops:
+def _opened(jaxpr: Any) -> core.Jaxpr:
+    found: core.Jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return found
+
+
+def _jaxprs(eqn: Any) -> list[AnyJaxpr]:
+    return [value for value in eqn.params.values() if isinstance(value, core.Jaxpr | core.ClosedJaxpr)]
+
+
+def _called(eqn: Any) -> AnyJaxpr | None:
+    """The jaxpr that an equation runs once, on its own arguments."""
+    inner = _jaxprs(eqn) if eqn.primitive.name in _CALLS else []
+    called = _opened(inner[0]) if len(inner) == 1 else None
+    same = called and (len(called.invars), len(called.outvars)) == (len(eqn.invars), len(eqn.outvars))
+    return inner[0] if same else None
+
+
+def _product(eqn: Any, contracted: int, groups: int = 1) -> Flops:
+    flops = 2 * math.prod(eqn.outvars[0].aval.shape) * contracted // groups
     return Flops(flops, flops)
+
+
+def _ragged_dot(eqn: Any) -> Flops:
+    """Every row (or contracted row) belongs to one group."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    lhs, _, sizes = (x.aval.shape for x in eqn.invars[:3])
+    contracted = numbers.dot_dimension_numbers[0][0]
+    groups = sizes[-1] if set(numbers.lhs_ragged_dimensions) & set(contracted) else 1
+    return _product(eqn, math.prod(lhs[d] for d in contracted), groups)
 
 
 def _times(flops: Flops, turns: Turns) -> Flops:
@@ -106,40 +117,61 @@ def _times(flops: Flops, turns: Turns) -> Flops:
     return Flops(low, high)
 
 
-def _arity(jaxpr: AnyJaxpr) -> int:
-    return len(getattr(jaxpr, "jaxpr", jaxpr).invars)
-
-
-def _ragged_dot(eqn: Any) -> Flops:
-    """Every row (or contracted row) belongs to one group."""
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    lhs, _, sizes = (x.aval.shape for x in eqn.invars[:3])
-    contracted = numbers.dot_dimension_numbers[0][0]
-    flops = 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[d] for d in contracted)
-    groups = sizes[-1] if set(numbers.lhs_ragged_dimensions) & set(contracted) else 1
-    return _exactly(flops // groups)
-
-
-def _scan(params: dict[str, Any], args: list[Value], wanted: Wanted) -> Flops:
+def _scan(params: dict[str, Any], args: list[Value], wanted: list[bool]) -> Cost:
     body, length = params["jaxpr"], params["length"]
-    first, count = split(params, len(args))
-    consts, carry = args[:first], args[first : first + count]
-    xs: list[Value] = [None] * (_arity(body) - len(consts) - len(carry))
-    loop = Loop(lambda slots: _run(body, [*consts, *slots, *xs], False, wanted)[1][:count], carry)
-    flops, _ = _run(body, [*consts, *loop.during(length), *xs], True, wanted)
-    return _times(flops, Turns(length, length))
+    if "ft_in" in params:  # from JAX 0.12 on, a tree that splits what it is given
+        first, count, _ = (len(list(part)) for part in params["ft_in"].update(range(len(args))).unpack())
+    else:
+        first, count = params["num_consts"], params["num_carry"]
+    consts, carry, xs = args[:first], args[first : first + count], [None] * (len(args) - first - count)
+    loop = Loop(lambda slots: _results(body, [*consts, *slots, *xs])[:count], carry)
+    flops, reads = _turn(body, [*consts, *loop.during(length), *xs], wanted, slice(first, first + count))
+    return _times(flops, Turns(length, length)), reads
 
 
-def _while(params: dict[str, Any], args: list[Value], wanted: Wanted) -> Flops:
+def _while(params: dict[str, Any], args: list[Value], wanted: list[bool]) -> Cost:
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
-    first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    condition_consts, body_consts = args[:first], args[first:last]
-    loop = Loop(lambda slots: _run(body, [*body_consts, *slots], False, wanted)[1], args[last:])
-    turns = loop.turns(lambda slots: _run(condition, [*condition_consts, *slots], False)[1][0])
+    first, second = params["cond_nconsts"], params["body_nconsts"]
+    asked_of, consts, carry = args[:first], args[first : first + second], args[first + second :]
+    loop = Loop(lambda slots: _results(body, [*consts, *slots]), carry)
+    turns = loop.turns(lambda slots: _results(condition, [*asked_of, *slots])[0])
     asked = Turns(turns.low + 1, turns.high + 1)  # the condition, once more than there are turns
-    flops, _ = _run(body, [*body_consts, *loop.during(turns.high)], True, wanted)
-    asking, _ = _run(condition, [*condition_consts, *loop.during(asked.high)], True)
-    return _times(flops, turns) + _times(asking, asked)
+    asking, asks = _cost(condition, [*asked_of, *loop.during(asked.high)])
+    wanted = [a or b for a, b in zip(wanted, asks[first:], strict=True)]
+    flops, reads = _turn(body, [*consts, *loop.during(turns.high)], wanted, slice(second, None))
+    return _times(flops, turns) + _times(asking, asked), asks[:first] + reads
+
+
+def _turn(body: AnyJaxpr, args: list[Value], wanted: list[bool], carry: slice) -> Cost:
+    """The cost of a loop's body for its wanted results. The first ones are the arguments `carry` of the next turn."""
+    while True:
+        flops, reads = _cost(body, args, wanted)
+        # what a turn reads, the turn before must compute
+        reads[carry] = [a or b for a, b in zip(wanted, reads[carry], strict=False)]
+        if reads[carry] == wanted[: len(reads[carry])]:
+            return flops, reads
+        wanted = reads[carry] + wanted[len(reads[carry]) :]
+
+
+def _values(jaxpr: AnyJaxpr, args: Sequence[Value]) -> dict[Any, Value]:
+    """What is known of the scalars of a jaxpr outside of its loops and branches, given that of its arguments."""
+    inner, consts = _opened(jaxpr), getattr(jaxpr, "consts", ())
+    known: dict[Any, Value] = dict(zip(inner.invars, args, strict=True)) if args else {}
+    known |= {var: _constant(var.aval, value) for var, value in zip(inner.constvars, consts, strict=False)}
+    for eqn in inner.eqns:
+        of_args, called = [_value(known, atom) for atom in eqn.invars], _called(eqn)
+        results = [_scalar(eqn, of_args)] if called is None else _results(called, of_args)
+        known.update(zip(eqn.outvars, results, strict=False))
+    return known
+
+
+def _results(jaxpr: AnyJaxpr, args: Sequence[Value]) -> list[Value]:
+    known = _values(jaxpr, args)
+    return [_value(known, atom) for atom in _opened(jaxpr).outvars]
+
+
+def _value(known: dict[Any, Value], atom: Any) -> Value:
+    return _constant(atom.aval, atom.val) if isinstance(atom, core.Literal) else known.get(atom)
 
 
 _SAME = frozenset(
@@ -148,21 +180,20 @@ _SAME = frozenset(
 )  # fmt: skip
 
 
-def _scalar(eqn: core.JaxprEqn, args: list[Value]) -> Value:
+def _scalar(eqn: Any, args: list[Value]) -> Value:
     """What is known of the result of an operation on scalars."""
-    name, operands, result = eqn.primitive.name, [x.aval for x in eqn.invars], eqn.outvars[0].aval
-    if getattr(result, "shape", None) != () or not operands:
+    name, operands, results = eqn.primitive.name, [x.aval for x in eqn.invars], [x.aval for x in eqn.outvars]
+    if not operands or not results or getattr(results[0], "shape", None) != ():
         return None
     if name in _SAME:
-        return convert(args[0], _limits(operands[0]), _limits(result))
+        return convert(args[0], _limits(operands[0]), _limits(results[0]))
     if name == "select_n":
         return operate("select", args[1:], _limits(operands[1]))
     return operate(name, args, _limits(operands[0]))
 
 
 def _limits(aval: Any) -> Limits | None:
-    dtype = getattr(aval, "dtype", None)
-    return Limits.of(str(dtype)) if dtype is not None and jnp.issubdtype(dtype, jnp.integer) else None
+    return Limits.of(str(getattr(aval, "dtype", "")))
 
 
 def _constant(aval: Any, value: Any) -> Value:

@@ -48,64 +48,53 @@ class Instruction:
             for key, many, one in _CALLS.findall(self.attributes.split("backend_config=", 1)[0])
         }
 
-    @property
-    def index(self) -> int:
-        """The index of the element that a get-tuple-element takes."""
-        return int(self.attributes.split("index=", 1)[1].split(",", 1)[0])
-
     @functools.cached_property
     def cycles(self) -> int | None:
         """XLA:TPU's estimate; None where it makes none."""
-        found = self._attribute(r'"estimated_cycles":"(\d+)"')
+        found = self._found(r'"estimated_cycles":"(\d+)"')
         return int(found) if found else None
 
     @property
     def declared(self) -> dict[str, int]:
         """What a Pallas kernel declares: its flops, bytes_accessed and transcendentals."""
-        found = re.search(r'"cost_estimate":\{([^}]*)\}', self.attributes)
-        return {key: int(n) for key, n in re.findall(r'"(\w+)":"?(\d+)', found[1])} if found else {}
-
-    @property
-    def target(self) -> str:
-        """What a custom-call calls."""
-        return self._attribute(r'custom_call_target="([^"]*)"')
-
-    @property
-    def direction(self) -> str:
-        """How a compare compares: "LT", "GE", ..."""
-        return self._attribute(r"direction=(\w+)")
-
-    @property
-    def is_highest(self) -> bool:
-        """Whether a product on a GPU asks for the highest precision."""
-        return bool(self._attribute(r'(operand_precision=\{[^}]*highest|"operand_precision":\["HIGHEST)'))
-
-    @property
-    def scalar_dtype(self) -> str | None:
-        """The dtype of a scalar; None for arrays."""
-        found = re.match(r"(\w+)\[\]", self.shape)
-        return found[1] if found else None
-
-    @property
-    def integer(self) -> int | None:
-        """The value of a constant that is an integer."""
-        return int(self.inside) if re.fullmatch(r"-?\d+", self.inside) else None
-
-    def contracted(self, lhs: str, rhs: str) -> int:
-        """The size of the dimensions that a product sums over, given the shapes of its factors."""
-        if labels := self._attribute(r"dim_labels=\w+_(\w+)->"):  # `convolution(rows, kernel), dim_labels=bf_io->bf`
-            return math.prod(size for size, label in zip(dimensions(rhs), labels, strict=False) if label != "o")
-        dims, sizes = self._attribute(r"lhs_contracting_dims=\{([\d,]*)\}"), dimensions(lhs)
-        return math.prod(sizes[d] for d in _integers(dims)) if sizes else 1
-
-    def _attribute(self, pattern: str) -> str:
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else ""
+        found = self._found(r'"cost_estimate":\{([^}]*)\}')
+        return {key: int(n) for key, n in re.findall(r'"(\w+)":"?(\d+)', found)}
 
     @property
     def op_name(self) -> str:
         """The name of the operation in the traced program."""
-        return self._attribute(r'op_name="([^"]*)"')
+        return self.attribute("op_name")
+
+    @property
+    def target(self) -> str:
+        """What a custom-call calls."""
+        return self.attribute("custom_call_target")
+
+    @property
+    def is_highest(self) -> bool:
+        """Whether a product on a GPU asks for the highest precision."""
+        return bool(self._found(r'(operand_precision=\{[^}]*highest|"operand_precision":\["HIGHEST)'))
+
+    @property
+    def scalar_dtype(self) -> str:
+        """The dtype of a scalar; empty for arrays."""
+        found = re.match(r"(\w+)\[\]", self.shape)
+        return found[1] if found else ""
+
+    def contracted(self, lhs: str, rhs: str) -> int:
+        """The size of the dimensions that a product sums over, given the shapes of its factors."""
+        if labels := self._found(r"dim_labels=\w+_(\w+)->"):  # `convolution(rows, kernel), dim_labels=bf_io->bf`
+            return math.prod(size for size, label in zip(dimensions(rhs), labels, strict=False) if label != "o")
+        dims, sizes = self._found(r"lhs_contracting_dims=\{([\d,]*)\}"), dimensions(lhs)
+        return math.prod(sizes[d] for d in _integers(dims)) if sizes else 1
+
+    def attribute(self, name: str) -> str:
+        """The value of `name=word` or `name="value"`; empty where there is none."""
+        return self._found(rf'\b{name}="([^"]*)"') or self._found(rf"\b{name}=(\w+)")
+
+    def _found(self, pattern: str) -> str:
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else ""
 
 
 Computation = dict[str, Instruction]
@@ -128,19 +117,14 @@ class Module:
     @functools.cached_property
     def looped(self) -> frozenset[str]:
         """The computations that run in the body or the condition of a loop."""
-        pending = [
-            name
-            for computation in self.computations.values()
-            for instruction in computation.values()
-            for key in ("body", "condition")
-            for name in instruction.calls.get(key, ())
-        ]
+        everywhere = [x for computation in self.computations.values() for x in computation.values()]
+        pending = [name for x in everywhere for key in ("body", "condition") for name in x.calls.get(key, ())]
         found: set[str] = set()
         while pending:
             if (name := pending.pop()) not in found:
                 found.add(name)
                 inside = self.computations.get(name, {}).values()
-                pending += [n for instruction in inside for names in instruction.calls.values() for n in names]
+                pending += [n for x in inside for names in x.calls.values() for n in names]
         return frozenset(found)
 
 
@@ -186,11 +170,7 @@ def root(computation: Computation) -> Instruction:
 
 
 def shape_bytes(shape: str, in_hbm: bool = False) -> int:
-    """The bytes of a shape and, where it is a tuple, of all its parts.
-
-    Args:
-      shape: as HLO writes it.
-      in_hbm: leaves out what lies in another memory (`S(1)` in its layout).
+    """The bytes of a shape, of all parts of a tuple; `in_hbm` leaves out other memories (`S(1)` in a layout).
 
     Example:
       >>> shape_bytes("(bf16[8,4]{1,0:T(8,128)S(1)}, s32[])"), shape_bytes("(bf16[8,4]{1,0:S(1)}, s32[])", in_hbm=True)
@@ -228,12 +208,9 @@ def parts(shape: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A collective, as an instruction describes it.
+    """A collective: its name, the groups of devices that it joins, and the larger of a device's input and output.
 
-    Args:
-      op: its name, without "-start".
-      groups: the groups of devices that it joins, pairs for a permutation; empty where they could not be read.
-      bytes: the size of a device's input or output, whichever is larger.
+    The groups are pairs for a permutation, and empty where they could not be read.
     """
 
     op: str

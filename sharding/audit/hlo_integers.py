@@ -16,8 +16,8 @@ _NAMES = {"subtract": "sub", "multiply": "mul", "minimum": "min", "maximum": "ma
 def values(module: Module, computation: Computation, args: Sequence[Known] = ()) -> dict[str, Known]:
     """What is known of each instruction of a computation, given what is known of its parameters."""
     known: dict[str, Known] = {}
-    for name, instruction in computation.items():
-        known[name] = _value(module, computation, instruction, args, known)
+    for name, x in computation.items():
+        known[name] = _value(module, computation, x, args, known)
     return known
 
 
@@ -30,22 +30,17 @@ class While(NamedTuple):
     results: Known
 
 
-def loop(module: Module, instruction: Instruction, known: dict[str, Known]) -> While:
-    """Reads a `while`, given the `values` of the computation that it stands in."""
-    [body], [condition] = module.called(instruction, "body"), module.called(instruction, "condition")
-    is_tuple = instruction.shape.startswith("(")
-    nothing: list[Value] = [None] * (len(parts(instruction.shape)) if is_tuple else 1)
+def loop(module: Module, x: Instruction, known: dict[str, Known]) -> While:
+    """Reads a `while` whose state is a tuple, given the `values` of the computation that it stands in."""
+    [body], [condition] = module.called(x, "body"), module.called(x, "condition")
+    nothing: list[Value] = [None] * len(parts(x.shape))
 
-    def flat(found: Known) -> list[Value]:
-        return (found if isinstance(found, list) else nothing) if is_tuple else [found]
+    def slots_of(found: Known) -> list[Value]:
+        return found if isinstance(found, list) else nothing
 
-    def whole(slots: list[Value]) -> Known:
-        return slots if is_tuple else slots[0]
-
-    read = Loop(lambda slots: flat(_result(module, body, [whole(slots)])), flat(known.get(instruction.operands[0])))
-    turns = read.turns(lambda slots: _result(module, condition, [whole(slots)]))
-    during, asked = read.during(turns.high), read.during(turns.high + 1)
-    return While(turns, [whole(during)], [whole(asked)], whole(read.behind))
+    read = Loop(lambda slots: slots_of(_result(module, body, [slots])), slots_of(known.get(x.operands[0])))
+    turns = read.turns(lambda slots: _result(module, condition, [slots]))
+    return While(turns, [read.during(turns.high)], [read.during(turns.high + 1)], read.behind)
 
 
 def _result(module: Module, computation: Computation, args: Sequence[Known]) -> Known:
@@ -53,43 +48,34 @@ def _result(module: Module, computation: Computation, args: Sequence[Known]) -> 
 
 
 def _value(
-    module: Module, computation: Computation, instruction: Instruction, args: Sequence[Known], known: dict[str, Known]
+    module: Module, computation: Computation, x: Instruction, args: Sequence[Known], known: dict[str, Known]
 ) -> Known:
-    operands = [known.get(name) for name in instruction.operands]
-    dtype = instruction.scalar_dtype
-    match instruction.op:
+    operands = [known.get(name) for name in x.operands]
+    result = Limits.of(x.scalar_dtype)
+    match x.op:
         case "parameter":
-            number = int(instruction.inside)
+            number = int(x.inside)
             return args[number] if number < len(args) else None
         case "tuple":
             return operands
         case "get-tuple-element":
-            return operands[0][instruction.index] if isinstance(operands[0], list) else None
+            return operands[0][int(x.attribute("index"))] if isinstance(operands[0], list) else None
         case "while":
-            return loop(module, instruction, known).results
+            return loop(module, x, known).results
+        case "constant" if x.scalar_dtype == "pred":
+            return constant(x.inside == "true")
         case "constant":
-            return _constant(instruction)
-        case "fusion" | "call" if dtype or instruction.shape.startswith("("):
-            return _result(module, module.called(instruction, "calls", "to_apply")[0], operands)
-    if dtype is None or not operands or any(isinstance(x, list) for x in operands):
+            return constant(int(x.inside)) if result else None
+        case "fusion" | "call" if x.scalar_dtype or x.shape.startswith("("):
+            return _result(module, module.called(x, "calls", "to_apply")[0], operands)
+    if not x.scalar_dtype or not operands or any(isinstance(value, list) for value in operands):
         return None
-    source = computation.get(instruction.operands[0])
-    return _scalar(instruction, operands, Limits.of((source and source.scalar_dtype) or ""), Limits.of(dtype))
-
-
-def _scalar(instruction: Instruction, operands: list[Value], source: Limits | None, result: Limits | None) -> Value:
-    """The result of an operation on scalars, given the limits of its operands' and its result's dtype."""
-    match instruction.op:
+    source = Limits.of(computation[x.operands[0]].scalar_dtype) if x.operands[0] in computation else None
+    match x.op:
         case "compare":
-            return operate(instruction.direction.lower(), operands, source)
+            return operate(x.attribute("direction").lower(), operands, source)
         case "select":
             return operate("select", operands[1:], result)
         case "bitcast" | "broadcast" | "convert" | "copy" | "reshape":
             return convert(operands[0], source, result)
-    return operate(_NAMES.get(instruction.op, instruction.op), operands, result)
-
-
-def _constant(x: Instruction) -> Value:
-    if x.scalar_dtype == "pred":
-        return constant(x.inside == "true")
-    return constant(x.integer) if x.integer is not None and Limits.of(x.scalar_dtype or "") else None
+    return operate(_NAMES.get(x.op, x.op), operands, result)

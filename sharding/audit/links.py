@@ -25,18 +25,12 @@ class Switch:
             yield target, "in"
 
     def shares(self, op: str, groups: Groups) -> dict[Link, float]:
-        """How many times a collective's bytes (see `Collective.bytes`) each link carries.
-
-        Args:
-          op: the name of the collective.
-          groups: as in `Transfer`.
-        """
+        """How many times a collective's bytes each link carries; see `Transfer`."""
         n = max(map(len, groups))
-        match op:
-            case "collective-permute":
-                return self._loads(groups, 1)
-            case "all-to-all" | "ragged-all-to-all":
-                return self._loads((pair for group in groups for pair in itertools.permutations(group, 2)), 1 / n)
+        if op == "collective-permute":
+            return self._loads(groups, 1)
+        if op in ("all-to-all", "ragged-all-to-all"):
+            return self._loads((pair for group in groups for pair in itertools.permutations(group, 2)), 1 / n)
         return self._rings(groups, (2 if op == "all-reduce" else 1) * (n - 1) / n)
 
     def _loads(self, pairs: Iterable[Sequence[int]], each: float) -> dict[Link, float]:

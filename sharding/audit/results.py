@@ -71,10 +71,9 @@ class Milliseconds:
         return self.products + self.elementwise + self.copies + self.kernels
 
     def __str__(self) -> str:
-        kinds = ("products", "elementwise", "copies", "kernels")
         return (
-            f"compute {self.compute:.3f} ms ({', '.join(f'{kind} {getattr(self, kind):.3f}' for kind in kinds)}; "
-            f"{self.unestimated:.3f} of it by bytes alone), "
+            f"compute {self.compute:.3f} ms (products {self.products:.3f}, elementwise {self.elementwise:.3f}, "
+            f"copies {self.copies:.3f}, kernels {self.kernels:.3f}; {self.unestimated:.3f} of it by bytes alone), "
             f"collectives {self.collectives:.3f} ms, and {self.overlapped:.3f} ms beside other work"
         )
 
@@ -83,8 +82,8 @@ class Milliseconds:
 class Time(Milliseconds):
     """The time of a program with loops at full count: its compiler's estimate on a TPU, a lower bound on a GPU.
 
-    XLA for GPUs makes no estimate. Each kernel takes the time of its bytes at the memory's peak or that of its products
-    at the peak of their dtype, whichever is longer. What a kernel takes to start is left out.
+    XLA for GPUs makes no estimate: each kernel takes the time of its bytes at the memory's peak or of its products at
+    the peak of their dtype, whichever is longer, and none to start.
 
     A loop that data may end early takes the most turns that it can, and a `cond` takes its longer branch, unless a
     `note` says that it rarely does. `least` is the time with the fewest turns and the shorter branches. A loop that
@@ -113,7 +112,7 @@ class Time(Milliseconds):
 
     def __str__(self) -> str:
         lines = [f"on {self.chip}, estimated by {self.compiler}: {super().__str__()}"]
-        if self.least != Milliseconds(*(getattr(self, field.name) for field in dataclasses.fields(Milliseconds))):
+        if dataclasses.astuple(self.least) != dataclasses.astuple(self)[:7]:
             lines.append(f"at least, by {self.compiler}: {self.least}")
         return "\n".join([*lines, *(f"unknown: {text}" for text in self.unknown)])
 

@@ -4,9 +4,6 @@ It follows plain counters: integers that change by the same step in each turn an
 constant or with another integer that the loop carries. If the condition also depends on data, the result is a range.
 Everything else is unknown: None for a value, "0 to infinitely many" for turns. An estimate is never too small: integers
 that would leave the range of their dtype are not followed beyond it.
-
-`operate` computes the result of an operation on scalars. A reader of either language runs a loop's body and condition
-with it.
 """
 
 from __future__ import annotations
@@ -29,6 +26,9 @@ class Turns(NamedTuple):
     high: float
 
 
+_ALWAYS, _NEVER, _UNKNOWN = Turns(math.inf, math.inf), Turns(0, 0), Turns(0, math.inf)
+
+
 class Limits(NamedTuple):
     """The smallest and the largest number of an integer dtype."""
 
@@ -48,8 +48,8 @@ class Limits(NamedTuple):
         values = 2 ** int(bits)
         return cls(0, values - 1) if dtype.startswith("u") else cls(-values // 2, values // 2 - 1)
 
-    def hold(self, *values: float) -> bool:
-        return all(self.low <= value <= self.high for value in values)
+    def hold(self, x: Integer) -> bool:
+        return self.low <= x.low and x.high <= self.high
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,13 @@ def constant(value: bool | int) -> Value:
     return Integer(value, value)
 
 
-_ALWAYS, _NEVER, _UNKNOWN = Turns(math.inf, math.inf), Turns(0, 0), Turns(0, math.inf)
+def _clamp(low: int, x: int, high: int) -> int:
+    return min(max(x, low), high)
+
+
+# How the ends of a result's range follow from those of its operands.
+_ENDS: dict[str, tuple[Callable[..., int], Callable[..., int]]]
+_ENDS = {"min": (min, min), "max": (max, max), "clamp": (_clamp, _clamp), "select": (min, max)}
 
 
 def operate(name: str, args: Sequence[Value], limits: Limits | None) -> Value:
@@ -91,9 +97,6 @@ def operate(name: str, args: Sequence[Value], limits: Limits | None) -> Value:
       args: its operands; for "select", without the predicate.
       limits: the limits of its operands' dtype; None if they are not integers.
 
-    Returns:
-      The result; None if it is not known.
-
     Example:
       >>> operate("lt", (Integer(0, 0, step=2), constant(9)), Limits.of("s32"))
       Turns(low=5, high=5)
@@ -102,13 +105,23 @@ def operate(name: str, args: Sequence[Value], limits: Limits | None) -> Value:
         lows, highs = zip(*(arg if isinstance(arg, Turns) else _UNKNOWN for arg in args), strict=True)
         either = Turns(max(lows), math.inf)  # the turn in which both fail is not computed
         return {"and": Turns(min(lows), min(highs)), "or": either}.get(name)
-    integers = [arg if isinstance(arg, Integer) else Integer(*limits) for arg in args]
     if name in ("lt", "le", "gt", "ge", "ne"):
-        return _compared(name, integers[0], integers[1], limits)
-    if name in ("min", "max", "clamp", "select"):
-        return _bounded(name, [_within(x, limits) for x in integers])
-    if name in ("add", "sub", "mul") and all(isinstance(arg, Integer) for arg in args):
-        return _arithmetic(name, integers)
+        left, right = (arg if isinstance(arg, Integer) else Integer(*limits) for arg in args)
+        return _compared(name, left, right, limits)
+    if name in _ENDS:
+        least, most = _ENDS[name]
+        ranges = [_within(arg, limits) for arg in args]
+        return Integer(least(*(x.low for x in ranges)), most(*(x.high for x in ranges)))
+    match name, args:
+        case "add", [Integer() as a, Integer() as b] if a.slot is None or b.slot is None:
+            return Integer(a.low + b.low, a.high + b.high, a.step + b.step, b.slot if a.slot is None else a.slot)
+        case "sub", [Integer() as a, Integer() as b] if b.slot is None:
+            return Integer(a.low - b.high, a.high - b.low, a.step - b.step, a.slot)
+        case "mul", [Integer() as a, Integer() as b]:
+            a, b = (b, a) if a.is_fixed and a.low == a.high else (a, b)
+            if a.slot is None and b.is_fixed and b.low == b.high:
+                low, high = sorted((a.low * b.low, a.high * b.low))
+                return Integer(low, high, a.step * b.low)
     return None
 
 
@@ -119,38 +132,12 @@ def convert(value: Value, source: Limits | None, target: Limits | None) -> Value
     if source is None or target is None or not isinstance(value, Integer):
         return None
     inside = _within(value, source)
-    return inside if target.hold(inside.low, inside.high) else None
+    return inside if target.hold(inside) else None
 
 
-def _within(value: Integer, limits: Limits) -> Integer:
+def _within(value: Value, limits: Limits) -> Integer:
     """The range of an integer for operations that do not commute with its wrapping around."""
-    return value if value.is_fixed and limits.hold(value.low, value.high) else Integer(*limits)
-
-
-def _bounded(name: str, ranges: Sequence[Integer]) -> Integer:
-    lows, highs = [x.low for x in ranges], [x.high for x in ranges]
-    match name:
-        case "min":
-            return Integer(min(lows), min(highs))
-        case "max":
-            return Integer(max(lows), max(highs))
-        case "clamp":
-            return Integer(min(max(lows[:2]), lows[2]), min(max(highs[:2]), highs[2]))
-    return Integer(min(lows), max(highs))
-
-
-def _arithmetic(name: str, integers: Sequence[Integer]) -> Integer | None:
-    match name, integers:
-        case "add", [a, b] if a.slot is None or b.slot is None:
-            return Integer(a.low + b.low, a.high + b.high, a.step + b.step, b.slot if a.slot is None else a.slot)
-        case "sub", [a, b] if b.slot is None:
-            return Integer(a.low - b.high, a.high - b.low, a.step - b.step, a.slot)
-        case "mul", [a, b] if a.slot is None and b.is_fixed and b.low == b.high:
-            low, high = sorted((a.low * b.low, a.high * b.low))
-            return Integer(low, high, a.step * b.low)
-        case "mul", [a, b] if a.is_fixed and a.low == a.high:
-            return _arithmetic("mul", [b, a])
-    return None
+    return value if isinstance(value, Integer) and value.is_fixed and limits.hold(value) else Integer(*limits)
 
 
 def _compared(relation: str, left: Integer, right: Integer, limits: Limits) -> Value:
@@ -158,36 +145,28 @@ def _compared(relation: str, left: Integer, right: Integer, limits: Limits) -> V
         return None
     if relation in ("gt", "ge"):
         left, right, relation = right, left, {"gt": "lt", "ge": "le"}[relation]
-    low, high, step = left.low - right.high, left.high - right.low, left.step - right.step
-    if relation == "ne":
-        found = _while_not_zero(low, high, step)
-    else:
-        found = _while_below(low, high, step, 0 if relation == "lt" else 1)
+    below = 1 if relation == "le" else 0
+    low, high, step = left.low - right.high - below, left.high - right.low - below, left.step - right.step
+    if relation != "ne" and step > 0:  # until the difference is no longer negative
+        found = Turns(max(-(high // step), 0), max(-(low // step), 0))
+    elif relation != "ne":
+        found = _ALWAYS if high < 0 else _NEVER if low >= 0 else _UNKNOWN
+    elif low < high or not step:
+        found = _UNKNOWN
+    else:  # until it is 0, if a turn hits that
+        turn, rest = divmod(-low, step)
+        found = _ALWAYS if rest or turn < 0 else Turns(turn, turn)
     valid = min(_turns_within(left, limits), _turns_within(right, limits))
     return Turns(min(found.low, valid), found.high if found.high < valid else math.inf)
 
 
 def _turns_within(x: Integer, limits: Limits) -> float:
     """How many turns an integer surely stays within limits."""
-    if not limits.hold(x.low, x.high):
+    if not limits.hold(x):
         return 0
     if not x.step:
         return math.inf
     return (limits.high - x.high if x.step > 0 else x.low - limits.low) // abs(x.step) + 1
-
-
-def _while_below(low: int, high: int, step: int, bound: int) -> Turns:
-    """The turns in which an integer from `low` to `high`, growing by `step`, lies below `bound`."""
-    if step > 0:
-        return Turns(max(-((high - bound) // step), 0), max(-((low - bound) // step), 0))
-    return _ALWAYS if high < bound else _NEVER if low >= bound else _UNKNOWN
-
-
-def _while_not_zero(low: int, high: int, step: int) -> Turns:
-    if low < high or not step:
-        return _UNKNOWN
-    turn, rest = divmod(-low, step)
-    return _ALWAYS if rest or turn < 0 else Turns(turn, turn)
 
 
 class Loop:
@@ -237,7 +216,9 @@ def _slot(index: int, start: Integer | None, new: Value) -> Integer | None:
 
 
 def _over(x: Integer, turns: float) -> Integer | None:
-    if x.step and math.isinf(turns):
+    if x.is_fixed:
+        return x
+    if math.isinf(turns):
         return None
-    grown = x.step * max(int(turns) - 1, 0) if x.step else 0
+    grown = x.step * max(int(turns) - 1, 0)
     return Integer(x.low + min(grown, 0), x.high + max(grown, 0))

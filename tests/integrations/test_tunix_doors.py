@@ -91,24 +91,32 @@ class Role(enum.Enum):
     ACTOR = "actor"
 
 
-THEIRS = SimpleNamespace(Role=Role, Mode=SimpleNamespace(TRAIN="train"))
-CLUSTER = SimpleNamespace(
-    parallel_of=lambda role: None,
-    get_rollout_config=lambda mode: SimpleNamespace(temperature=0.9),
-    actor_trainer=SimpleNamespace(model=Model()),
-    _anchor_policy_state=nnx.state(Model()),
-)
+class Cluster:
+    """What jaxppo's class reads of Tunix's."""
+
+    inference_worker = SimpleNamespace(get_model=lambda role: Model())
+    rollout = SimpleNamespace(pad_id=lambda: 0, model=Model)
+    r2m = dict.fromkeys(Role, SimpleNamespace(empty=True))
+    cluster_config = SimpleNamespace(offload_to_cpu=False)
+    actor_trainer = SimpleNamespace(model=Model())
+    _anchor_policy_state = nnx.state(Model())
+
+    def get_rollout_config(self, mode):
+        return SimpleNamespace(temperature=0.9)
+
+
+THEIRS = SimpleNamespace(Role=Role, Mode=SimpleNamespace(TRAIN="train"), RLCluster=Cluster)
 
 
 def passes():
     """By name, Tunix's call of each pass for log-probs."""
-    ours = tunix._Passes(THEIRS, None, {})
-    rollout = ours.rollout(CLUSTER, SimpleNamespace(pad_id=lambda: 0, model=Model))
-    worker = ours.inference_worker(CLUSTER, SimpleNamespace(get_model=lambda role: Model()))
+    cluster = tunix._without_logits(THEIRS, None, {})()
     return {
-        "old": lambda **more: rollout.get_per_token_logps(PROMPTS, COMPLETIONS, **more),
-        "reference": lambda **more: worker.get_ref_per_token_logps(PROMPTS, COMPLETIONS, 0, 1, **more),
-        "actor": lambda **more: ours.actor(CLUSTER, 1, None, 0, (PROMPTS, COMPLETIONS), more),
+        "old": lambda **more: cluster.rollout.get_per_token_logps(PROMPTS, COMPLETIONS, **more),
+        "reference": lambda **more: cluster.inference_worker.get_ref_per_token_logps(
+            PROMPTS, COMPLETIONS, 0, 1, **more
+        ),
+        "actor": lambda **more: cluster.get_actor_per_token_logps(PROMPTS, COMPLETIONS, 0, 1, **more),
     }
 
 
@@ -261,7 +269,7 @@ def test_a_maxtext_model_that_does_not_call_its_last_norm():
     model = August(MaxText())
     model.base.logits = lambda states: None
     ids = jnp.ones((1, 4), jnp.int32)
-    with pytest.raises(TypeError, match="model: got August, whose call gives neither the output of a last norm nor"):
+    with pytest.raises(TypeError, match="model: got August, whose call never uses its decoder_norm"):
         tunix.hidden_states(model, ids, ids, None, ids)
 
 

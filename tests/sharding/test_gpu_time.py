@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from examples.planner.described_gpu import described_gpus
 from sharding.audit import audit
-from sharding.audit.gpu_time import roofline
+from sharding.audit.clock import roofline
 from sharding.devices import known_device
 
 # A ms is 1e12 flops of bf16, 1e9 bytes of memory or of links.

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from sharding.audit.clock import estimate_time
 from sharding.audit.links import Torus
-from sharding.audit.tpu_time import estimate_time
 from sharding.devices import known_device
 
 # Modules written by hand, for a chip of round figures: in a ms 1e6 cycles, 1e12 flops, 1e9 bytes of memory or a link.

@@ -2,8 +2,8 @@
 
 import re
 
+from sharding.audit.clock import product_flops
 from sharding.audit.hlo import parse
-from sharding.audit.tpu_time import product_flops
 
 
 def compiled_flops(text):

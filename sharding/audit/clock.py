@@ -1,9 +1,12 @@
-"""The estimated time of a compiled TPU program: the sum of XLA's estimates of its instructions. No TPU is needed.
+"""The time of a compiled program, whose devices need not be there: of its instructions, loops as often as they turn.
 
-XLA:TPU writes the expected cycles of most instructions into the text of the code that it generates. These are added up,
-those of a loop once per turn. An instruction without a number takes the time to move its bytes, and a collective that
-of the busiest link on its way, see `links`. Nothing here has been timed: differences under 15% mean nothing, and a new
-libtpu may give other estimates.
+XLA:TPU writes the expected cycles of most instructions into the text of the code that it generates; these are added up.
+An instruction without a number takes the time to move its bytes. XLA for GPUs writes no estimate: each kernel, which is
+one instruction, takes the time of its bytes at the memory's peak or of its products at the peak of their dtype,
+whichever is longer. Kernel launches, caches and efficiency below the peaks are left out, so a real card takes longer. A
+collective takes the time of the busiest link on its way, see `links`.
+
+No TPU has been timed: differences under 15% mean nothing, and a new libtpu may give other estimates.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ from .trips import Turns
 
 _KERNEL_PEAK = 0.93  # the share of the peak that a good kernel reaches, by static profiles
 _LATENCY = 2e-6  # seconds that a collective takes to start
+# Peaks of GPUs relative to bf16's. f32 operands are multiplied as TF32 or, at the highest precision, outside of the
+# tensor cores, at a sixteenth on an H100 (https://www.nvidia.com/en-us/data-center/h100).
+_TF32, _FULL_F32 = 1 / 2, 1 / 16
 
 _KINDS = tuple(field.name for field in dataclasses.fields(Milliseconds))
 _KIND = dict(zip(_KINDS, np.eye(len(_KINDS)), strict=True))
@@ -34,15 +40,7 @@ _COMPUTE = slice(0, 4)
 
 
 def estimate_time(text: str, chip: Device, links: Switch) -> Time:
-    """The time of a compiled TPU module: the sum of its instructions' estimated cycles, loops as often as they turn.
-
-    Args:
-      text: the text of the generated code, `*.after_codegen.txt` of a dump of XLA.
-      chip: the chip that it was compiled for.
-      links: between the devices of its mesh, in their order.
-
-    Returns:
-      `Time`.
+    """The time of a TPU's generated code (`*.after_codegen.txt` of a dump of XLA), by the estimates in it.
 
     Example:
       >>> from sharding.audit.links import Torus
@@ -55,14 +53,26 @@ def estimate_time(text: str, chip: Device, links: Switch) -> Time:
       >>> estimate_time(text, chip, Torus([(0, 0, 0, 0)], (1, 1, 1, 1), chip)).elementwise
       1.0
     """
-    return Clock(parse(text), chip, links).time(_compiler())
-
-
-def _compiler() -> str:
     try:
-        return f"libtpu {importlib.metadata.version('libtpu')}"
+        compiler = f"libtpu {importlib.metadata.version('libtpu')}"
     except importlib.metadata.PackageNotFoundError:
-        return "libtpu of an unknown version"
+        compiler = "libtpu of an unknown version"
+    return Clock(parse(text), chip, links).time(compiler)
+
+
+def roofline(text: str, chip: Device) -> Time:
+    """The least time of a GPU's optimized module.
+
+    Example:
+      >>> from sharding.devices import known_device
+      >>> text = '''ENTRY %main (x: f32[3350,250000]) -> f32[3350,250000] {
+      ...   %x = f32[3350,250000]{1,0} parameter(0)
+      ...   ROOT %y = f32[3350,250000]{1,0} add(%x, %x)
+      ... }'''
+      >>> roofline(text, known_device("H100")).elementwise
+      2.0
+    """
+    return Clock(parse(text), chip, Switch(), is_gpu=True).time("a roofline")
 
 
 # Instructions that take no time of their own, or whose time passes beside other work.
@@ -80,17 +90,17 @@ _MOVES = frozenset(
 class Clock:
     """Adds up a module. Times are arrays `[2, kinds]` in seconds: with the fewest turns, and with the most."""
 
-    def __init__(self, module: Module, chip: Device, links: Switch) -> None:
-        self.module, self.chip, self.unknown = module, chip, list[str]()
+    def __init__(self, module: Module, chip: Device, links: Switch, is_gpu: bool = False) -> None:
+        self.module, self.chip, self.is_gpu, self.unknown = module, chip, is_gpu, list[str]()
         self.shares = functools.cache(links.shares)
 
     def time(self, compiler: str) -> Time:
         """The time of the module, by the compiler of this name."""
-        least, full = (Milliseconds(*map(float, row)) for row in self.run(self.module.entry, ()).clip(0) * 1e3)
+        least, full = (Milliseconds(*map(float, row)) for row in self._run(self.module.entry, ()).clip(0) * 1e3)
         unknown = tuple(dict.fromkeys(self.unknown))
         return Time(**dataclasses.asdict(full), least=least, unknown=unknown, compiler=compiler, chip=self.chip.name)
 
-    def run(self, name: str, args: Sequence[Known]) -> np.ndarray:
+    def _run(self, name: str, args: Sequence[Known]) -> np.ndarray:
         """The time of a computation, given what is known of its parameters."""
         computation = self.module.computations[name]
         known = values(self.module, computation, args)
@@ -101,7 +111,7 @@ class Clock:
             source = x.operands[0] if x.operands else ""
             if (found := self._sent(name, x)) is not None:
                 if x.op == "fusion" and x.cycles is not None:  # the fusion also does work of its own
-                    total += self.plain(computation, x)
+                    total += self._plain(computation, x)
                 seconds, end = self._send(found, x, _elapsed(total), busy)
                 if key := x.name if x.op.endswith("-start") else self._chain(x, "AsyncCollectiveStart"):
                     started[key] = seconds, end
@@ -114,7 +124,7 @@ class Clock:
                 total += _beside(seconds, end, _elapsed(total))
             else:
                 total += self._instruction(computation, x, known)
-        return total + sum(spent("overlapped", seconds) for seconds, _ in started.values())
+        return total + sum(_spent("overlapped", seconds) for seconds, _ in started.values())
 
     def _sent(self, name: str, x: Instruction, within: bool = False) -> Transfer | None:
         """The collective of an instruction: itself, or the one that it wraps."""
@@ -137,73 +147,73 @@ class Clock:
             self.unknown.append(f"what {x.name} joins ({x.op_name}): charged for all {len(groups[0])} devices")
         if max(map(len, groups)) == 1:
             return 0.0, now
-        shares = self.shares(sent.op, groups)
-        ends = [now]
-        for link, share in shares.items():
-            busy[link] = np.maximum(now, busy.get(link, now)) + share * sent.bytes / self.chip.link
+        alone, ends = 0.0, [now]
+        for link, share in self.shares(sent.op, groups).items():
+            seconds = share * sent.bytes / self.chip.link
+            busy[link] = np.maximum(now, busy.get(link, now)) + seconds
+            alone = max(alone, seconds)
             ends.append(busy[link])
-        return max(shares.values(), default=0) * sent.bytes / self.chip.link + _LATENCY, np.max(ends, 0) + _LATENCY
+        return alone + _LATENCY, np.max(ends, 0) + _LATENCY
 
     def _instruction(self, computation: Computation, x: Instruction, known: dict[str, Known]) -> np.ndarray:
-        if x.op == "while":
-            return self._loop(x, known)
-        if x.op == "conditional":
-            keys = ("true_computation", "false_computation", "branch_computations")
-            names = [name for key in keys for name in x.calls.get(key, ())]
-            branches = [self.run(name, [known.get(arg)]) for name, arg in zip(names, x.operands[1:], strict=True)]
-            shortest = min((branch[0] for branch in branches), key=_length)
-            longest = min if is_rare(x.op_name) else max
-            return np.stack([shortest, longest((branch[1] for branch in branches), key=_length)])
-        if x.op == "call":
-            [name] = x.calls["to_apply"]
-            return self.run(name, [known.get(operand) for operand in x.operands])
-        if x.op == "async-start" and 'async_execution_thread="sparsecore"' in x.attributes:
-            [wrapped] = self.module.called(x, "calls")
-            self.unknown.append(f"what the sparse cores take beside the rest ({root(wrapped).op_name or x.name})")
-        if x.op == "custom-call" and x.target == "tpu_custom_call":
-            return spent("kernels", self._kernel_seconds(computation, x))
-        return self.plain(computation, x)
+        match x.op:
+            case "while":
+                return self._loop(x, known)
+            case "conditional":
+                keys = ("true_computation", "false_computation", "branch_computations")
+                names = [name for key in keys for name in x.calls.get(key, ())]
+                branches = [self._run(name, [known.get(arg)]) for name, arg in zip(names, x.operands[1:], strict=True)]
+                shortest = min((branch[0] for branch in branches), key=_length)
+                longest = min if is_rare(x.op_name) else max
+                return np.stack([shortest, longest((branch[1] for branch in branches), key=_length)])
+            case "call":
+                [name] = x.calls["to_apply"]
+                return self._run(name, [known.get(operand) for operand in x.operands])
+            case "async-start" if 'async_execution_thread="sparsecore"' in x.attributes:
+                [wrapped] = self.module.called(x, "calls")
+                self.unknown.append(f"what the sparse cores take beside the rest ({root(wrapped).op_name or x.name})")
+            case "custom-call" if x.target == "tpu_custom_call":
+                return _spent("kernels", self._kernel_seconds(computation, x))
+        return self._plain(computation, x)
 
     def _loop(self, x: Instruction, known: dict[str, Known]) -> np.ndarray:
         found = loop(self.module, x, known)
-        body = self.run(x.calls["body"][0], found.body_args)
-        asking = self.run(x.calls["condition"][0], found.condition_args)
-        if math.isinf(found.turns.high):
+        body = self._run(x.calls["body"][0], found.body_args)
+        asking = self._run(x.calls["condition"][0], found.condition_args)
+        low, high = found.turns
+        if math.isinf(high):
             one = 1e3 * body[1, _COMPUTE].sum()
             self.unknown.append(
-                f"how often {x.name} turns ({x.op_name}): {found.turns.low} times or more, {one:.3g} ms of compute each"
+                f"how often {x.name} turns ({x.op_name}): {low} times or more, {one:.3g} ms of compute each"
             )
-        asked = Turns(found.turns.low + 1, found.turns.high + 1)
-        return _repeated(body, found.turns) + _repeated(asking, asked)
+        return _repeated(body, Turns(low, high)) + _repeated(asking, Turns(low + 1, high + 1))
 
-    def plain(self, computation: Computation, x: Instruction) -> np.ndarray:
+    def _plain(self, computation: Computation, x: Instruction) -> np.ndarray:
         """The time of an instruction or a fusion that runs by itself."""
-        cycles, inside = x.cycles, self._inside(computation, x)
-        is_free = x.op in _FREE or x.op.endswith("-done") or self.is_free(x)
-        if is_free or (cycles is None and all(_is_on_scalars(c, y) for c, y in inside)):
+        inside = self._inside(computation, x)
+        starts_nothing = x.target == "AllocateBuffer" if self.is_gpu else x.op == "custom-call" and x.cycles is None
+        is_free = starts_nothing or x.op in _FREE or x.op.endswith("-done")
+        if is_free or (x.cycles is None and all(_is_on_scalars(c, y) for c, y in inside)):
             return np.zeros((2, len(_KINDS)))
-        products = sum(self.product_seconds(c, y) for c, y in inside)
+        products = sum(self._product_seconds(c, y) for c, y in inside)
         is_move = all(y.op in _MOVES or _is_on_scalars(c, y) for c, y in inside)
         kind = "products" if products else "copies" if is_move else "elementwise"
         by_bytes = hbm_bytes(self.module, computation, x) / self.chip.bandwidth
-        if cycles is None:
-            return self.without_estimate(kind, max(by_bytes, products))
-        seconds = cycles / self.chip.hertz
+        if x.cycles is None:
+            seconds = max(by_bytes, products)
+            return _spent(kind, seconds) + (0 if self.is_gpu else _spent("unestimated", seconds))
+        seconds = x.cycles / self.chip.hertz
         if all(_is_fill(c, y) for c, y in inside):
             seconds = min(seconds, by_bytes)  # a constant: the estimate is up to ten times its bytes
-        return spent(kind, seconds)
+        return _spent(kind, seconds)
 
-    def is_free(self, x: Instruction) -> bool:
-        """Whether an instruction starts no work on this kind of device."""
-        return x.op == "custom-call" and x.cycles is None
-
-    def product_seconds(self, computation: Computation, x: Instruction) -> float:
+    def _product_seconds(self, computation: Computation, x: Instruction) -> float:
         """The time of an instruction's product at the device's peak; 0 if it is not a product."""
-        return product_flops(computation, x) / self.chip.flops if x.op in ("convolution", "dot") else 0.0
-
-    def without_estimate(self, kind: str, seconds: float) -> np.ndarray:
-        """The time of an instruction for which the compiler gives no estimate."""
-        return spent(kind, seconds) + spent("unestimated", seconds)
+        seconds = product_flops(computation, x) / self.chip.flops
+        factors = [computation[name].shape for name in x.operands[:2] if name in computation]
+        if not (seconds and self.is_gpu and any(shape.startswith("f32") for shape in factors)):
+            return seconds
+        return seconds / (_FULL_F32 if x.is_highest else _TF32)
 
     def _inside(self, computation: Computation, x: Instruction) -> list[tuple[Computation, Instruction]]:
         """The instructions of a fusion and of those in it; any other instruction itself."""
@@ -213,8 +223,8 @@ class Clock:
         return [found for y in inner.values() for found in self._inside(inner, y)]
 
     def _kernel_seconds(self, computation: Computation, x: Instruction) -> float:
-        if (cycles := x.cycles) is not None:  # XLA writes none for a kernel; a static profile has some
-            return cycles / self.chip.hertz
+        if x.cycles is not None:  # XLA writes none for a kernel; a static profile has some
+            return x.cycles / self.chip.hertz
         cost = x.declared
         if not any(cost.values()):
             self.unknown.append(f"what the kernel {x.name} takes ({x.op_name}): it declares nothing, charged its bytes")
@@ -222,7 +232,18 @@ class Clock:
         return max(cost.get("flops", 0) / (_KERNEL_PEAK * self.chip.flops), moved / self.chip.bandwidth)
 
 
-def spent(kind: str, seconds: float) -> np.ndarray:
+def product_flops(computation: Computation, x: Instruction) -> float:
+    """The flops of a `dot`, of TPUs' `convolution`, or of `[M, K] @ [K, N]` in a GPU's library; 0 of anything else."""
+    factors = [computation[name].shape if name in computation else "" for name in x.operands[:2]]
+    if x.op in ("convolution", "dot"):
+        return 2 * math.prod(dimensions(x.shape)) * x.contracted(*factors)
+    if x.op == "custom-call" and x.target.startswith("__cublas"):
+        sizes = [math.prod(dimensions(shape)) for shape in (*factors, x.shape)]  # M K, K N, M N
+        return 2.0 * math.prod(sizes) ** 0.5
+    return 0.0
+
+
+def _spent(kind: str, seconds: float) -> np.ndarray:
     return np.tile(_KIND[kind] * seconds, (2, 1))
 
 
@@ -243,22 +264,15 @@ def _elapsed(time: np.ndarray) -> np.ndarray:
 def _beside(seconds: float, end: np.ndarray, now: np.ndarray) -> np.ndarray:
     """The time of a collective that is waited for now: what of it is still to come, and what other work overlapped."""
     left = np.maximum(np.subtract(end, now, out=np.full_like(end, seconds), where=np.isfinite(end)), 0)[:, None]
-    return left * (_KIND["collectives"] - _KIND["overlapped"]) + spent("overlapped", seconds)
+    return left * (_KIND["collectives"] - _KIND["overlapped"]) + _spent("overlapped", seconds)
 
 
 def _is_on_scalars(computation: Computation, x: Instruction) -> bool:
-    inputs = [computation[name] for name in x.operands if name in computation]
-    return all(y.scalar_dtype is not None for y in (x, *inputs))
+    return all(y.scalar_dtype for y in (x, *(computation[name] for name in x.operands if name in computation)))
 
 
 def _is_fill(computation: Computation, x: Instruction) -> bool:
     """Whether an instruction only fills an array with one value."""
     if x.op == "broadcast":
-        return all(computation[name].scalar_dtype is not None for name in x.operands)
-    return x.op in ("bitcast", "constant", "tuple") or (x.op == "parameter" and x.scalar_dtype is not None)
-
-
-def product_flops(computation: Computation, x: Instruction) -> float:
-    """The flops of a product: of TPUs' `convolution`, or of a `dot`."""
-    lhs, rhs = (computation[name].shape if name in computation else "" for name in x.operands[:2])
-    return 2 * math.prod(dimensions(x.shape)) * x.contracted(lhs, rhs)
+        return all(computation[name].scalar_dtype for name in x.operands)
+    return x.op in ("bitcast", "constant", "tuple") or (x.op == "parameter" and x.scalar_dtype != "")
