@@ -5,29 +5,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo.base.arrays import as_token_ids, check_array, check_floating
+from jaxppo.base.arrays import check_array, check_count, check_floating
 from jaxppo.head import reductions
-from jaxppo.head.border import Window, slice_of, unless
+from jaxppo.head.border import Window, flat_tokens, slice_of, unless
 from jaxppo.head.call import (
     Asked,
     HeadCall,
     HeadOptions,
     Inputs,
+    Names,
     as_asked,
-    as_id_sets,
-    as_temperature,
-    check_targets,
+    as_token_arrays,
     check_vocab_size,
-    check_where,
     temperature_spec,
-    with_nuclei,
 )
 from jaxppo.head.gradient import in_rows, stats_of_tokens
 from jaxppo.head.head import Entropy, Head, LogitStat, TokenStats, Transform
@@ -56,9 +53,9 @@ def log_probs_from_hidden(
 ) -> TokenStats:
     """Log-probs of the targets, and entropies, from hidden states and a head; the logits never exist as a whole.
 
-    The logits are z = softcap(scale * (hidden @ kernel + bias + LoRA)) / temperature. The results are those of
-    `log_probs_from_logits`. They are computed one tile of some tokens by some columns at a time, with an online
-    softmax, and the backward computes the tiles again.
+    The logits are z = softcap(scale * (hidden @ kernel + bias + LoRA)) / temperature; `log_probs_from_logits` has the
+    formulas of the results. Logits are computed a tile of some tokens by some columns at a time, with an online
+    softmax, and again in the backward.
 
     Args:
       hidden: `[R, T, H]`, f32 or bf16; sharded by `parallel.hidden_spec`.
@@ -67,18 +64,15 @@ def log_probs_from_hidden(
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
       temperature: divides the logits, as the sampler did; a positive scalar or `[R, T]`. No gradient flows to it.
       entropy: "none", "metric" (no gradient, and no cost in the backward) or "bonus" (differentiable).
-      logit_stats: names of further statistics. Differentiable are "log_z", the log-sum-exp of z, and "mean_logit", the
-        mean of the finite z (see `SFT`). Without a gradient are "accuracy", whether no token is likelier than the
-        target, and "sum_p2", the sum of p^2. They are over the whole vocabulary. A statistic that you do not name costs
-        nothing.
-      top_k: how many of the likeliest ids to find. They are returned as `top_ids`, with their log-probs in the full
-        distribution. They have no gradient: for gradients ask for those ids again, as `ids`.
+      logit_stats: names of further statistics, see `TokenStats`: "log_z" and "mean_logit", which are differentiable,
+        "accuracy" and "sum_p2", which are not. A statistic that you do not name costs nothing.
+      top_k: how many of the likeliest ids to find, with their log-probs in the full distribution, without gradients:
+        for gradients ask for those ids again, as `ids`.
       nucleus_ids: `i32[R, T, K]`, -1 padded, the sampler's top-p/top-k nucleus. Log-probs are renormalised over the
         nucleus and the target; the entropy stays that of the full distribution.
-      ids: `i32[R, T, K]`, more ids whose log-probs are computed, such as a teacher's top-k or candidates. The log-probs
-        are differentiable and those of the full distribution. The ids may stand in any order; an id that stands twice
-        gets both gradients. -1 is an empty slot, with log-prob -inf and probability 0. The logits of ids are gathered
-        from each tile, and their gradients are scattered into it.
+      ids: `i32[R, T, K]`, more ids whose log-probs are computed, such as a teacher's top-k, in any order. The log-probs
+        are differentiable and those of the full distribution; an id that stands twice gets both gradients. -1 is an
+        empty slot, with log-prob -inf and probability 0.
       adapter_ids: `i32[R]`, the adapter of each row if the head has several, -1 for none; see `LoRA`. The results of a
         row are NaN if its id names no adapter.
       where: `bool[R, T]`, the positions that count. The others are not computed: the results there are 0, and the
@@ -152,26 +146,18 @@ def log_probs_from_logits(
       logits: `[R, T, V]`, f32 or bf16; sharded by `parallel.logits_spec`. If the tensor axis does not divide V they are
         replicated over it, and each device works on a window of their columns.
       targets: `i32[R, T]`, the token that each position predicts.
-      parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
-      temperature: divides the logits, as the sampler did; a positive scalar or `[R, T]`. No gradient flows to it.
-      entropy: "none", "metric" (no gradient, and no cost in the backward) or "bonus" (differentiable).
-      logit_stats: names of further statistics. Differentiable are "log_z", the log-sum-exp of z, and "mean_logit", the
-        mean of the finite z (see `SFT`). Without a gradient are "accuracy", whether no token is likelier than the
-        target, and "sum_p2", the sum of p^2. They are over all of `vocab_size`. A statistic that you do not name costs
-        nothing.
-      top_k: how many of the likeliest ids to find. They are returned as `top_ids`, with their log-probs in the full
-        distribution. They have no gradient: for gradients ask for those ids again, as `ids`.
-      nucleus_ids: `i32[R, T, K]`, -1 padded, the sampler's top-p/top-k nucleus. Log-probs are renormalised over the
-        nucleus and the target; the entropy stays that of the full distribution.
-      ids: `i32[R, T, K]`, more ids whose log-probs are computed. They are differentiable and those of the full
-        distribution. -1 is an empty slot, with log-prob -inf and probability 0.
-      where: `bool[R, T]`, the positions that count. The results at the others are 0, and the inputs may hold anything.
+      parallel: this and the arguments that follow are those of `log_probs_from_hidden`.
+      temperature: a positive scalar or `[R, T]`.
+      entropy: "none", "metric" or "bonus".
+      logit_stats: names of further statistics.
+      top_k: how many of the likeliest ids to find.
+      nucleus_ids: `i32[R, T, K]`, -1 padded.
+      ids: `i32[R, T, K]`, more ids whose log-probs are computed; -1 is an empty slot.
+      where: `bool[R, T]`, the positions that count.
       vocab_size: columns from here on are padding, with probability 0 and gradient 0.
 
     Returns:
-      `TokenStats`: `f32[R, T]` each, `[R, T, K]` for `ids` and for the likeliest ids, None for what was not asked for.
-      A log-prob is at most 0. It is NaN if a target that counts, an id of its nucleus, or the id itself is not in
-      `[0, vocab_size)`.
+      `TokenStats`, as `log_probs_from_hidden` returns them.
 
     Raises:
       TypeError, ValueError: an argument has a wrong dtype, rank, shape or range; the message names it.
@@ -182,38 +168,22 @@ def log_probs_from_logits(
       (Array([[-1.3863, -1.3863]], dtype=float32), Array([[1.3863, 1.3863]], dtype=float32))
     """
     check_floating("logits", logits, 3, "[R, T, V]")
-    check_targets(targets, logits.shape[:2], "logits")
-    check_where(where, targets.shape)
+    check_array("targets", targets)
+    if vocab_size is not None:
+        check_count("vocab_size", vocab_size, least=1)
     asked = as_asked(entropy, logit_stats, top_k)
-    if not isinstance(parallel, ShardAxes):
-        check_vocab_size(vocab_size, logits.shape[2])
-    nuclei = None if nucleus_ids is None else as_id_sets("nucleus_ids", nucleus_ids, targets.shape)
-    token_ids = None if ids is None else as_id_sets("ids", ids, targets.shape)
-    of_temperature = as_temperature(temperature, targets.shape)
-    args = {
-        "logits": logits,
-        "tokens": Tokens(as_token_ids(targets), nuclei, token_ids, of_temperature),
-        "where": None if where is None else where.astype(bool),
-    }
+    given = as_token_arrays("logits", logits.shape[:2], targets, nucleus_ids, ids, where, temperature)
+    tokens = Tokens(*given[:3], given[4])
+    args = {"logits": logits, "tokens": tokens, "where": where}
 
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
         # JAX cannot shard a dimension that an axis does not divide: such logits arrive whole
-        of_logits, t = p.logits_spec if logits.shape[2] % p.tensor_size == 0 else P(*p.tokens_spec, None), p.tokens_spec
-        of_tokens = Tokens(t, t, t, temperature_spec(p, of_temperature))
-        return [of_logits, of_tokens, t], t
+        t = p.tokens_spec
+        of_logits = P(*t, None) if logits.shape[2] % p.tensor_size else p.logits_spec
+        return [of_logits, Tokens(t, t, t, temperature_spec(p, tokens.temperature)), t], t
 
     found: TokenStats = shard_call("log_probs_from_logits", _of_logits, parallel, args, specs, (asked, vocab_size))
-    return found if token_ids is None else dataclasses.replace(found, ids=token_ids)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """The static part of a call with logits on a device; `shared` if a device holds the logits of all columns."""
-
-    asked: Asked
-    vocab_size: int
-    axes: ShardAxes
-    shared: bool
+    return dataclasses.replace(found, ids=tokens.ids)
 
 
 def _of_logits(
@@ -221,32 +191,30 @@ def _of_logits(
 ) -> TokenStats:
     asked, vocab_size = static
     R, T, V_local = logits.shape
-    shared = bool(axes.tensor) and not set(axes.tensor) & varying(logits)
-    vocab_size = check_vocab_size(vocab_size, V_local * (1 if shared else axes.size(axes.tensor)))
-    tokens = tokens._replace(targets=with_nuclei(tokens.targets, tokens.nucleus, vocab_size))
-    flat = jax.tree.map(
-        lambda x: x.reshape(R * T, *x.shape[2:]) if x.ndim else jnp.broadcast_to(x, R * T), (tokens, where)
-    )
-    tokens, where = flat
-    fills = zip(tokens, (0, -1, -1, 1), strict=True)
-    tokens = Tokens(*(unless(where, x, fill) for x, fill in fills))  # the others may hold anything
-    call = _Call(asked, vocab_size, axes, shared)
-    return in_rows((R, T), _statistics(call, logits.reshape(R * T, V_local), tokens, where))
+    vocab_size = check_vocab_size(vocab_size, V_local * axes.size(_v_names(axes, logits)))
+    tokens, where = flat_tokens(tokens, where, R * T, vocab_size)
+    return in_rows((R, T), _statistics(_Call(asked, vocab_size, axes), logits.reshape(R * T, V_local), tokens, where))
+
+
+class _Call(NamedTuple):
+    """The static part of a call with logits, on a device."""
+
+    asked: Asked
+    vocab_size: int
+    axes: ShardAxes
+
+
+def _v_names(axes: ShardAxes, logits: jax.Array) -> Names:
+    """The mesh axes that shard the columns; none if each device holds the logits of all columns."""
+    return axes.tensor if set(axes.tensor) & varying(logits) else ()
 
 
 def _z(call: _Call, x: jax.Array, tokens: Tokens) -> tuple[jax.Array, Columns]:
     """The logits of the columns on which this device works, after temperature, and these columns."""
-    axes, V = call.axes, x.shape[1]
-    shards, index = axes.size(axes.tensor), axes.index(axes.tensor)
-    count = -(-V // shards) if call.shared else V
-    first, whole = (0, V) if call.shared else (index * V, V * shards)
-    masked = call.vocab_size < whole or (call.shared and V % shards)  # padding, or windows that overlap
-    start, before = (jnp.minimum(index * count, V - count), index * count) if call.shared else (0, 0)
-    bases = jnp.asarray(first, jnp.int32).reshape(1)
-    window = Window(bases, V, False, start, count, before, call.vocab_size, bool(masked), stored=True)
-    _, columns = window.block(0, count)
-    z = to_logits(Transform(), slice_of(x, start, count, 1).astype(jnp.float32), tokens.temperature, columns.valid)
-    return z, columns
+    window = Window.of(call.axes, _v_names(call.axes, x), x.shape[1], call.vocab_size, stored=True)
+    start, columns = window.block(0, window.total)
+    x = slice_of(x, start, window.total, 1).astype(jnp.float32)
+    return to_logits(Transform(), x, tokens.temperature, columns.valid), columns
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

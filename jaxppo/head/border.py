@@ -10,7 +10,6 @@ that type and sends nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -20,14 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxppo.head.call import HeadCall, Inputs, Names, with_nuclei
+from jaxppo.head.call import HeadCall, Inputs, Names
 from jaxppo.head.reductions import Columns, Tokens
 from jaxppo.head.tile import Features, Parameters, low_rank, low_rank_by_row
-from jaxppo.sharding import vary, vary_like, varying
+from jaxppo.sharding import ShardAxes, vary, varying
 
 Axes = frozenset[str]
 Index = int | jax.Array  # a scalar
 Tree = TypeVar("Tree")  # a pytree of arrays
+_BITS = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint16)}
 PARTS = 8  # equal parts of the vocabulary, whose sums are merged in one order on any tensor axis
 
 
@@ -50,14 +50,12 @@ def local(call: HeadCall, inputs: Inputs) -> Local:
     if call.copied:
         of_head = {name: getattr(inputs, name) for name in ("kernel", "bias", "lora_a", "lora_b")}
         inputs = inputs._replace(**jax.tree.map(lambda x: x[0], of_head))
-    hidden, counts = inputs.hidden, None if inputs.counts is None else inputs.counts.astype(bool)
-    (R, T), axes = hidden.shape[:2], call.axes
-    N = R * T * (axes.size(axes.tensor) if call.sequence_parallel else 1)
+    hidden, counts, (R, T), axes = inputs.hidden, inputs.counts, inputs.hidden.shape[:2], call.axes
     products = [(hidden, inputs.kernel)]
     if inputs.lora_a is not None:
         if counts is not None:  # hidden states of the others may hold NaN, and 0 times it is NaN in the gradient of a
             own = slice_of(counts, axes.index(axes.tensor) * T, T, 1) if call.sequence_parallel else counts
-            hidden = cleaned(hidden, own[..., None])
+            hidden = jnp.where(own[..., None], hidden, 0)
         a, b = shared(inputs.lora_a, tuple(sorted(varying(hidden) - varying(inputs.lora_a)))), inputs.lora_b
         if inputs.adapter_ids is None:
             low = low_rank(call, hidden, a)
@@ -69,27 +67,27 @@ def local(call: HeadCall, inputs: Inputs) -> Local:
         products.append((jnp.ones((R, T, 1), jnp.float32), jnp.expand_dims(bias, 1 - call.v_dim)))
     features, parameters = zip(*products, strict=True)
     parameters = (parameters[0].T if call.transposed else parameters[0], *parameters[1:])
-    targets = with_nuclei(inputs.targets, inputs.nucleus_ids, call.vocab_size)
-    of_tokens = targets, inputs.nucleus_ids, inputs.ids, inputs.temperature
-    tokens, counts = jax.tree.map(
-        lambda x: x.reshape(N, *x.shape[2:]) if x.ndim > 1 else jnp.broadcast_to(x, N), (of_tokens, counts)
-    )
+    N = R * T * (axes.size(axes.tensor) if call.sequence_parallel else 1)
     if counts is None and call.deterministic:  # the same program with a mask and without
         counts = jnp.ones(N, bool)
-    tokens = (unless(counts, x, fill) for x, fill in zip(tokens, (0, -1, -1, 1), strict=True))  # may hold anything
-    tokens = lax.stop_gradient(Tokens(*tokens))
+    tokens = Tokens(inputs.targets, inputs.nucleus_ids, inputs.ids, inputs.temperature)
+    tokens, counts = flat_tokens(tokens, counts, N, call.vocab_size)
     # if devices share hidden states but not targets, JAX sums the gradients of hidden states over these devices
     names = frozenset().union(*map(varying, jax.tree.leaves((tokens, counts))))
-    return Local(tuple(vary(x, names) for x in features), parameters, tokens, counts)
+    return Local(tuple(vary(x, names) for x in features), parameters, lax.stop_gradient(tokens), counts)
 
 
-@jax.custom_jvp
-def cleaned(x: jax.Array, counts: jax.Array) -> jax.Array:
-    """0 where tokens do not count: they may hold NaN. Their gradients are 0 already, and not masked once more."""
-    return jnp.where(counts, x, 0)
-
-
-cleaned.defjvp(lambda x, dx: (found := cleaned(*x), vary_like(dx[0], found)))
+def flat_tokens(
+    tokens: Tokens, counts: jax.Array | None, size: int, vocab_size: int
+) -> tuple[Tokens, jax.Array | None]:
+    """What reductions read of tokens, `[N, ...]`, without that of tokens that do not count: it may be anything."""
+    if tokens.nucleus is not None:  # an id outside the vocabulary makes the log-prob NaN, as a target of -2 does
+        exist = (tokens.nucleus >= -1) & (tokens.nucleus < vocab_size)
+        tokens = tokens._replace(targets=jnp.where(exist.all(axis=-1), tokens.targets, -2))
+    tokens, counts = jax.tree.map(
+        lambda x: x.reshape(size, *x.shape[2:]) if x.ndim > 1 else jnp.broadcast_to(x, size), (tokens, counts)
+    )
+    return Tokens(*(unless(counts, x, fill) for x, fill in zip(tokens, (0, -1, -1, 1), strict=True))), counts
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -128,25 +126,27 @@ class Window(NamedTuple):
     stored: bool  # see `Columns`
 
     @classmethod
-    def of(cls, call: HeadCall, own: int, each: bool) -> Window:
-        """The window of a device that holds `own` columns."""
+    def of(
+        cls, axes: ShardAxes, v_names: Names, own: int, vocab_size: int, *, each: bool = False, stored: bool
+    ) -> Window:
+        """The window of a device that holds `own` columns, which `v_names` shard."""
         stride, strides = own, {}
-        for name in reversed(call.v_names):
+        for name in reversed(v_names):
             strides[name] = stride
             stride *= lax.axis_size(name)
-        tensor = [name for name in call.v_names if name in call.axes.tensor]
+        tensor = [name for name in v_names if name in axes.tensor]
         bases = jnp.asarray(sum(lax.axis_index(n) * strides[n] for n in tensor), jnp.int32).reshape(1)
-        for name in call.gathered_v:  # in the order in which a gather concatenates them
-            places = strides[name] * jnp.arange(lax.axis_size(name), dtype=jnp.int32)
-            bases = (bases[:, None] + places[None]).reshape(-1)
-        held, padding = own * (1 if each else bases.shape[0]), call.vocab_size < stride
-        stored = not call.profile.whole
-        if not call.shared:
-            return cls(bases, own, each, 0, held, 0, call.vocab_size, padding, stored)
-        count, index = window_size(call, held), call.axes.index(call.axes.tensor)
-        duplicates = held % call.axes.size(call.axes.tensor) != 0
+        for name in v_names:  # in the order in which a gather concatenates them
+            if name not in tensor:
+                places = strides[name] * jnp.arange(lax.axis_size(name), dtype=jnp.int32)
+                bases = (bases[:, None] + places[None]).reshape(-1)
+        held, padding = own * (1 if each else bases.shape[0]), vocab_size < stride
+        if tensor or not axes.tensor:
+            return cls(bases, own, each, 0, held, 0, vocab_size, padding, stored)
+        shards, index = axes.size(axes.tensor), axes.index(axes.tensor)  # which hold the same columns
+        count = -(-held // shards)
         start = jnp.minimum(index * count, held - count)
-        return cls(bases, own, each, start, count, index * count, call.vocab_size, padding or duplicates, stored)
+        return cls(bases, own, each, start, count, index * count, vocab_size, padding or held % shards != 0, stored)
 
     def block(self, i: Index, size: int) -> tuple[Index, Columns]:
         """The place of block i among the columns held, and its columns. A last block overlaps the one before it."""
@@ -161,13 +161,8 @@ class Window(NamedTuple):
         return start, Columns(ids, own & (ids < self.vocab_size) if masked else None, pieces > 1, self.stored)
 
 
-def window_size(call: HeadCall, held: int) -> int:
-    """How many columns a device works on, out of those that it holds: JAX cannot shard what tp does not divide."""
-    return -(-held // call.axes.size(call.axes.tensor)) if call.shared else held
-
-
 def parts_of(call: HeadCall, held: int) -> int:
-    """How many of 8 equal parts of the vocabulary a device works on; 0 if parts do not end where devices' columns end.
+    """How many of 8 equal parts of the vocabulary a device works on; 0 if they do not end where devices' columns end.
 
     In a deterministic call each part is summed apart, in tiles of the same shapes on any number of devices.
     """
@@ -181,35 +176,20 @@ def axes_of(call: HeadCall, arrays: Any) -> Axes:
     return frozenset().union(*map(varying, jax.tree.leaves(arrays)), call.axes.tensor)
 
 
-def whole_parameter(call: HeadCall, k: int, axes: Axes) -> Callable[[jax.Array], jax.Array]:
-    """The linear map from columns of a parameter as devices hold them to these columns as a device multiplies them."""
-
-    def whole(p: jax.Array) -> jax.Array:
-        if k == 0 and call.h_names:
-            p = lax.all_gather(p, call.h_names, axis=1 - call.v_dim, tiled=True)
-        if call.gathered_v:
-            p = lax.all_gather(p, call.gathered_v, axis=call.v_dim, tiled=True)
-        return vary(p, axes)
-
-    return whole
+def whole_parameter(call: HeadCall, k: int, axes: Axes, p: jax.Array) -> jax.Array:
+    """Columns of a parameter as a device multiplies them, from these columns as devices hold them; linear."""
+    if k == 0 and call.h_names:
+        p = lax.all_gather(p, call.h_names, axis=1 - call.v_dim, tiled=True)
+    if call.gathered_v:
+        p = lax.all_gather(p, call.gathered_v, axis=call.v_dim, tiled=True)
+    return vary(p, axes)
 
 
-def without_padding(call: HeadCall, columns: Columns, p: jax.Array) -> jax.Array:
-    """Columns of a parameter, 0 where there is no token: padding may hold NaN."""
-    return (
-        p if columns.valid is None else jnp.where(jnp.expand_dims(columns.ids < call.vocab_size, 1 - call.v_dim), p, 0)
-    )
-
-
-def whole_features(call: HeadCall, axes: Axes) -> Callable[[jax.Array], jax.Array]:
-    """The linear map from features `[R, T, f]` as the device holds them to those of its N tokens."""
-
-    def whole(x: jax.Array) -> jax.Array:
-        if call.sequence_parallel:
-            x = lax.all_gather(x, call.axes.tensor, axis=1, tiled=True)
-        return vary(x.reshape(-1, x.shape[2]), axes)
-
-    return whole
+def whole_features(call: HeadCall, axes: Axes, x: jax.Array) -> jax.Array:
+    """The features of all N tokens, from those that a device holds, `[R, T, f]`; linear."""
+    if call.sequence_parallel:
+        x = lax.all_gather(x, call.axes.tensor, axis=1, tiled=True)
+    return vary(x.reshape(-1, x.shape[2]), axes)
 
 
 def back(whole: Callable[[jax.Array], jax.Array], like: jax.Array, gradient: jax.Array) -> jax.Array:
@@ -245,26 +225,20 @@ class Order(NamedTuple):
 
     def put(self, tree: Tree, size: int) -> Tree:
         """Arrays `[N, ...]` in order, with rows of 0 added up to `size`."""
-        moved = tree if self.places is None else rows_at(tree, self.places)
+        moved = tree if self.places is None else jax.tree.map(partial(rows_at, self.places), tree)
         return jax.tree.map(lambda x: jnp.pad(x, ((0, size - x.shape[0]), *[(0, 0)] * (x.ndim - 1))), moved)
 
     def take_back(self, tree: Tree, count: int) -> Tree:
         tree = jax.tree.map(lambda x: x[:count], tree)
-        return tree if self.inverse is None else rows_at(tree, self.inverse)
+        return tree if self.inverse is None else jax.tree.map(partial(rows_at, self.inverse), tree)
 
 
-def rows_at(tree: Tree, places: jax.Array) -> Tree:
-    """The rows at these places of all arrays of a pytree."""
+def rows_at(places: jax.Array, x: jax.Array) -> jax.Array:
+    """x[places] by a start in all dimensions: XLA for a v6e cannot compile x[places] @ kernel if x has 15 to 16 MiB."""
     starts = lax.expand_dims(places, (1,))
-
-    def of_array(x: jax.Array) -> jax.Array:
-        # a start in all dimensions: XLA for a v6e cannot compile x[places] @ kernel if x has 15 to 16 MiB
-        dims = lax.GatherDimensionNumbers(tuple(range(1, x.ndim)), (0,), tuple(range(x.ndim)))
-        at = starts if x.ndim == 1 else lax.pad(starts, np.int32(0), ((0, 0, 0), (0, x.ndim - 1, 0)))
-        return lax.gather(x, at, dims, (1, *x.shape[1:]), mode="promise_in_bounds")
-
-    found: Tree = jax.tree.map(of_array, tree)
-    return found
+    starts = starts if x.ndim == 1 else lax.pad(starts, np.int32(0), ((0, 0, 0), (0, x.ndim - 1, 0)))
+    dims = lax.GatherDimensionNumbers(tuple(range(1, x.ndim)), (0,), tuple(range(x.ndim)))
+    return lax.gather(x, starts, dims, (1, *x.shape[1:]), mode="promise_in_bounds")
 
 
 def slice_of(x: jax.Array, start: Index, size: int, dim: int = 0, carry: bool = False) -> jax.Array:
@@ -279,26 +253,18 @@ def slice_of(x: jax.Array, start: Index, size: int, dim: int = 0, carry: bool = 
     if not carry or x.dtype != jnp.bfloat16:
         return lax.dynamic_slice_in_dim(x, start, size, dim, allow_negative_indices=False)
     x, start = lax.optimization_barrier((x, jnp.asarray(start, jnp.int32)))
-    found = lax.dynamic_slice_in_dim(to_bits(x), start, size, dim, allow_negative_indices=False)
-    return from_bits(found, jnp.bfloat16)
+    found = lax.dynamic_slice_in_dim(as_bits(x), start, size, dim, allow_negative_indices=False)
+    return as_bits(found, jnp.bfloat16)
 
 
 def put_slice(x: jax.Array, part: jax.Array, start: Index, dim: int = 0) -> jax.Array:
     """x with `part` written along a dimension from `start` on; x may hold the bits of a bf16 array."""
-    part = to_bits(part) if x.dtype == jnp.uint16 else part
+    part = as_bits(part) if x.dtype == jnp.uint16 else part
     if part.shape == x.shape:
         return part
     return lax.dynamic_update_slice_in_dim(x, part, start, dim, allow_negative_indices=False)
 
 
-def to_bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
-
-
-def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
-
-
-def count_of(call: HeadCall, own: int) -> int:
-    """How many columns a device holds after it has gathered its shards of `own` columns."""
-    return own * math.prod(map(lax.axis_size, call.gathered_v))
+def as_bits(x: jax.Array, dtype: Any = jnp.uint16) -> jax.Array:
+    """The bits of a bf16 array, or the bf16 array of bits; other arrays as they are."""
+    return lax.bitcast_convert_type(x, dtype) if {x.dtype, jnp.dtype(dtype)} == _BITS else x

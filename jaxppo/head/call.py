@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxppo.base.arrays import as_token_ids, check_array, check_choice, check_count, check_number, needed
+from jaxppo.base.arrays import as_token_ids, check, check_array, check_choice, check_count, check_number, needed
 from jaxppo.head.head import Entropy, LogitStat, TokenStats, Transform
 from jaxppo.sharding import ParallelMesh, ShardAxes, known_device
 
@@ -23,7 +23,6 @@ Precision = Literal["default", "high", "highest"]
 SumDtype = Literal["float32", "parameter"]
 GIB, MIB = 2**30, 2**20
 _OF_IDS = ("ids", "id_log_probs", "top_ids", "top_log_probs")  # the statistics that have a dimension K
-_NO_TARGET = -2  # a target that no vocabulary has
 
 
 class HeadOptions(TypedDict, total=False):
@@ -63,16 +62,10 @@ class HeadOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """The statistics that are computed beside the target's log-prob; static. No others are in the program.
-
-    Args:
-      entropy: "none", "metric" or "bonus".
-      logit_stats: names of the fields of `TokenStats`, sorted.
-      top_k: how many of the likeliest ids to find.
-    """
+    """The statistics that are computed beside the target's log-prob; static. No others are in the program."""
 
     entropy: Entropy = "none"
-    logit_stats: tuple[LogitStat, ...] = ()
+    logit_stats: tuple[LogitStat, ...] = ()  # in the order of `LogitStat`
     top_k: int = 0
 
 
@@ -94,28 +87,16 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """The sizes that suit a kind of device.
+    """The sizes that suit a kind of device."""
 
-    Args:
-      whole: a chunk is computed in all of the device's columns at once, as accelerators want it. CPUs want tiles that
-        fit their caches.
-      one_pass: the default memory of one pass, in bytes.
-      tile: bytes of the f32 logits of a tile of the forward.
-      tokens: the most tokens of a chunk of the forward.
-      group: the most tokens whose dlogits fill one array.
-      columns: columns of a block of the second pass.
-      rings: gradients are summed over devices around rings, beside the products that make them.
-      upcast: bf16 is multiplied as f32, and moved as bits: XLA for CPUs does both slowly in bf16.
-    """
-
-    whole: bool
-    one_pass: int
-    tile: int
-    tokens: int
-    group: int
-    columns: int
-    rings: bool
-    upcast: bool
+    whole: bool  # a chunk in all of the device's columns at once, as accelerators want it; CPUs want tiles in caches
+    one_pass: int  # the default memory of one pass, in bytes
+    tile: int  # bytes of the f32 logits of a tile of the forward
+    tokens: int  # the most tokens of a chunk of the forward
+    group: int  # the most tokens whose dlogits fill one array
+    columns: int  # of a block of the second pass
+    rings: bool  # gradients are summed over devices around rings, beside the products that make them
+    upcast: bool  # bf16 is multiplied as f32, and moved as bits: XLA for CPUs does both slowly in bf16
 
 
 def _accelerator(kind: str, columns: int, tile: int = 150, tokens: int = 1024, rings: bool = True) -> Profile:
@@ -137,7 +118,7 @@ PROFILES = {
     "TPU v6e": _accelerator("TPU v6e", 3072, tile=75, tokens=2048),
     "TPU7x": _accelerator("TPU7x", 2048),
     # a slice of columns is copied before it is multiplied: few tokens by all columns of a vocabulary up to 155k. On an
-    # H100 two passes in blocks of 1152 columns take a tenth longer, since each block adds to all gradients of features.
+    # H100 two passes in blocks of 1152 columns take a tenth longer: each block adds to all gradients of features
     **{kind: _accelerator(kind, 4608, tile=304, tokens=512, rings=False) for kind in ("H100", "H200", "B200", "")},
 }
 
@@ -155,47 +136,26 @@ def device_kind(parallel: ParallelMesh | ShardAxes | None, x: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class HeadCall:
-    """The static part of a call to a head, checked.
-
-    Args:
-      axes: the roles of the mesh axes.
-      v_dim: the kernel's dimension of the vocabulary, as a device multiplies it.
-      transposed: the caller's kernel is the transpose of that.
-      h_names: mesh axes that shard the kernel's H; it is gathered over all of them.
-      v_names: mesh axes that shard the kernel's V; the tensor axes may be among them.
-      sequence_parallel: hidden states are sharded by position over the tensor axis.
-      transform: the elementwise transform of logits, before the temperature.
-      scales: the factor of each product: of the kernel's, the adapter's, the bias's.
-      vocab_size: the number of columns of the whole vocabulary without padding.
-      asked: the statistics to compute.
-      profile: the sizes for the devices.
-      precision: the precision of products, as in `jnp.dot`; None means "highest" for f32 operands.
-      sum_dtype: the dtype in which gradients of parameters are summed over devices.
-      memory: bytes that a device may spend beside its results; None for the default.
-      follow_mask: the work follows the tokens that count.
-      deterministic: tiles do not depend on the number of tokens, nor on the tensor axis where `border.parts_of` allows.
-      heads: the number of heads that share the memory.
-      copied: parameters come as one copy per device, `[D, ...]`; their gradients are summed later.
-    """
+    """The static part of a call to a head, checked."""
 
     axes: ShardAxes
-    v_dim: int
-    transposed: bool
-    h_names: Names
-    v_names: Names
-    sequence_parallel: bool
+    v_dim: int  # the kernel's dimension of the vocabulary, as a device multiplies it
+    transposed: bool  # the caller's kernel is the transpose of that
+    h_names: Names  # mesh axes that shard the kernel's H; it is gathered over all of them
+    v_names: Names  # mesh axes that shard the kernel's V; the tensor axes may be among them
+    sequence_parallel: bool  # hidden states are sharded by position over the tensor axis
     transform: Transform
-    scales: tuple[float, ...]
-    vocab_size: int
+    scales: tuple[float, ...]  # the factor of each product: of the kernel's, the adapter's, the bias's
+    vocab_size: int  # columns of the whole vocabulary without padding
     asked: Asked
     profile: Profile
-    precision: Precision | None
-    sum_dtype: SumDtype
-    memory: int | None
-    follow_mask: bool
-    deterministic: bool
-    heads: int
-    copied: bool
+    precision: Precision | None  # as in `jnp.dot`; None means "highest" for f32 operands
+    sum_dtype: SumDtype  # in which gradients of parameters are summed over devices
+    memory: int | None  # bytes that a device may spend beside its results; None for the default
+    follow_mask: bool  # the work follows the tokens that count
+    deterministic: bool  # tiles do not depend on the number of tokens, nor on tp where `border.parts_of` allows
+    heads: int  # that share the memory
+    copied: bool  # parameters come as one copy per device, `[D, ...]`; their gradients are summed later
 
     @property
     def gathered_v(self) -> Names:
@@ -214,77 +174,66 @@ class HeadCall:
 
 
 class Prepared(NamedTuple):
-    """A checked call with its arrays, and how they are sharded."""
+    """A checked call with its arrays."""
 
     call: HeadCall
     inputs: Inputs
-    specs: Inputs | None
-    """PartitionSpecs for `shard_call`; None if no mesh is given."""
-    tokens: tuple[int, int]
-    """[R, T]."""
+    specs: Inputs | None  # PartitionSpecs for `shard_call`; None without a mesh
+    tokens: tuple[int, int]  # [R, T]
 
 
-def check_targets(targets: Any, shape: tuple[int, ...], source: str) -> None:
-    check_array("targets", targets)
-    if targets.shape != shape:
-        raise ValueError(f"targets: got shape {targets.shape}, expected {shape}, the [R, T] of {source}")
-
-
-def with_nuclei(
-    targets: Int[Array, "R T"], nucleus_ids: Int[Array, "R T K"] | None, vocab_size: int
-) -> Int[Array, "R T"]:
-    """The targets, without those that have an id of their nucleus outside the vocabulary: their log-probs are NaN."""
-    if nucleus_ids is None:
-        return targets
-    exist = (nucleus_ids >= -1) & (nucleus_ids < vocab_size)
-    return jnp.where(exist.all(axis=-1), targets, _NO_TARGET)
+def as_token_arrays(
+    source: str, tokens: tuple[int, ...], targets: Any, nucleus_ids: Any, ids: Any, where: Any, temperature: Any
+) -> tuple[Any, Any, Any, Any, Any]:
+    """The last five arguments, checked against the [R, T] of `source`: ids in i32, the temperature in f32."""
+    if targets is not None:
+        check_array("targets", targets)
+        expected = f"{tokens}, the [R, T] of {source}"
+        check("targets", f"shape {targets.shape}", targets.shape == tokens, expected)
+        targets = as_token_ids(targets)
+    if where is not None:
+        check_array("where", where)
+        check("where", f"shape {where.shape}", where.shape == tokens, f"{tokens}, the shape of targets")
+        where = where.astype(bool)
+    nucleus_ids = None if nucleus_ids is None else as_id_sets("nucleus_ids", nucleus_ids, tokens)
+    ids = None if ids is None else as_id_sets("ids", ids, tokens)
+    return targets, nucleus_ids, ids, where, as_temperature(temperature, tokens)
 
 
 def as_id_sets(what: str, ids: Any, tokens: tuple[int, ...]) -> Int[Array, "R T K"]:
     """Sets of ids, K at each position, as i32."""
     check_array(what, ids)
-    if ids.ndim != 3 or ids.shape[:2] != tokens or not ids.shape[2]:
-        raise ValueError(f"{what}: got shape {ids.shape}, expected [R, T, K] with [R, T] = {tokens}")
+    good = ids.ndim == 3 and ids.shape[:2] == tokens and ids.shape[2] > 0
+    check(what, f"shape {ids.shape}", good, f"[R, T, K] with [R, T] = {tokens}")
     return as_token_ids(ids)
 
 
 def as_asked(entropy: Any, logit_stats: Any, top_k: Any) -> Asked:
     """What is asked for of each token's distribution."""
     check_choice("entropy", entropy, Entropy)
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0:
-        raise ValueError(f"top_k: got {top_k!r}, expected a number of ids, or 0 for none")
+    good = isinstance(top_k, int) and not isinstance(top_k, bool) and top_k >= 0
+    check("top_k", repr(top_k), good, "a number of ids, or 0 for none")
     return Asked(entropy, as_logit_stats(logit_stats), top_k)
 
 
 def as_logit_stats(logit_stats: Any) -> tuple[LogitStat, ...]:
     """The names, each once and in one order."""
     names = get_args(LogitStat)
-    if isinstance(logit_stats, str) or not isinstance(logit_stats, Collection) or set(logit_stats) - set(names):
-        raise ValueError(f"logit_stats: got {logit_stats!r}, expected some of {names}, in a tuple, list or set")
+    several = isinstance(logit_stats, Collection) and not isinstance(logit_stats, str)
+    good = several and set(logit_stats) <= set(names)
+    check("logit_stats", repr(logit_stats), good, f"some of {names}, in a tuple, list or set")
     return tuple(name for name in names if name in logit_stats)
 
 
 def as_adapter_ids(what: str, lora: Any, adapter_ids: Any, rows: int) -> Int[Array, " R"] | None:
     """The adapter of each row, as i32; None if all rows share one adapter, or there is none."""
-    stacked = lora is not None and lora.a.ndim == 3
-    if not stacked and adapter_ids is None:
+    if lora is None or lora.a.ndim == 2:
+        check("adapter_ids", "an array", adapter_ids is None, f"None without several adapters in {what}, [A, H, r]")
         return None
-    if not stacked:
-        raise ValueError(f"adapter_ids: got an array, expected None without several adapters in {what}, [A, H, r]")
-    if adapter_ids is None:
-        raise ValueError(f"adapter_ids: got None, expected i32[R] for the {lora.a.shape[0]} adapters of {what}")
+    adapter_ids = needed("adapter_ids", adapter_ids, f"i32[R] for the {lora.a.shape[0]} adapters of {what}")
     check_array("adapter_ids", adapter_ids)
-    if adapter_ids.shape != (rows,):
-        raise ValueError(f"adapter_ids: got shape {adapter_ids.shape}, expected {(rows,)}, one per row")
+    check("adapter_ids", f"shape {adapter_ids.shape}", adapter_ids.shape == (rows,), f"{(rows,)}, one per row")
     return as_token_ids(adapter_ids)
-
-
-def check_where(where: Any, shape: tuple[int, ...]) -> None:
-    if where is None:
-        return
-    check_array("where", where)
-    if where.shape != shape:
-        raise ValueError(f"where: got shape {where.shape}, expected {shape}, the shape of targets")
 
 
 def as_temperature(temperature: Any, shape: tuple[int, ...]) -> Float[Array, ""] | Float[Array, "R T"] | None:
@@ -296,8 +245,8 @@ def as_temperature(temperature: Any, shape: tuple[int, ...]) -> Float[Array, ""]
     if isinstance(temperature, (int, float, np.number)) and temperature == 1:
         return None
     temperature = jnp.asarray(temperature, jnp.float32)
-    if temperature.shape not in ((), shape):
-        raise ValueError(f"temperature: got shape {temperature.shape}, expected a scalar or {shape}, one per token")
+    good = temperature.shape in ((), shape)
+    check("temperature", f"shape {temperature.shape}", good, f"a scalar or {shape}, one per token")
     sound = (temperature > 0) & jnp.isfinite(temperature)
     return jax.lax.stop_gradient(jnp.where(sound, temperature, jnp.nan))
 
@@ -306,8 +255,7 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> int:
     if vocab_size is None:
         return columns
     check_count("vocab_size", vocab_size, least=1)
-    if vocab_size > columns:
-        raise ValueError(f"vocab_size: got {vocab_size}, expected 1 to {columns}, the columns there are")
+    check("vocab_size", vocab_size, vocab_size <= columns, f"1 to {columns}, the columns there are")
     return vocab_size
 
 
@@ -317,13 +265,9 @@ def temperature_spec(parallel: ParallelMesh, temperature: jax.Array | None) -> P
 
 
 def check_stats(stats: TokenStats, shape: tuple[int, ...], *read: str, how: str = "") -> None:
-    """Raises unless these are statistics of this shape, in the dtypes of `KINDS`, with those that the caller reads.
+    """Raises unless these are statistics of a batch of shape `[R, T]` or `[K, R, T]`, in the dtypes of `KINDS`.
 
-    Args:
-      stats: the user's argument, unchecked.
-      shape: `[R, T]` of the batch, or `[K, R, T]`.
-      read: the fields that must not be None, beside `log_probs`.
-      how: how to get them, for the error.
+    The fields `read` must not be None, nor log-probs; `how` tells in the error how to get them.
     """
     if not isinstance(stats, TokenStats):
         raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
@@ -333,8 +277,7 @@ def check_stats(stats: TokenStats, shape: tuple[int, ...], *read: str, how: str 
         x = getattr(stats, field.name)
         if field.name == "entropy_mode" or (x is None and field.name != "log_probs"):
             continue
-        of_ids = field.name in _OF_IDS
-        check_array(f"stats.{field.name}", x)
-        if x.shape[: len(shape)] != shape or x.ndim != len(shape) + of_ids:
-            expected = f"{shape} and K" if of_ids else f"{shape}"
-            raise ValueError(f"stats.{field.name}: got shape {x.shape}, expected the batch's, {expected}")
+        name, of_ids = f"stats.{field.name}", field.name in _OF_IDS
+        check_array(name, x)
+        good = x.shape[: len(shape)] == shape and x.ndim == len(shape) + of_ids
+        check(name, f"shape {x.shape}", good, f"the batch's, {shape} and K" if of_ids else f"the batch's, {shape}")

@@ -1,8 +1,7 @@
 """Two heads at each token, tile by tile over both vocabularies at once: divergences with their gradient, comparisons.
 
-A divergence is a sum over the columns of one function of log p and log q. One sweep finds both softmaxes, a second walk
-the sums of the terms and, by forward differentiation, how they change with the student's log s. The backward needs no
-more: JAX differentiates the terms in each tile.
+One sweep finds both softmaxes, a second walk the sums of a divergence's terms and, by forward differentiation, how they
+change with the student's log s. The backward needs no more: JAX differentiates the terms in each tile.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxppo.base.kl import k3, magnitude
-from jaxppo.head.border import Index, Local, local, unless
-from jaxppo.head.call import HeadCall, Inputs
+from jaxppo.head.border import Index, Local, local, slice_of, unless
+from jaxppo.head.call import Asked, HeadCall, Inputs, Names
 from jaxppo.head.gradient import once, second_pass
 from jaxppo.head.plan import plan_of_second, plan_of_sweep
 from jaxppo.head.reductions import Columns, Reduced, Tokens
@@ -47,10 +46,8 @@ class Comparison(NamedTuple):
     reverse_kl: jax.Array
     forward_kl: jax.Array
     total_variation: jax.Array
-    same_top: jax.Array
-    """1 if the same token is likeliest in both, else 0. Among equally likely tokens the first counts."""
-    logit_error: jax.Array
-    """The scale of the error that rounding makes in a logit, see `_logit_error`."""
+    same_top: jax.Array  # 1 if the same token is likeliest in both, the first of equally likely ones; else 0
+    logit_error: jax.Array  # the scale of the error that rounding makes in a logit, see `_logit_error`
 
 
 def terms(divergence: str, beta: float, log_p: Float[Array, "..."], log_q: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -94,29 +91,21 @@ def divergences_of_tokens(
 
 def _pair(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[DivergenceCall, Local, Local]:
     """Both heads' arrays. If one's hidden states are sharded by position over the tensor axis they are gathered."""
+    calls, arrays = [call.student, call.teacher], [inputs, teacher]
     if call.student.sequence_parallel != call.teacher.sequence_parallel:
-        (student, inputs), (other, teacher) = _whole(call.student, inputs), _whole(call.teacher, teacher)
-        call = dataclasses.replace(call, student=student, teacher=other)
-    return call, local(call.student, inputs), local(call.teacher, teacher)
-
-
-def _whole(call: HeadCall, inputs: Inputs) -> tuple[HeadCall, Inputs]:
-    if not call.sequence_parallel:
-        return call, inputs
-    hidden = lax.all_gather(inputs.hidden, call.axes.tensor, axis=1, tiled=True)
-    return dataclasses.replace(call, sequence_parallel=False), inputs._replace(hidden=hidden)
+        k = 0 if call.student.sequence_parallel else 1
+        hidden = lax.all_gather(arrays[k].hidden, calls[k].axes.tensor, axis=1, tiled=True)
+        calls[k], arrays[k] = dataclasses.replace(calls[k], sequence_parallel=False), arrays[k]._replace(hidden=hidden)
+    call = dataclasses.replace(call, student=calls[0], teacher=calls[1])
+    return call, local(calls[0], arrays[0]), local(calls[1], arrays[1])
 
 
 def _works(call: DivergenceCall, given: Local, other: Local) -> tuple[Work, Work]:
-    plan = plan_of_sweep(call.student, given)
-    plan = plan._replace(by_block=plan.by_block and _gathers(call.student) and _gathers(call.teacher))
-    one, two = (Work.of(c, plan, x) for c, x in ((call.student, given), (call.teacher, other)))
+    plan, calls = plan_of_sweep(call.student, given), (call.student, call.teacher)
+    plan = plan._replace(by_block=plan.by_block and all(c.h_names or c.gathered_v for c in calls))
+    one, two = (Work.of(c, plan, x) for c, x in zip(calls, (given, other), strict=True))
     axes = one.axes | two.axes
     return one._replace(axes=axes), two._replace(axes=axes)
-
-
-def _gathers(call: HeadCall) -> bool:
-    return bool(call.h_names or call.gathered_v)
 
 
 def _finite(z: jax.Array) -> jax.Array:
@@ -126,6 +115,11 @@ def _finite(z: jax.Array) -> jax.Array:
 
 def _log_p(z: jax.Array, known: tuple[jax.Array, jax.Array]) -> jax.Array:
     return (z - known[0][:, None]) - known[1][:, None]
+
+
+def _exact(z: jax.Array, known: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """log p, of columns that a head excludes -inf."""
+    return jnp.where(z <= LOW / 2, -jnp.inf, _log_p(z, known))
 
 
 def _sums(call: DivergenceCall, columns: Columns, log_p: jax.Array, log_q: jax.Array) -> tuple[jax.Array, ...]:
@@ -144,7 +138,7 @@ def _over_tiles(one: Work, two: Work, known: Known, add: Callable[..., Any], tot
         for work in (one, two):
             tokens, features = work.read(j * C, C)
             _, parameters, columns = work.block(i, B)
-            z.append(_finite(work.to_logits(tokens, columns)(products(work.call, features, parameters))))
+            z.append(_finite(work.logits(products(work.call, features, parameters), tokens, columns)))
         return one.vary(add(part, columns, *z, read(known, j * C, C)))
 
     def chunk(j: Index, totals: Any) -> Any:
@@ -168,25 +162,22 @@ def _evaluate(
     known = one.vary(tuple(known))
 
     def add(total: Any, columns: Columns, z: jax.Array, teacher_z: jax.Array, known: Known) -> Any:
-        log_p, log_q = _log_p(z, known[0]), _log_p(teacher_z, known[1])
+        (m, log_s), its = known
 
         def shifted(log_s: jax.Array) -> tuple[jax.Array, ...]:
-            return _sums(call, columns, _log_p(z, (known[0][0], log_s)), log_q)
+            return _sums(call, columns, _log_p(z, (m, log_s)), _log_p(teacher_z, its))
 
-        _, slopes = jax.jvp(shifted, (known[0][1],), (jnp.ones_like(known[0][1]),))
-        # a column that a head excludes has probability 0
-        exact = (jnp.where(y <= LOW / 2, -jnp.inf, x) for x, y in ((log_p, z), (log_q, teacher_z)))
-        return jax.tree.map(jnp.add, total, (_sums(call, columns, *exact), slopes))
+        _, slopes = jax.jvp(shifted, (log_s,), (jnp.ones_like(log_s),))
+        sums = _sums(call, columns, _exact(z, known[0]), _exact(teacher_z, its))
+        return jax.tree.map(jnp.add, total, (sums, slopes))
 
     zeros = jnp.zeros(one.size, jnp.float32)
     total = _over_tiles(one, two, known, add, one.vary(((zeros,) * len(call.divergences),) * 2))
     axes = call.student.axes
     parts = axes.psum(vary(jnp.stack(jax.tree.leaves(total)), axes.tensor), axes.tensor)
-    N = given.size(call.student)
-    parts, known = one.order.take_back((parts.T, known), N)
+    parts, known = one.order.take_back((parts.T, known), given.size(call.student))
     # equal on the devices of a tensor axis, which their type does not say
-    out = tuple(unless(given.counts, x) for x in parts.T)
-    count = len(call.divergences)
+    out, count = tuple(unless(given.counts, x) for x in parts.T), len(call.divergences)
     return out[:count], (out[count:], known)
 
 
@@ -214,24 +205,22 @@ def _backward(call: DivergenceCall, saved: Any, g: tuple[jax.Array, ...]) -> tup
     peaks, teacher = (unless(counts, known[0][0], -LOW), unless(counts, known[0][1])), unless(counts, known[1])
     two = Work.of(call.teacher, plan_of_second(call.student, given), other)
 
-    def sums_at(i: Index, work: Work, tokens: Tokens, columns: Columns, part: Any) -> Any:
-        (counts, own, its, (of_values, of_s)), (other_tokens, features) = part
-        _, parameters, other_columns = two.block(i, work.width(work.plan.columns))
+    def sums_at(work: Work, i: Index, start: Index, tokens: Tokens, columns: Columns, part: Any) -> Any:
+        counts, own, its, of = part
+        its_tokens, features = read((two.tokens, two.features), start, work.plan.group)
+        _, parameters, its_columns = two.block(i, work.width(work.plan.columns))
         y = products(call.teacher, unless(counts, features), parameters)
-        y = _finite(two.to_logits(other_tokens, other_columns)(y))
-        log_q = _log_p(y, its)
+        log_q = _log_p(_finite(two.logits(y, its_tokens, its_columns)), its)
 
         def sums(x: jax.Array) -> Any:
-            z = _finite(work.to_logits(tokens, columns)(x))
+            z = _finite(work.logits(x, tokens, columns))
             return _sums(call, columns, _log_p(z, own), log_q), jnp.exp(z - own[0][:, None]).sum(1)
 
-        return sums, (of_values, of_s)
+        return sums, of
 
-    beside = two.tokens, two.features
-    found = second_pass(call.student, given, counts, (counts, peaks, teacher, of), sums_at, beside)
-    constants = other, log_z
-    zeros = jax.tree.map(lambda x: jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else None, constants)
-    return found, *zeros
+    found = second_pass(call.student, given, counts, (counts, peaks, teacher, of), sums_at)
+    floats = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, (other, log_z))
+    return found, *jax.tree.map(jnp.zeros_like, floats)
 
 
 _divergences.defvjp(_forward, _backward)
@@ -240,11 +229,7 @@ _divergences.defvjp(_forward, _backward)
 def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teacher: Inputs) -> Comparison:
     """Per-shard: the comparison at each of the device's tokens, without gradients; 0 at tokens that do not count.
 
-    Args:
-      call: the two heads; the field `divergences` is not used.
-      unit: the relative rounding of hidden states and kernels, such as 2^-8 for bfloat16.
-      inputs: the student's arrays.
-      teacher: the teacher's arrays.
+    `unit` is the relative rounding of hidden states and kernels, such as 2^-8 for bfloat16.
     """
     call, *pair = _pair(call, inputs, teacher)
     asked = [dataclasses.replace(c, asked=dataclasses.replace(c.asked, top_k=1)) for c in (call.student, call.teacher)]
@@ -255,7 +240,7 @@ def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teac
 
     def add(totals: Any, columns: Columns, z: jax.Array, teacher_z: jax.Array, known: Known) -> Any:
         sums, magnitudes = totals
-        logs = (jnp.where(x <= LOW / 2, -jnp.inf, _log_p(x, k)) for x, k in zip((z, teacher_z), known, strict=True))
+        logs = map(_exact, (z, teacher_z), known)
         largest = tuple(jnp.where((x <= LOW / 2) | ~jnp.isfinite(x), 0, jnp.abs(x)).max(1) for x in (z, teacher_z))
         sums = jax.tree.map(jnp.add, sums, _sums(call, columns, *logs))
         return sums, jax.tree.map(jnp.maximum, magnitudes, largest)
@@ -286,7 +271,6 @@ def _logit_error(work: Work, inputs: Inputs, unit: float, magnitude: jax.Array) 
     w is the column with the largest norm. An adapter adds a term with its own features and columns. v is 2^-8 if the
     head rounds its logits to bf16, else 2^-24.
     """
-
     call, counts = work.call, work.given.counts
     terms = len(work.features) - (inputs.bias is not None)  # the kernel's, and an adapter's
     names, B = call.axes.tensor, work.width(work.plan.columns)
@@ -320,3 +304,42 @@ def _norms(x: jax.Array, dim: int, counts: jax.Array | bool) -> tuple[jax.Array,
     square = jnp.square(x.astype(jnp.float32))
     sums = square.sum(axis=dim), jnp.square(square).sum(axis=dim)
     return jnp.where(counts, sums[0], 0), jnp.where(counts, sums[1], 0)
+
+
+def inputs_of_columns(
+    call: HeadCall, inputs: Inputs, ids: Int[Array, " D"], like: HeadCall, its: Inputs
+) -> tuple[HeadCall, Inputs]:
+    """The columns `ids` of a head as a head of their own, divided over devices as the columns of `like` are, another.
+
+    The ids are equal on all devices, one for each column of the other head, of arrays `its`, that is no padding.
+    """
+    own = int(its.kernel.shape[(1 if like.transposed else like.v_dim) - 2])  # columns that a device holds
+    ids = jnp.pad(ids, (0, own * call.axes.size(like.v_names) - ids.shape[0]))
+    dims = {"kernel": (1 if call.transposed else call.v_dim) - 2, "bias": -1, "lora_b": -1}
+    arrays = {name: x for name in dims if (x := getattr(inputs, name)) is not None}
+    found = {name: _columns(x, dims[name] % x.ndim, ids, call.v_names, like.v_names, own) for name, x in arrays.items()}
+    call = dataclasses.replace(call, v_names=like.v_names, vocab_size=like.vocab_size, asked=Asked())
+    return call, inputs._replace(**found, targets=None)
+
+
+def _columns(x: jax.Array, dim: int, ids: jax.Array, names: Names, to: Names, own: int) -> jax.Array:
+    """The columns `ids` of an array whose columns are divided over `names`, divided over `to`.
+
+    A device adds what it holds of the columns and 0 for the others, so the sum over devices is exact in any dtype.
+    """
+    count = x.shape[dim]
+    place = ids - (count * lax.axis_index(names) if names else 0)
+    inside = (place >= 0) & (place < count)
+    here = jnp.take(x, jnp.where(inside, place, 0), dim, mode="clip")
+    here = jnp.where(jnp.expand_dims(inside, [d for d in range(x.ndim) if d != dim]), here, 0)
+    if names and names == to:
+        return lax.psum_scatter(here, names, scatter_dimension=dim, tiled=True)
+    here = lax.psum(vary(here, frozenset(names)), names) if names else here
+    return slice_of(vary(here, frozenset(to)), own * lax.axis_index(to), own, dim) if to else here
+
+
+def sound_ids(ids: Int[Array, " D"], vocab_size: int) -> jax.Array:
+    """A scalar, 0 where the ids are different ids of the vocabulary, and NaN elsewhere."""
+    ordered = jnp.sort(ids)
+    fine = (ordered[0] >= 0) & (ordered[-1] < vocab_size) & (ordered[1:] != ordered[:-1]).all()
+    return jnp.where(fine, jnp.float32(0), jnp.nan)

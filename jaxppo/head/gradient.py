@@ -24,7 +24,7 @@ from jaxppo.sharding import note, vary, varying
 
 # (statistics f32[n], arrays [n, ...] of these tokens, arrays that are read whole) -> weighted losses f32[n]
 TokenLoss = Callable[[TokenStats, Any, Any], jax.Array]
-Sum = tuple[jax.Array, TokenStats]  # the sum of losses, and statistics
+Sum = tuple[jax.Array, TokenStats]  # of losses, and statistics
 
 
 def stats_of_tokens(call: HeadCall, inputs: Inputs) -> TokenStats:
@@ -40,15 +40,9 @@ def in_rows(shape: tuple[int, ...], stats: Any) -> Any:
 def reduce_tokens(call: HeadCall, inputs: Inputs, token_loss: TokenLoss, per_token: Any, shared: Any) -> Sum:
     """Per-shard: the sum of all devices' token losses, and this device's statistics without gradients.
 
-    The function takes one pass if the memory has room for it, nothing but a bias is in f16 and the call is not
-    deterministic, else two. The loss of a token must depend on that token alone.
-
-    Args:
-      call: the static part of the call.
-      inputs: the arrays of the head, as the device holds them.
-      token_loss: the loss of some tokens; hashable.
-      per_token: arrays `[R, T, ...]` that `token_loss` reads; no gradient flows to them.
-      shared: arrays that `token_loss` reads whole; no gradient flows to them either.
+    `token_loss` is hashable, and the loss of a token depends on that token alone. It reads the arrays `[R, T, ...]` of
+    `per_token` by token and those of `shared` whole; no gradient flows to them. Two passes are taken where one does not
+    fit the memory, in deterministic calls, and if anything but a bias is in f16.
     """
     given = local(call, inputs)
     per_token = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), per_token)
@@ -83,11 +77,10 @@ def _statistics(call: HeadCall, given: Local) -> tuple[TokenStats, Reduced]:
     with note(f"forward, {plan}"):
         found = work.order.take_back(sweep(work), given.size(call))
     found = jax.tree.map(lambda x: vary(x, varying(given.tokens.targets)), found)
-    # nothing is known of tokens that do not count, and log 0 would stop jax_debug_nans
+    # log 0, of tokens that do not count, would stop jax_debug_nans
     found = found._replace(peaks=unless(given.counts, found.peaks), sums=unless(given.counts, found.sums, 1))
     stats = reductions.finish(call.asked, found, given.tokens, call.vocab_size)
-    if call.asked != asked and stats.entropy is not None:
-        # a use that changes nothing, without which the compiler would leave the entropy out
+    if call.asked != asked:  # a use that changes nothing, without which the compiler would leave the entropy out
         log_probs = jnp.where(jnp.isnan(stats.entropy), jnp.nan, stats.log_probs)
         without: dict[str, Any] = {"entropy": None, "entropy_mode": "none"}
         stats = dataclasses.replace(stats, log_probs=log_probs, **without)
@@ -104,7 +97,7 @@ def _statistics_backward(call: HeadCall, saved: tuple[Local, Reduced], of_stats:
     asked, counts, of_sums = reductions.cotangents(call.asked, found, given.tokens, call.vocab_size, of_stats)
     counts = counts if given.counts is None else counts & given.counts
 
-    def sums_at(i: Any, work: Work, tokens: Tokens, columns: Columns, part: Any) -> Any:
+    def sums_at(work: Work, i: Any, start: Any, tokens: Tokens, columns: Columns, part: Any) -> Any:
         return partial(tile_sums, work, part[0], tokens, columns), part[1]
 
     # tokens without a cotangent may hold NaN; a high peak makes exponentials 0
@@ -112,42 +105,28 @@ def _statistics_backward(call: HeadCall, saved: tuple[Local, Reduced], of_stats:
     return (second_pass(dataclasses.replace(call, asked=asked), given, counts, known, sums_at),)
 
 
-def second_pass(
-    call: HeadCall, given: Local, counts: jax.Array, known: Any, sums_at: Callable[..., Any], beside: Any = None
-) -> Local:
-    """The cotangents of `given`, see `second`. Features of tokens that do not count are 0: they may hold NaN.
+def second_pass(call: HeadCall, given: Local, counts: jax.Array, known: Any, sums_at: Callable[..., Any]) -> Local:
+    """The cotangents of `given`; `counts` are the tokens that have one, bool[N]. `known` are arrays of tokens.
 
-    Args:
-      call: the static part of the call.
-      given: the device's arrays.
-      counts: the tokens that have a cotangent, bool[N].
-      known: arrays of tokens.
-      sums_at: see `second`.
-      beside: arrays of tokens in order.
+    Features of tokens that do not count are 0: they may hold NaN. See `second` for `sums_at`.
     """
-    given, known, beside = jax.tree.map(once, (given, known, beside))
+    given, known = jax.tree.map(once, (given, known))
     work = Work.of(call, plan_of_second(call, given), given)
     work = work._replace(features=work.vary(work.features))
     counts, known = work.vary(work.order.put((counts, known), work.size))
-    known = known if beside is None else (known, work.vary(beside))
     with note(f"gradients, {work.plan}"):
-        found = second(work, counts, known, lambda i, *tile: sums_at(i, work, *tile))
+        found = second(work, counts, known, sums_at)
     return cotangents(work, *found)
 
 
 def cotangents(work: Work, dfeatures: Features, dparameters: Parameters) -> Local:
     """What a rule returns for `Local`: gradients of features, in order, go back to their places; None or 0 else."""
-    call, given = work.call, work.given
-    whole = whole_features(call, work.axes)
-
-    def of_feature(x: jax.Array, g: jax.Array) -> jax.Array:
-        g = work.order.take_back(g, given.size(call))
-        g = back(whole, x, g) if call.sequence_parallel else g.reshape(x.shape)
-        return rounded(g, x.dtype)
-
-    features = tuple(map(of_feature, given.features, dfeatures))
+    call, given, features = work.call, work.given, []
+    for x, g in zip(given.features, work.order.take_back(dfeatures, given.size(call)), strict=True):
+        whole = partial(whole_features, call, work.axes)
+        features.append(rounded(back(whole, x, g) if call.sequence_parallel else g.reshape(x.shape), x.dtype))
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x) if x.dtype == jnp.float32 else None, given.tokens)
-    return Local(features, dparameters, zeros, None)
+    return Local(tuple(features), dparameters, zeros, None)
 
 
 @jax.custom_jvp
@@ -176,8 +155,7 @@ def losses(call: HeadCall, token_loss: TokenLoss, given: Local, per_token: Any, 
 
 def _losses_forward(call: HeadCall, token_loss: TokenLoss, given: Local, per_token: Any, shared: Any) -> Any:
     given, per_token, shared = jax.tree.map(once, (given, per_token, shared))
-    plan = plan_of_one_pass(call, given)
-    assert plan is not None, "the caller has asked"
+    plan: Any = plan_of_one_pass(call, given)  # not None: the caller has asked
     work = Work.of(call, plan, given)
     with note(f"one pass, {plan}"):
         results, *found = one_pass(work, lambda stats, of: token_loss(stats, of, shared), per_token)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxppo.base.arrays import check_choice, check_count, check_floating, check_number, dtype_name
+from jaxppo.base.arrays import check, check_choice, check_count, check_floating, check_number, dtype_name
 from jaxppo.base.modules import narrowed, parts_of
 from jaxppo.base.pytree import register
 
@@ -66,15 +66,9 @@ class TokenStats:
 
 @dataclasses.dataclass(frozen=True)
 class Transform:
-    """z = softcap * tanh(scale * x / softcap) of x = hidden @ kernel + bias + LoRA; static.
+    """z = softcap * tanh(scale * x / softcap) of x = hidden @ kernel + bias + LoRA; static."""
 
-    Args:
-      dtype: the dtype to which x is rounded first; the gradient ignores the rounding.
-      softcap: the bound of |z|, or None for none.
-      scale: multiplies x before the soft-cap.
-    """
-
-    dtype: LogitsDtype = "float32"
+    dtype: LogitsDtype = "float32"  # to which x is rounded first; the gradient ignores the rounding
     softcap: float | None = None
     scale: float = 1.0
 
@@ -246,11 +240,6 @@ class Head:
         return Head(kernel, bias, lora, parts.layout or layout, **options)  # type: ignore[arg-type]
 
     @property
-    def transform(self) -> Transform:
-        """The elementwise transform of logits."""
-        return Transform(cast(LogitsDtype, self.logits_dtype), self.softcap, self.scale)
-
-    @property
     def v_dim(self) -> int:
         """The kernel's dimension of the vocabulary."""
         return 1 if self.layout == "hv" else 0
@@ -261,8 +250,8 @@ class Head:
         columns = self.kernel.shape[self.v_dim]
         if self.bias is not None:
             check_floating(f"{name}.bias", self.bias, 1, "[V]")
-            if self.bias.shape != (columns,):
-                raise ValueError(f"{name}.bias: got shape {self.bias.shape}, expected {(columns,)}, one a column")
+            good = self.bias.shape == (columns,)
+            check(f"{name}.bias", f"shape {self.bias.shape}", good, f"{(columns,)}, one a column")
         if self.lora is not None:
             if not isinstance(self.lora, LoRA):
                 raise TypeError(f"{name}.lora: got {type(self.lora).__name__}, expected LoRA or None")
@@ -270,11 +259,10 @@ class Head:
             of_a, of_b, rank = ("[A, H, r]", "[A, r, V]", 3) if stacked else ("[H, r]", "[r, V]", 2)
             check_floating(f"{name}.lora.a", self.lora.a, rank, of_a)
             check_floating(f"{name}.lora.b", self.lora.b, rank, of_b)
-            if self.lora.a.shape[-2] != features:
-                raise ValueError(f"{name}.lora.a: got shape {self.lora.a.shape}, expected {of_a} with H = {features}")
-            shape = (*self.lora.a.shape[:-2], self.lora.a.shape[-1], columns)
-            if self.lora.b.shape != shape:
-                raise ValueError(f"{name}.lora.b: got shape {self.lora.b.shape}, expected {shape}, {of_b}")
+            a, b = self.lora.a.shape, self.lora.b.shape
+            check(f"{name}.lora.a", f"shape {a}", a[-2] == features, f"{of_a} with H = {features}")
+            shape = (*a[:-2], a[-1], columns)
+            check(f"{name}.lora.b", f"shape {b}", b == shape, f"{shape}, {of_b}")
 
 
 def as_head(name: str, head: Any) -> Head:

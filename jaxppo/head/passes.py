@@ -1,15 +1,10 @@
-"""The two walks over tiles that find gradients.
-
-one_pass    chunk of tokens by all columns: numbers, statistics, losses, and the gradient of the products; the
-            chunks of a group fill one array, which two products multiply
-second      block of columns by all tokens: the gradients from the numbers that the sweep left
-"""
+"""The two walks over tiles that find gradients: `one_pass`, and `second`, which has the numbers that a sweep left."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +14,14 @@ from jaxppo.head import reductions
 from jaxppo.head.border import (
     Axes,
     Index,
+    as_bits,
     back,
-    from_bits,
     put_slice,
     rounded,
     slice_of,
-    to_bits,
     unless,
     whole_parameter,
 )
-from jaxppo.head.call import HeadCall, Names
 from jaxppo.head.reductions import Columns, Sums, Tokens
 from jaxppo.head.ring import Term, summed
 from jaxppo.head.sweep import Work, loop, read, references_of, write
@@ -41,19 +34,20 @@ PRODUCTS = 4  # on accelerators products of a group that follows a mask have so 
 def gradient_of_products(work: Work, x: jax.Array, sums: Callable[[jax.Array], Any], of_sums: Any) -> jax.Array:
     """The gradient of a tile's products, in the dtype of products: JAX differentiates the sums over its columns."""
     _, pull = jax.vjp(sums, x)
-    of_sums = jax.tree.map(lambda g: vary(g, varying(x)), of_sums)
-    found: jax.Array = pull(of_sums)[0]
-    return found.astype(work.dtype)
+    return pull(jax.tree.map(lambda g: vary(g, varying(x)), of_sums))[0].astype(work.dtype)
 
 
 def tile_sums(work: Work, peaks: dict[str, jax.Array], tokens: Tokens, columns: Columns, x: jax.Array) -> Sums:
     """The sums of a tile through which a gradient flows, from its products."""
-    z = work.to_logits(tokens, columns)(x)
+    z = work.logits(x, tokens, columns)
     return reductions.sums_of(work.call.asked, z, peaks, tokens, columns, differentiated=True)
 
 
 def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tuple[Any, Features, Parameters]:
-    """Losses and statistics of all tokens, in order, and gradients: of features in order, of parameters summed."""
+    """Losses and statistics of all tokens, in order, and gradients: of features in order, of parameters summed.
+
+    It takes a chunk of tokens by all columns at a time; those of a group fill one array for `last_products`.
+    """
     call, C, G, V = work.call, work.plan.chunk, work.plan.group, work.window.total
     groups, per_token = work.size // G, work.order.put(per_token, work.size)
     _, parameters, columns = work.block(0, V)
@@ -66,7 +60,7 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
         at = g * G + j * C
         (tokens, features), of_tokens = work.read(at, C), read(per_token, at, C)
         found, x = work.numbers(tokens, features, parameters, columns, read(references, at, C))
-        found, counts = work.over_devices(found), work.counts(at, C)
+        found, counts = reductions.over_devices(found, call.axes), work.counts(at, C)
 
         def losses_of(sums: Sums) -> Any:
             stats = reductions.finish(call.asked, found, tokens, call.vocab_size, sums)
@@ -75,12 +69,12 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
         losses, pull, stats = jax.vjp(losses_of, reductions.differentiated(call.asked, found.sums), has_aux=True)
         of_sums = unless(counts, pull(jnp.ones_like(losses))[0])
         dx = gradient_of_products(work, x, partial(tile_sums, work, found.peaks, tokens, columns), of_sums)
-        return write(results, work.vary_results((losses, stats)), at), put_slice(dx_all, work.vary(dx), j * C)
+        return write(results, work.vary((losses, stats), call.axes.tensor), at), put_slice(dx_all, work.vary(dx), j * C)
 
     def group(g: Index, carry: Any) -> Any:
         results, dfeatures, totals = carry
         dx = work.vary(lax.empty((G, V), work.dtype))
-        dx = to_bits(dx) if call.profile.upcast else dx
+        dx = as_bits(dx) if call.profile.upcast else dx
         step = -(-chunks // PRODUCTS) if follows and call.profile.whole else chunks  # XLA for CPUs would copy dx
         turns: Index = chunks
         written: Index = -(-chunks // step)
@@ -88,16 +82,17 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
             written = jnp.clip(-(-(work.turns(C) - g * chunks) // step), 0, written)
             turns = jnp.minimum(written * step, chunks)
         results, dx = loop(turns, partial(chunk, g), (results, dx))
-        dx = lax.optimization_barrier(from_bits(dx, work.dtype))
-        done = Done(work, parameters, columns, dx, work.read(g * G, G)[1], written, step * C)
-        dfeatures = write(dfeatures, tuple(map(done.of_feature, range(len(dfeatures)))), g * G)
-        if groups == 1:
-            return results, dfeatures, tuple(map(done.of_parameter, range(len(parameters))))
-        return results, dfeatures, tuple(done.added(k, total) for k, total in enumerate(totals))
+        dx = lax.optimization_barrier(as_bits(dx, work.dtype))
+        last = work, parameters, columns, dx, work.read(g * G, G)[1], written, step * C
+        of_group, found = last_products(*last, None if groups == 1 else totals)
+        return results, write(dfeatures, of_group, g * G), found
 
     shapes = jax.eval_shape(lambda: chunk_shapes(work))
-    results = work.vary_results(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
-    dfeatures = tuple(map(partial(empty_rows, work), work.features, work.given.features))
+    results = work.vary(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), call.axes.tensor)
+    dfeatures = work.vary(tuple(jnp.zeros(x.shape, jnp.float32) for x in work.features))
+    if not call.sequence_parallel:  # else a scatter follows; these are summed over devices already
+        pairs = zip(dfeatures, work.given.features, strict=True)
+        dfeatures = tuple(vary(jnp.zeros(x.shape, primal.dtype), varying(primal)) for x, primal in pairs)
     if groups == 1:
         results, dfeatures, found = group(0, (results, dfeatures, ()))
     else:
@@ -108,117 +103,91 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
     return results, dfeatures, tuple(in_place(work, k, x) for k, x in enumerate(found))
 
 
-def empty_rows(work: Work, x: jax.Array, primal: jax.Array) -> jax.Array:
-    """Zeros for the gradients of all tokens: summed over devices already, or f32 if a scatter follows."""
-    if work.call.sequence_parallel:
-        return work.vary(jnp.zeros(x.shape, jnp.float32))
-    return vary(jnp.zeros(x.shape, primal.dtype), varying(primal))
-
-
 def chunk_shapes(work: Work) -> Any:
     """Losses and statistics of all tokens, for their shapes."""
     z = jnp.zeros((work.size, work.window.total), jnp.float32)
     _, columns = work.window.block(0, work.window.total)
-    found = work.over_devices(work.vary(reductions.reduced(work.call.asked, z, work.tokens, columns)))
+    found = work.vary(reductions.reduced(work.call.asked, z, work.tokens, columns))
+    found = reductions.over_devices(found, work.call.axes)
     stats = reductions.finish(work.call.asked, found, work.tokens, work.call.vocab_size)
     return stats.log_probs, stats
 
 
-class Done(NamedTuple):
-    """The gradients of products of a group of tokens, whose first `written` steps are written."""
+def last_products(
+    work: Work,
+    parameters: Parameters,
+    columns: Columns,
+    dx: jax.Array,
+    features: Features,
+    written: Index,
+    step: int,
+    totals: Parameters | None,
+) -> tuple[Features, Parameters]:
+    """The gradients of a group's features and of parameters, both summed over devices.
 
-    work: Work
-    parameters: Parameters
-    columns: Columns
-    dx: jax.Array  # [G, V]
-    features: Features  # [G, f]
-    written: Index
-    step: int
+    dx `[G, V]` holds the gradients of products, of whose steps of so many tokens the first ones are written. Where
+    there are `totals`, f32, the gradients of parameters are added to them instead.
+    """
+    call, (G, V), v, whole = work.call, dx.shape, work.call.v_dim, isinstance(written, int)
 
-    def of_written(self, product: Callable[[int], jax.Array]) -> jax.Array:
-        """product(n) of the first n tokens, those that are written."""
-        G = self.dx.shape[0]
-        if isinstance(self.written, int):
-            return self.apart(lambda: product(G))
-        counts = range(0, G + self.step, self.step)
-        found: jax.Array = lax.switch(self.written, [partial(product, min(n, G)) for n in counts])
-        return found
-
-    def apart(self, product: Callable[[], jax.Array]) -> jax.Array:
+    def apart(product: Callable[[], jax.Array]) -> jax.Array:
         """product(), on TPUs in a branch that is always taken: beside the loop XLA would copy all of dx to a layout."""
-        if not self.work.call.profile.rings:
+        if not call.profile.rings:
             return product()
         like = jax.eval_shape(product)
-        zeros = self.work.vary(jnp.zeros(like.shape, like.dtype))
-        found: jax.Array = lax.cond(lax.optimization_barrier(jnp.asarray(True)), product, lambda: zeros)
-        return found
+        zeros = work.vary(jnp.zeros(like.shape, like.dtype))
+        return lax.cond(lax.optimization_barrier(jnp.asarray(True)), product, lambda: zeros)
 
-    def of_feature(self, k: int) -> jax.Array:
-        """The gradient of the group's features, summed over devices unless a scatter does that later."""
-        work, G, p = self.work, self.dx.shape[0], self.parameters[k]
+    def of_written(product: Callable[[int], jax.Array]) -> jax.Array:
+        """product(n) of the first n tokens, those that are written."""
+        if whole:
+            return apart(partial(product, G))
+        counts = range(0, G + step, step)
+        return lax.switch(written, [partial(product, min(n, G)) for n in counts])
 
-        def term(start: Index, size: int, first: Index, width: int) -> jax.Array:
-            if size == G:
-                return self.of_written(lambda n: pad_rows(of_feature(work.call, k, self.dx[:n], p), G))
+    def feature_term(k: int, start: Index, size: int, first: Index, width: int) -> jax.Array:
+        if size == G:
+            return of_written(lambda n: jnp.pad(of_feature(call, k, dx[:n], parameters[k]), ((0, G - n), (0, 0))))
 
-            def product() -> jax.Array:
-                part = slice_of(p, first, width, 1 - work.call.v_dim)
-                return of_feature(work.call, k, slice_of(self.dx, start, size), part)
+        def product() -> jax.Array:
+            part = slice_of(parameters[k], first, width, 1 - v)
+            return of_feature(call, k, slice_of(dx, start, size), part)
 
-            if isinstance(self.written, int):
-                return self.apart(product)
-            end, zeros = self.written * self.step, work.vary(jnp.zeros((size, width), jnp.float32))
-            found: jax.Array = lax.cond(start < end, product, lambda: zeros)
-            if self.step % size == 0 and G % size == 0:  # no part has rows on both sides of the end
-                return found
-            return jnp.where((start + jnp.arange(size) < end)[:, None], found, 0)
+        if whole:
+            return apart(product)
+        end, zeros = written * step, work.vary(jnp.zeros((size, width), jnp.float32))
+        found: jax.Array = lax.cond(start < end, product, lambda: zeros)
+        if step % size == 0 and G % size == 0:  # no part has rows on both sides of the end
+            return found
+        return jnp.where((start + jnp.arange(size) < end)[:, None], found, 0)
 
-        return feature_sum(work, k, term, G)
+    def parameter_term(k: int, dtype: Any, start: Index, size: int, first: Index, width: int) -> jax.Array:
+        def product(n: int) -> jax.Array:
+            part = matrix_part(dx, 0, 0, n, start, size), matrix_part(features[k], 0, 0, n, first, width)
+            return of_parameter(call, k, *part, dtype)
 
-    def parameter_term(self, k: int, dtype: Any = jnp.float32) -> Term:
-        """The gradient of a part of a parameter."""
+        return of_written(product)
 
-        def term(start: Index, size: int, first: Index, width: int) -> jax.Array:
-            call, dx, f = self.work.call, self.dx, self.features[k]
-            return self.of_written(lambda n: parameter_part(call, k, dx, f, n, start, size, first, width, dtype))
-
-        return term
-
-    def of_parameter(self, k: int) -> jax.Array:
-        work, primal = self.work, self.work.given.parameters[k]
-        final = not summed_over(work, k) and not work.call.gathered_v  # else f32, which is rounded behind the sum
-        return parameter_sum(work, k, self.columns, self.parameter_term(k, primal.dtype if final else jnp.float32))
-
-    def added(self, k: int, total: jax.Array) -> jax.Array:
-        """`total` and the f32 gradient of a parameter. CPUs add some columns at a time, and never hold the second."""
-        term, V, v, f = self.parameter_term(k), self.dx.shape[1], self.work.call.v_dim, self.features[k].shape[1]
-        B = V if self.work.call.profile.whole else min(V, self.work.call.profile.columns)
+    def added(k: int, total: jax.Array) -> jax.Array:
+        """`total` and the gradient of a parameter. CPUs add some columns at a time, and never hold the second."""
+        B, width = V if call.profile.whole else min(V, call.profile.columns), features[k].shape[1]
 
         def add(start: Index, size: int, total: jax.Array) -> jax.Array:
-            return put_slice(total, slice_of(total, start, size, v) + term(start, size, 0, f), start, v)
+            term = parameter_term(k, jnp.float32, start, size, 0, width)
+            return put_slice(total, slice_of(total, start, size, v) + term, start, v)
 
         total = loop(V // B, lambda i, total: add(i * B, B, total), total)
         return add(V - V % B, V % B, total) if V % B else total
 
-
-def pad_rows(x: jax.Array, count: int) -> jax.Array:
-    return x if x.shape[0] == count else jnp.pad(x, ((0, count - x.shape[0]), (0, 0)))
-
-
-def parameter_part(
-    call: HeadCall,
-    k: int,
-    dx: jax.Array,
-    f: jax.Array,
-    n: int,
-    start: Index,
-    size: int,
-    first: Index,
-    width: int,
-    dtype: Any = jnp.float32,
-) -> jax.Array:
-    """The gradient of `size` columns of parameter k, of their `width` features from `first` on, by n tokens."""
-    return of_parameter(call, k, matrix_part(dx, 0, 0, n, start, size), matrix_part(f, 0, 0, n, first, width), dtype)
+    dfeatures = tuple(feature_sum(work, k, partial(feature_term, k), G) for k in range(len(features)))
+    if totals is not None:
+        return dfeatures, tuple(map(added, range(len(parameters)), totals))
+    found = []
+    for k, primal in enumerate(work.given.parameters):
+        later = work.axes - kept(work, k) or (k == 0 and call.h_names) or call.gathered_v  # rounded behind the sum
+        dtype = jnp.float32 if later else primal.dtype
+        found.append(parameter_sum(work, k, columns, partial(parameter_term, k, dtype)))
+    return dfeatures, tuple(found)
 
 
 def matrix_part(x: jax.Array, dim: int, start: Index, size: int, first: Index, width: int) -> jax.Array:
@@ -235,11 +204,9 @@ def feature_sum(work: Work, k: int, term: Term, count: int, zero: jax.Array | No
     return summed(work.call, term, 0, count, primal.shape[2], work.axes - varying(primal), primal.dtype, zero=zero)
 
 
-def summed_over(work: Work, k: int) -> Axes:
-    """The mesh axes over which the gradient of a parameter is summed, or scattered; of a window not the tensor axes."""
-    call, primal = work.call, work.given.parameters[k]
-    keep = varying(primal) | (set(call.axes.tensor) if call.shared else set())
-    return work.axes - keep | (set(call.h_names) if k == 0 else set())
+def kept(work: Work, k: int) -> Axes:
+    """The mesh axes along which devices hold other columns or rows of a parameter, or work on another window of it."""
+    return varying(work.given.parameters[k]) | (set(work.call.axes.tensor) if work.call.shared else set())
 
 
 def parameter_sum(work: Work, k: int, columns: Columns, term: Term) -> jax.Array:
@@ -248,10 +215,8 @@ def parameter_sum(work: Work, k: int, columns: Columns, term: Term) -> jax.Array
     A share of a ring is of columns, since a share of the features reads all of dx; unless FSDP shards the features.
     Windows of one tensor axis differ: their sum over it follows, when all of them are in place.
     """
-    call, primal = work.call, work.given.parameters[k]
-    keep = varying(primal) | (set(call.axes.tensor) if call.shared else set())
-    wide, v = call.sum_dtype == "float32", call.v_dim
-    h_names: Names = call.h_names if k == 0 else ()
+    call, primal, keep = work.call, work.given.parameters[k], kept(work, k)
+    wide, v, h_names = call.sum_dtype == "float32", call.v_dim, call.h_names if k == 0 else ()
     length, width = columns.ids.shape[0], work.features[k].shape[1]
     if not call.gathered_v:
         if h_names:
@@ -267,7 +232,7 @@ def parameter_sum(work: Work, k: int, columns: Columns, term: Term) -> jax.Array
     shape = list(primal.shape)
     shape[v] = length // pieces
     like = vary(jnp.zeros(shape, total.dtype), keep)
-    return rounded(back(whole_parameter(call, k, work.axes), like, total), primal.dtype)
+    return rounded(back(partial(whole_parameter, call, k, work.axes), like, total), primal.dtype)
 
 
 def in_place(work: Work, k: int, found: jax.Array) -> jax.Array:
@@ -286,14 +251,16 @@ def second(
 ) -> tuple[Features, Parameters]:
     """The f32 gradients of features in order, and those of parameters, a finished block of columns at a time.
 
-    sums_at(i, tokens, columns, part) returns the sums of a tile in block i as a function of its products,
-    and their cotangents; `part` is the tokens' part of `known`, arrays of tokens in order.
+    sums_at(work, i, start, tokens, columns, part) returns the sums of a tile in block i as a function of its products,
+    and their cotangents; `part` is that of its tokens, from `start` on, in `known`, arrays of tokens in order.
     """
-    call, B, v, C = work.call, work.plan.columns, work.call.v_dim, work.plan.group
-    given, B = work.given, work.width(B)
+    call, given, v, C, B = work.call, work.given, work.call.v_dim, work.plan.group, work.width(work.plan.columns)
     blocks, alone = -(-work.window.total // B), work.size == C
     if alone:  # a copy; several tiles do without it, since XLA makes the selection a part of their products
         work = work._replace(features=unless(counts, work.features))
+
+    def parameter_term(k: int, dx: jax.Array, f: jax.Array, start: Index, size: int, first: Index, n: int) -> jax.Array:
+        return of_parameter(call, k, slice_of(dx, start, size, 1), slice_of(f, first, n, 1))
 
     def block(i: Index, carry: Any) -> Any:
         dfeatures, dparameters = carry
@@ -304,13 +271,14 @@ def second(
             dfeatures, totals = carry
             tokens, part, drows = read((work.tokens, known, dfeatures), j * C, C)
             features = work.features if alone else unless(*read((counts, work.features), j * C, C))
-            dx = gradient_of_products(work, products(call, features, parameters), *sums_at(i, tokens, columns, part))
+            sums, of_sums = sums_at(work, i, j * C, tokens, columns, part)
+            dx = gradient_of_products(work, products(call, features, parameters), sums, of_sums)
             dx = lax.optimization_barrier(dx) if call.profile.whole else dx
             pairs = enumerate(zip(drows, parameters, strict=True))
             drows = tuple(d + of_feature(call, k, dx, p) for k, (d, p) in pairs)
             dfeatures = work.vary(write(dfeatures, drows, j * C))
             if totals is None:
-                return dfeatures, tuple(partial(parameter_part, call, k, dx, f, C) for k, f in enumerate(features))
+                return dfeatures, tuple(partial(parameter_term, k, dx, f) for k, f in enumerate(features))
             terms = (of_parameter(call, k, dx, f) for k, f in enumerate(features))
             return dfeatures, work.vary(tuple(map(jnp.add, totals, terms)))
 
@@ -323,17 +291,12 @@ def second(
         sums = (parameter_sum(work, k, columns, term) for k, term in enumerate(terms))
         return dfeatures, tuple(put_slice(out, x, start, v) for out, x in zip(dparameters, sums, strict=True))
 
-    def empty(p: jax.Array) -> jax.Array:
-        out = vary(jnp.zeros(p.shape, p.dtype), varying(p) | (set(call.axes.tensor) if call.shared else set()))
-        return to_bits(out) if call.profile.upcast else out
-
     dfeatures = work.vary(tuple(jnp.zeros(x.shape, jnp.float32) for x in work.features))
-    dfeatures, filled = loop(blocks, block, (dfeatures, tuple(map(empty, given.parameters))))
-    found = (from_bits(d, p.dtype) for d, p in zip(filled, given.parameters, strict=True))
-    dparameters = tuple(in_place(work, k, x) for k, x in enumerate(found))
-
-    def rows_summed(k: int, x: jax.Array) -> jax.Array:
+    empty = tuple(vary(jnp.zeros(p.shape, p.dtype), kept(work, k)) for k, p in enumerate(given.parameters))
+    dfeatures, filled = loop(blocks, block, (dfeatures, tuple(map(as_bits, empty)) if call.profile.upcast else empty))
+    found = (as_bits(d, p.dtype) for d, p in zip(filled, given.parameters, strict=True))
+    sums = []
+    for k, x in enumerate(dfeatures):
         zero, _ = lax.optimization_barrier((jnp.float32(0), x[:1, :1]))  # known after the loop
-        return feature_sum(work, k, partial(matrix_part, x, 0), work.size, zero)
-
-    return tuple(rows_summed(k, x) for k, x in enumerate(dfeatures)), dparameters
+        sums.append(feature_sum(work, k, partial(matrix_part, x, 0), work.size, zero))
+    return tuple(sums), tuple(in_place(work, k, x) for k, x in enumerate(found))

@@ -1,9 +1,7 @@
 """The sizes of tiles, from the memory that a call may take. They change the time, and the results by rounding only.
 
 An f32 accumulator is read and written for each tile, and the product hides that if the tile has about 4 * peak flops /
-memory bandwidth columns or tokens: 664 on a v5p, 1180 on an H100, 2240 on a v6e. So accelerators compute a chunk of
-tokens in all columns of the device at once, or a block of columns by up to 8192 tokens. CPUs want tiles that fit their
-caches.
+memory bandwidth columns or tokens: 664 on a v5p, 1180 on an H100, 2240 on a v6e. CPUs want tiles that fit their caches.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxppo.head.border import Local, axes_of, count_of, parts_of, window_size
+from jaxppo.head.border import Local, axes_of, parts_of
 from jaxppo.head.call import HeadCall
 from jaxppo.sharding import varying, wider_dtype
 
@@ -54,7 +52,7 @@ class Sizes(NamedTuple):
     def of(cls, call: HeadCall, given: Local) -> Sizes:
         """Beside a logit lie a nucleus, the gradients of ids, and the likeliest ids with their places."""
         kernel, hidden, N, tokens = given.parameters[0], given.features[0], given.size(call), given.tokens
-        held, H = count_of(call, kernel.shape[call.v_dim]), hidden.shape[-1]
+        held, H = kernel.shape[call.v_dim] * call.axes.size(call.gathered_v), hidden.shape[-1]
         logit = 4 + (tokens.nucleus is not None) + 4 * (tokens.ids is not None) + 8 * (call.asked.top_k > 0)
         gathered = kernel.dtype.itemsize * H * held if call.h_names or call.gathered_v else 0
         rows = hidden.dtype.itemsize * N * H if call.sequence_parallel else 0
@@ -62,14 +60,15 @@ class Sizes(NamedTuple):
         is_result = kernel.dtype == jnp.float32 and axes_of(call, given) <= varying(kernel) and not gathered
         total = 0 if is_result else 4 * H * held
         masked = given.counts is not None and call.follow_mask
-        return cls(N, H, window_size(call, held), held, item, logit * call.heads, gathered, rows, total, masked)
+        V = -(-held // call.axes.size(call.axes.tensor)) if call.shared else held
+        return cls(N, H, V, held, item, logit * call.heads, gathered, rows, total, masked)
 
 
 def references(call: HeadCall, given: Local) -> bool:
     """Whether sums are relative to the target's logit, which is known before the product: sums become part of it.
 
-    The operands must be bf16, since it costs accuracy. Ids and nuclei read the logits again anyway. GPUs do without: an
-    H100 takes longer to gather the targets' logits, and to ask whether a token is far, than to read the logits again.
+    It costs accuracy, so operands must be bf16. Ids and nuclei read the logits again anyway. An H100 takes longer to
+    gather the targets' logits, and to ask whether a token is far, than to read the logits again.
     """
     tokens, dtypes = given.tokens, {given.features[0].dtype, given.parameters[0].dtype}
     alone = tokens.targets is not None and tokens.nucleus is None and tokens.ids is None and not call.asked.top_k
@@ -77,11 +76,7 @@ def references(call: HeadCall, given: Local) -> bool:
 
 
 def plan_of_sweep(call: HeadCall, given: Local) -> Plan:
-    """The tiles in which statistics are found.
-
-    Raises:
-      ValueError: no tile fits the memory.
-    """
+    """The tiles in which statistics are found. Raises if none fits the memory."""
     s, profile, memory = Sizes.of(call, given), call.profile, call.memory or 2**62
     if call.deterministic:  # every tile has one shape on any mesh and in any batch
         columns = s.V // (parts_of(call, s.held) or 1)
@@ -118,11 +113,7 @@ def plan_of_sweep(call: HeadCall, given: Local) -> Plan:
 
 
 def plan_of_second(call: HeadCall, given: Local) -> Plan:
-    """The tiles of the second of two passes: a block of columns by many tokens.
-
-    Raises:
-      ValueError: no tile fits the memory.
-    """
+    """The tiles of the second of two passes: a block of columns by many tokens. Raises if none fits the memory."""
     s, profile, memory = Sizes.of(call, given), call.profile, call.memory or math.inf
     columns = min(s.V, profile.columns)
     if call.deterministic:
@@ -192,21 +183,9 @@ def even_columns(count: int, most: int) -> int:
 
 
 def even(count: int, most: int, whole: bool = True) -> int:
-    """The size of equal blocks of at most `most`, with as few blocks as that allows.
-
-    If there are several it is a multiple of 8, and on accelerators (`whole`) of 256, unless `most` has no room: a
-    product of 2000 tokens takes longer than one of 2048.
-
-    Example:
-      >>> even(2304, 2048), even(30, 12), even(100, 40)
-      (1280, 10, 40)
-    """
-    blocks = -(-count // most)
-    size = -(-count // blocks)
-    if blocks == 1:
-        return size
-    for unit in (256, 8) if whole else (8,):
-        rounded_up = -(-size // unit) * unit
-        if rounded_up <= most:
-            return rounded_up
-    return size
+    """The size of equal blocks of at most `most`, as few as that allows: of 2304 by 2048 it is 1280."""
+    size = -(-count // -(-count // most))
+    # several are of whole 8s, on accelerators of whole 256s: a product of 2000 tokens takes longer than one of 2048
+    units = (256, 8) if whole else (8,)
+    fits = (whole_units for unit in units if (whole_units := -(-size // unit) * unit) <= most)
+    return size if count <= most else next(fits, size)

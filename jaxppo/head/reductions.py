@@ -7,16 +7,14 @@ Every statistic follows from a few numbers per token, of three kinds:
     top     the k largest logits with their ids; constants too
 
 Two disjoint sets of columns merge: the larger peaks, the sums rescaled to them and added, the k largest of both. So
-tiles and devices are alike. Gradients need no formula of their own: JAX differentiates `sums_of` tile by tile, and
-`finish` once per token. A new statistic is one line in `sums_of` and one in `finish`, beside its
-name in `LogitStat` and its field of `TokenStats`; a sum that is relative to a peak also stands in `_rescaled`.
+tiles and devices are alike. JAX differentiates `sums_of` tile by tile, and `finish` once per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +29,7 @@ NO_ID = 2**31 - 1  # the id of an empty place among the likeliest, which sorts l
 FARTHEST = 8.8e6  # e^16: a larger sum means a logit so far above the reference that the sum loses digits
 CONSTANT = ("squares", "count")  # sums without a gradient
 Sums = dict[str, jax.Array]
+Tree = TypeVar("Tree")
 
 
 class Tokens(NamedTuple):
@@ -84,19 +83,6 @@ class Columns(NamedTuple):
         return empty.at[rows, jnp.where(inside, place, B)].set(True, mode="drop")
 
 
-def peaks_of(asked: Asked, z: jax.Array, tokens: Tokens, columns: Columns, reference: Any) -> dict[str, jax.Array]:
-    """The largest logit or a reference in its place, the nucleus's, and a key: is the target a likeliest token?"""
-    z = lax.stop_gradient(z)
-    found = {"m": jnp.maximum(z.max(1), LOW) if reference is None else reference}  # all may be -inf
-    if tokens.nucleus is not None:
-        found["nucleus"] = jnp.where(columns.nucleus(tokens) & ~(z < LOW), z, LOW).max(1)
-    if "accuracy" in asked.logit_stats:  # integers that sort like logits; the lowest bit is set at the target
-        bits = lax.bitcast_convert_type(jnp.where(z == 0, 0, z), jnp.int32)  # -0 is as likely as 0
-        key = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
-        found["key"] = ((key & ~1) | columns.are(tokens.targets).astype(jnp.int32)).max(1)
-    return found
-
-
 def sums_of(
     asked: Asked,
     z: jax.Array,
@@ -129,9 +115,9 @@ def sums_of(
             found["count"] = exists.astype(jnp.float32).sum(1)
     if tokens.ids is not None:
         place, inside = columns.places(tokens.ids)
-        K = place.shape[1]
-        forward, backward = "logits of {K} ids per token, gathered from each tile", "one scatter-add per tile"
-        with note(f"gradients of {K} ids per token, {backward}" if differentiated else forward.format(K=K)):
+        of = f"of {place.shape[1]} ids per token"
+        backward, forward = f"gradients {of}, one scatter-add per tile", f"logits {of}, gathered from each tile"
+        with note(backward if differentiated else forward):
             found["ids"] = jnp.where(inside, jnp.take_along_axis(z, place, axis=1), 0)
     return found
 
@@ -151,8 +137,16 @@ def left_for_gradients(asked: Asked, found: Reduced) -> Reduced:
 
 def reduced(asked: Asked, z: jax.Array, tokens: Tokens, columns: Columns, reference: Any = None) -> Reduced:
     """All numbers of one tile; sums are relative to the largest logits, or to a reference, which saves a reading."""
-    peaks = peaks_of(asked, z, tokens, columns, reference)
-    return Reduced(peaks, sums_of(asked, z, peaks, tokens, columns), top_of(z, columns, asked.top_k))
+    constant = lax.stop_gradient(z)
+    peaks = {"m": jnp.maximum(constant.max(1), LOW) if reference is None else reference}  # all may be -inf
+    if tokens.nucleus is not None:
+        peaks["nucleus"] = jnp.where(columns.nucleus(tokens) & ~(constant < LOW), constant, LOW).max(1)
+    if "accuracy" in asked.logit_stats:  # integers that sort like logits; the lowest bit is set at the target
+        bits = lax.bitcast_convert_type(jnp.where(constant == 0, 0, constant), jnp.int32)  # -0 is as likely as 0
+        key = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
+        peaks["key"] = ((key & ~1) | columns.are(tokens.targets).astype(jnp.int32)).max(1)
+    top = top_of(z, columns, asked.top_k) if asked.top_k else None
+    return Reduced(peaks, sums_of(asked, z, peaks, tokens, columns), top)
 
 
 def nothing(like: Reduced) -> Reduced:
@@ -192,8 +186,7 @@ def over_devices(found: Reduced, axes: ShardAxes) -> Reduced:
     if not axes.tensor:
         return found
     found = jax.tree.map(lambda x: vary(x, axes.tensor), found)
-    key, peaks = _apart(found.peaks)
-    peaks = _at_once(lambda x: lax.pmax(x, axes.tensor), peaks) | lax.pmax(key, axes.tensor)
+    peaks = _at_once(lambda x: lax.pmax(x, axes.tensor), found.peaks)
     sums = _at_once(lambda x: lax.psum(x, axes.tensor), _rescaled(found.sums, found.peaks, peaks))
     if found.top is None:
         return Reduced(peaks, sums)
@@ -217,19 +210,7 @@ def over_parts(found: Reduced, names: Names) -> Reduced:
     def gather(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(lax.all_gather(vary(x, names), names, to="invarying"), 0, 1)
 
-    key, peaks = _apart(found.peaks)
-    peaks, sums = _at_once(gather, (peaks, found.sums))  # one gather for all f32 numbers
-    key = {name: gather(x[None])[0] for name, x in key.items()}
-    top = None
-    if found.top is not None:
-        z, ids = (jnp.moveaxis(gather(x.T), 0, -1) for x in found.top)
-        top = z, ids
-    return _in_pairs(Reduced(peaks | key, sums, top))
-
-
-def _apart(peaks: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """The peak that is an integer, and the others."""
-    return {n: x for n, x in peaks.items() if n == "key"}, {n: x for n, x in peaks.items() if n != "key"}
+    return _in_pairs(_at_once(gather, found))
 
 
 def _in_pairs(found: Reduced) -> Reduced:
@@ -239,29 +220,26 @@ def _in_pairs(found: Reduced) -> Reduced:
     return jax.tree.map(lambda x: x[0], found)
 
 
-def _at_once(reduce: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
-    """Applies `reduce` once to all leaves, f32[N] or f32[N, K], stacked along the first dimension: one collective.
+def _at_once(reduce: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
+    """Applies `reduce` to all leaves, `[N]` or `[N, K]`, stacked along the first dimension: one collective for a dtype.
 
     The result of `reduce` may have more dimensions, between the first and that of the tokens.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    rows = reduce(jnp.concatenate([x[None] if x.ndim == 1 else x.T for x in leaves]))
-    widths = [1 if x.ndim == 1 else x.shape[1] for x in leaves]
-    parts = jnp.split(rows, list(accumulate(widths))[:-1])
-    found = [x[0] if y.ndim == 1 else jnp.moveaxis(x, 0, -1) for x, y in zip(parts, leaves, strict=True)]
+    found = list(leaves)
+    for dtype in dict.fromkeys(x.dtype for x in leaves):
+        of_dtype = [i for i, x in enumerate(leaves) if x.dtype == dtype]
+        parts = [leaves[i][None] if leaves[i].ndim == 1 else leaves[i].T for i in of_dtype]
+        rows = reduce(jnp.concatenate(parts))
+        for i, x in zip(of_dtype, jnp.split(rows, list(accumulate(map(len, parts)))[:-1]), strict=True):
+            found[i] = x[0] if leaves[i].ndim == 1 else jnp.moveaxis(x, 0, -1)
     return jax.tree.unflatten(treedef, found)
 
 
-def top_of(z: jax.Array, columns: Columns, k: int) -> tuple[jax.Array, jax.Array] | None:
-    """The k largest logits of a tile and their ids; among equal logits the lowest id is first.
-
-    For k = 1 one reduction reads a logit and its id together, since comparing logits with their maximum is not safe: a
-    program may compute a logit twice, an ulp apart.
-    """
-    if not k:
-        return None
+def top_of(z: jax.Array, columns: Columns, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k largest logits of a tile and their ids; among equal logits the lowest id is first."""
     z, B = lax.stop_gradient(jnp.where(z == 0, 0, z)), z.shape[1]  # otherwise -0 would come behind 0
-    if k == 1:
+    if k == 1:  # a logit and its id are read together: a program may compute a logit twice, an ulp apart
         ids = vary(jnp.broadcast_to(columns.ids[None], z.shape), varying(z))
         z, ids = (x[:, None] for x in lax.reduce((z, ids), (jnp.float32(LOW), jnp.int32(NO_ID)), _before, (1,)))
     else:
@@ -289,16 +267,14 @@ def finish(asked: Asked, found: Reduced, tokens: Tokens, vocab_size: int, sums: 
     """
     peaks, sums = found.peaks, found.sums | (sums or {})
 
-    def inside(x: jax.Array, ids: jax.Array, least: int) -> jax.Array:
-        return _nan_unless(x, (ids >= least) & (ids < vocab_size))
-
     def log_probs(z: jax.Array, m: jax.Array, log_s: jax.Array) -> jax.Array:
         found = (z - m) - log_s
         found = found - lax.stop_gradient(jnp.maximum(found, 0))  # above 0 by rounding only
         return found + jnp.where(z <= LOW / 2, -jnp.inf, 0)
 
     log_s = _nan_unless(jnp.log(sums["s"]), ~(peaks["m"] <= LOW / 2))
-    of_target = inside(jnp.log(sums["nucleus"]) if "nucleus" in sums else log_s, tokens.targets, 0)
+    exists = (tokens.targets >= 0) & (tokens.targets < vocab_size)
+    of_target = _nan_unless(jnp.log(sums["nucleus"]) if "nucleus" in sums else log_s, exists)
     stats = {"log_probs": log_probs(sums["z_y"], peaks.get("nucleus", peaks["m"]), of_target)}
     if "u" in sums:
         entropy = log_s - sums["u"] / sums["s"]
@@ -312,7 +288,8 @@ def finish(asked: Asked, found: Reduced, tokens: Tokens, vocab_size: int, sums: 
     if "squares" in sums:
         stats["sum_p2"] = lax.stop_gradient(sums["squares"] * jnp.exp(-2 * log_s))
     if "ids" in sums:
-        of_ids = inside(jnp.broadcast_to(log_s[:, None], tokens.ids.shape), tokens.ids, -1)
+        exists = (tokens.ids >= -1) & (tokens.ids < vocab_size)
+        of_ids = _nan_unless(jnp.broadcast_to(log_s[:, None], tokens.ids.shape), exists)
         of_ids = log_probs(sums["ids"], peaks["m"][:, None], of_ids)
         stats["id_log_probs"] = jnp.where(tokens.ids == -1, -jnp.inf, of_ids)
     if found.top is not None:
@@ -330,11 +307,10 @@ def cotangents(
 
     An entropy that is a metric is as if it were not there.
     """
-    names = tuple(name for name in asked.logit_stats if name in ("log_z", "mean_logit"))
-    asked = Asked("bonus" if asked.entropy == "bonus" else "none", names)
-    given = {name: getattr(of_stats, name) for name in ("log_probs", *names, "id_log_probs")}
-    given |= {"entropy": of_stats.entropy} if asked.entropy == "bonus" else {}
-    given = {name: x for name, x in given.items() if x is not None}
+    stats = tuple(name for name in asked.logit_stats if name in ("log_z", "mean_logit"))
+    asked = Asked("bonus" if asked.entropy == "bonus" else "none", stats)
+    names = ["log_probs", *stats, "id_log_probs", *(["entropy"] if asked.entropy == "bonus" else [])]
+    given = {name: x for name in names if (x := getattr(of_stats, name)) is not None}
 
     def finished(sums: Sums) -> dict[str, jax.Array]:
         stats = finish(asked, found, tokens, vocab_size, sums)

@@ -39,19 +39,10 @@ def summed(
     wide: bool = True,
     zero: jax.Array | None = None,
 ) -> jax.Array:
-    """The sum of terms over `axes`, rounded to `dtype` behind the sum.
+    """The sum of f32 terms over `axes`, rounded to `dtype` behind the sum, or before it if it is not `wide`.
 
-    Args:
-      call: the static part of the call.
-      term: parts of this device's term, f32; sizes are counted along `dim` first.
-      dim: the dimension that is cut into shares, 0 or 1.
-      length: its size.
-      width: the size of the other dimension.
-      axes: the mesh axes to sum over.
-      dtype: that of the result.
-      scatter: the axes that shard `dim` of the result; each device keeps its share.
-      wide: sum in f32; otherwise terms are rounded before they are added.
-      zero: a 0 that depends on what must be known before memory for the result is taken.
+    Shares are cut of dimension `dim`, which has size `length`; each device keeps its own if the axes `scatter` shard
+    that dimension of the result. `zero` depends on what must be known before memory for the result is taken.
     """
     given = term if wide else lambda *part: rounded(term(*part), dtype)
     names = tuple(n for n in jax.sharding.get_abstract_mesh().axis_names if n in (scatter or axes))

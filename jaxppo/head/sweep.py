@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,9 +27,8 @@ from jaxppo.head.border import (
     unless,
     whole_features,
     whole_parameter,
-    without_padding,
 )
-from jaxppo.head.call import HeadCall
+from jaxppo.head.call import HeadCall, Names
 from jaxppo.head.plan import Plan
 from jaxppo.head.reductions import Columns, Reduced, Tokens
 from jaxppo.head.tile import LOW, Features, Parameters, dot, logits, products, scaled
@@ -59,11 +57,12 @@ class Work(NamedTuple):
         order = Order.of(call, None if alone else given.counts, N, axes if plan.one_pass else frozenset())
         least = 2 if call.deterministic else 1  # a loop of one turn would be compiled as another program
         size = plan.group * max(least, -(-N // plan.group))
-        features = tuple(map(whole_features(call, axes), given.features))
+        features = tuple(whole_features(call, axes, x) for x in given.features)
         features, tokens = order.put((features, given.tokens), size)
         by_block = plan.by_block and bool(call.h_names or call.gathered_v)
-        window = Window.of(call, given.parameters[0].shape[call.v_dim], by_block)
-        whole = None if by_block else tuple(whole_parameter(call, k, axes)(p) for k, p in enumerate(given.parameters))
+        own, stored = given.parameters[0].shape[call.v_dim], not call.profile.whole
+        window = Window.of(call.axes, call.v_names, own, call.vocab_size, each=by_block, stored=stored)
+        whole = None if by_block else tuple(whole_parameter(call, k, axes, p) for k, p in enumerate(given.parameters))
         return cls(call, plan, axes, order, features, tokens, given, window, whole)
 
     @property
@@ -76,36 +75,36 @@ class Work(NamedTuple):
         """The dtype in which products are multiplied."""
         return wider_dtype(self.features[0].dtype, self.given.parameters[0].dtype)
 
-    def vary(self, tree: Tree) -> Tree:
-        """A loop's carry must vary over all axes from the start."""
-        return jax.tree.map(lambda x: vary(x, self.axes), tree)
-
-    def vary_results(self, tree: Tree) -> Tree:
-        """Results of tokens are equal along the tensor axis."""
-        return jax.tree.map(lambda x: vary(x, self.axes - set(self.call.axes.tensor)), tree)
+    def vary(self, tree: Tree, equal: Names = ()) -> Tree:
+        """A loop's carry must vary over all axes from the start, but for those along which its results are equal."""
+        return jax.tree.map(lambda x: vary(x, self.axes - set(equal)), tree)
 
     def block(self, i: Index, size: int) -> tuple[Index, Parameters, Columns]:
         """The place of block i in what the device holds, its parameters and its columns."""
         call, (start, columns) = self.call, self.window.block(i, size)
         held = self.given.parameters if self.whole is None else self.whole
-        parts = (slice_of(p, start, size, call.v_dim, call.profile.upcast) for p in held)
+        parts = [slice_of(p, start, size, call.v_dim, call.profile.upcast) for p in held]
         if self.whole is None:
-            parts = (whole_parameter(call, k, self.axes)(p) for k, p in enumerate(parts))
-        return start, tuple(without_padding(call, columns, p) for p in parts), columns
+            parts = [whole_parameter(call, k, self.axes, p) for k, p in enumerate(parts)]
+        if columns.valid is not None:  # padding may hold NaN
+            exist = jnp.expand_dims(columns.ids < call.vocab_size, 1 - call.v_dim)
+            parts = [jnp.where(exist, p, 0) for p in parts]
+        return start, tuple(parts), columns
 
-    def to_logits(self, tokens: Tokens, columns: Columns) -> Callable[[jax.Array], jax.Array]:
-        return partial(logits, self.call.transform, temperature=tokens.temperature, valid=columns.valid)
+    def logits(self, x: jax.Array, tokens: Tokens, columns: Columns) -> jax.Array:
+        """The logits of a tile from its products."""
+        return logits(self.call.transform, x, tokens.temperature, columns.valid)
 
     def numbers(
         self, tokens: Tokens, features: Features, parameters: Parameters, columns: Columns, references: References
     ) -> tuple[Reduced, jax.Array]:
         """The numbers of a tile, relative to its references if there are any, and its products."""
         asked, x = self.call.asked, products(self.call, features, parameters)
-        to_logits = self.to_logits(tokens, columns)
+        reference = None if references is None else references[1]
+        found = self.vary(reductions.reduced(asked, self.logits(x, tokens, columns), tokens, columns, reference))
         if references is None:
-            return self.vary(reductions.reduced(asked, to_logits(x), tokens, columns)), x
+            return found, x
         own, z_y = references
-        found = self.vary(reductions.reduced(asked, to_logits(x), tokens, columns, z_y))
         found.sums["z_y"] = jnp.where(own == LOW, 0, own)  # known already: XLA leaves the other one out
         far = ~(found.sums["s"] <= reductions.FARTHEST) | (z_y <= LOW / 2)
 
@@ -116,7 +115,7 @@ class Work(NamedTuple):
             def part(j: Index, total: Reduced) -> Reduced:
                 start = jnp.minimum(j * n, C - n)  # the last part computes some tokens of the one before once more
                 some, its = read(given, start, n)
-                z = self.to_logits(some, columns)(products(self.call, its, parameters))
+                z = self.logits(products(self.call, its, parameters), some, columns)
                 return write(total, self.vary(reductions.reduced(asked, z, some, columns)), start)
 
             again = loop(-(-C // n), part, self.vary(reductions.nothing(found)))
@@ -124,13 +123,6 @@ class Work(NamedTuple):
 
         with note("rarely: sums of tokens far from their maximum"):
             return lax.cond(far.any(), exactly, lambda: found), x
-
-    def refers(self, columns: Columns) -> bool:
-        """Whether sums over these columns are relative to references."""
-        return self.plan.references and not columns.apart and columns.ids.shape[0] == self.window.total
-
-    def over_devices(self, found: Reduced) -> Reduced:
-        return reductions.over_devices(found, self.call.axes)
 
     def width(self, columns: int) -> int:
         """The size of blocks of about so many columns, which are of all pieces if blocks are gathered one by one."""
@@ -159,8 +151,7 @@ class Work(NamedTuple):
 def loop(turns: Index, body: Callable[[Index, Tree], Tree], carry: Tree) -> Tree:
     if isinstance(turns, int) and turns == 1:
         return body(0, carry)
-    found: Tree = lax.fori_loop(0, turns, body, carry)
-    return found
+    return lax.fori_loop(0, turns, body, carry)
 
 
 def read(tree: Tree, start: Index, size: int) -> Tree:
@@ -173,11 +164,8 @@ def write(tree: Tree, part: Tree, start: Index) -> Tree:
 
 def sweep(work: Work) -> Reduced:
     """The numbers of all tokens over the whole vocabulary, in order."""
-    call, (C, B) = work.call, (work.plan.chunk, work.plan.columns)
-    parts = parts_of(call, work.window.own * work.window.bases.shape[0])
-    B = work.width(B)
-    blocks = -(-work.window.total // B)
-
+    call, C, B = work.call, work.plan.chunk, work.width(work.plan.columns)
+    parts, blocks = parts_of(call, work.window.own * work.window.bases.shape[0]), -(-work.window.total // B)
     turns, references = work.turns(C), references_of(work, B)
 
     def tile(i: Index, j: Index) -> Reduced:
@@ -202,22 +190,21 @@ def sweep(work: Work) -> Reduced:
             return reductions.over_parts(found, names)
 
     def merged(i: Index, j: Index, found: Reduced) -> Reduced:
-        return reductions.merge(found, tile(i, j))
+        return work.vary(reductions.merge(found, tile(i, j)))
 
     def chunk(j: Index, found: Reduced) -> Reduced:
         first = tile(0, j)
-        sums = first if blocks == 1 else lax.fori_loop(1, blocks, lambda i, s: work.vary(merged(i, j, s)), first)
+        sums = first if blocks == 1 else lax.fori_loop(1, blocks, lambda i, s: merged(i, j, s), first)
         return write(found, sums, j * C)
 
     def block(i: Index, found: Reduced) -> Reduced:
-        def chunk(j: Index, found: Reduced) -> Reduced:
-            return write(found, work.vary(merged(i, j, read(found, j * C, C))), j * C)
-
-        return loop(turns, chunk, found)
+        return loop(turns, lambda j, f: write(f, merged(i, j, read(f, j * C, C)), j * C), found)
 
     if work.whole is None:
-        return work.over_devices(loop(blocks, block, start))
-    return work.over_devices(lax.fori_loop(0, turns, chunk, start) if call.deterministic else loop(turns, chunk, start))
+        found = loop(blocks, block, start)
+    else:
+        found = lax.fori_loop(0, turns, chunk, start) if call.deterministic else loop(turns, chunk, start)
+    return reductions.over_devices(found, call.axes)
 
 
 def references_of(work: Work, size: int) -> References:
@@ -226,7 +213,7 @@ def references_of(work: Work, size: int) -> References:
     In a forward each device has its own number of chunks, so the loop over chunks can hold no collective.
     """
     call, C, (_, parameters, columns) = work.call, work.plan.chunk, work.block(0, size)
-    if not work.refers(columns):
+    if not work.plan.references or columns.apart or columns.ids.shape[0] < work.window.total:
         return None
     H, turns, names = work.features[0].shape[1], work.turns(C), call.axes.tensor
     # XLA for TPUs transposes a kernel [H, V] to gather its columns, so it gets an eighth of the features at a time

@@ -7,7 +7,7 @@ hidden @ a, and a bias a third one, whose features are ones.
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 from typing import Any
 
 import jax
@@ -31,10 +31,9 @@ def dot(
     batch: tuple[int, int] | None = None,
     found: Any = jnp.float32,
 ) -> jax.Array:
-    """Every product of a head: in the wider of both dtypes, in the precision that was asked for, with an f32 result.
+    """Every product of a head: in the wider of both dtypes, in the precision that was asked for, with f32 sums.
 
-    The dimensions `batch` of a and b belong together: a row of a with a row or column of b. With another dtype than f32
-    as `found` the f32 sums are rounded once, by the product itself.
+    The dimensions `batch` of a and b belong together. A product rounds its sums to the dtype `found` itself.
     """
     dtype = wider_dtype(a.dtype, b.dtype)
     if call.profile.upcast and dtype == jnp.bfloat16:  # exact, and the faster product of XLA for CPUs
@@ -49,12 +48,8 @@ def dot(
 
 def products(call: HeadCall, features: Features, parameters: Parameters) -> jax.Array:
     """f32 `[C, B]`."""
-    found = None
-    for f, p, scale in zip(features, parameters, call.scales, strict=True):
-        x = scaled(scale, dot(call, f, p, (1, 1 - call.v_dim)))
-        found = x if found is None else found + x
-    assert found is not None
-    return found
+    terms = zip(features, parameters, call.scales, strict=True)
+    return functools.reduce(jnp.add, (scaled(scale, dot(call, f, p, (1, 1 - call.v_dim))) for f, p, scale in terms))
 
 
 def of_feature(call: HeadCall, k: int, dx: jax.Array, p: jax.Array) -> jax.Array:
@@ -63,11 +58,9 @@ def of_feature(call: HeadCall, k: int, dx: jax.Array, p: jax.Array) -> jax.Array
 
 
 def of_parameter(call: HeadCall, k: int, dx: jax.Array, f: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """The gradient of the parameter of product k, in its layout.
-
-    XLA for GPUs may write an f32 product to memory before it rounds it, so a gradient of the kernel would exist twice.
-    """
+    """The gradient of the parameter of product k, in its layout."""
     profile, scale = call.profile, call.scales[k]
+    # XLA for GPUs may write an f32 product to memory before it rounds it: a gradient of the kernel would exist twice
     alone = profile.whole and not profile.rings and scale == 1 and dx.dtype == f.dtype == dtype
     a, b = (f, dx) if call.v_dim == 1 else (dx, f)
     return scaled(scale, dot(call, a, b, (0, 0), found=dtype if alone else jnp.float32)).astype(dtype)
@@ -96,7 +89,7 @@ def as_bfloat16(x: jax.Array) -> jax.Array:
 as_bfloat16.defjvp(lambda x, dx: (as_bfloat16(*x), dx[0]))
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def softcap(cap: float, x: jax.Array) -> jax.Array:
     return cap * jnp.tanh(x / cap)
 
@@ -108,13 +101,10 @@ def _slope(cap: float, x: tuple[jax.Array], dx: tuple[jax.Array]) -> tuple[jax.A
 
 
 def low_rank(call: HeadCall, hidden: jax.Array, a: jax.Array) -> jax.Array:
-    """hidden @ a in the dtype of a, `[R, T, r]`: the features of an adapter.
-
-    In a deterministic call the product is computed in at least two blocks of equally many tokens, so that the bits of a
-    token do not depend on the number of tokens.
-    """
+    """hidden @ a in the dtype of a, `[R, T, r]`: the features of an adapter."""
     if not call.deterministic:
         return dot(call, hidden, a, (2, 0)).astype(a.dtype)
+    # in at least two blocks of equally many tokens: the bits of a token do not depend on the number of tokens
     rows, tokens = hidden.reshape(-1, hidden.shape[2]), call.fixed_chunk
     blocks = max(2, -(-rows.shape[0] // tokens))
     padded = jnp.pad(rows, ((0, blocks * tokens - rows.shape[0]), (0, 0))).reshape(blocks, tokens, -1)
@@ -127,8 +117,7 @@ def low_rank_by_row(
 ) -> tuple[jax.Array, jax.Array]:
     """The features `[R, T, A r]` of rows that use one of A adapters each, and the matrix `[A r, V]` for them.
 
-    A row's features stand in the columns of its adapter, and the other columns are 0. For the id -1 all columns are 0.
-    For an id that names no adapter all columns are NaN.
+    Columns of other adapters are 0, for the id -1 all are. For an id that names no adapter all columns are NaN.
     """
     count, _, rank = a.shape
     low = low_rank(call, hidden, a.transpose(1, 0, 2).reshape(a.shape[1], count * rank))

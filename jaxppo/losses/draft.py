@@ -25,8 +25,14 @@ from jaxppo.base.metrics import Metric, Metrics, reduce_metric
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.call import Asked, HeadOptions, Inputs
-from jaxppo.head.columns import inputs_of_columns, sound_ids
-from jaxppo.head.divergence import F32_UNIT, DivergenceCall, comparison_of_tokens, divergences_of_tokens
+from jaxppo.head.divergence import (
+    F32_UNIT,
+    DivergenceCall,
+    comparison_of_tokens,
+    divergences_of_tokens,
+    inputs_of_columns,
+    sound_ids,
+)
 from jaxppo.head.gradient import stats_of_tokens
 from jaxppo.head.head import Head, as_head
 from jaxppo.head.prepare import prepare_head, prepare_pair

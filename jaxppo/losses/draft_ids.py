@@ -13,7 +13,7 @@ from jaxtyping import Int
 from jaxppo.base.arrays import AnyArray, as_token_ids, check_array, check_count
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
-from jaxppo.head.columns import sound_ids
+from jaxppo.head.divergence import sound_ids
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 
 __all__ = ["draft_ids_of_counts", "draft_ids_of_d2t", "draft_targets"]

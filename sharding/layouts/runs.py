@@ -35,7 +35,7 @@ class Runs:
       halves: links of one chain on one shard: shard r has link r and, with two of them, link 2C-1-r.
       shortest: a number of positions that every run has.
       sequence_ends: the position behind the sequence of each place; None where shards must ask others for it.
-      links: the segment id at the exit of each run of a chain, 0 for one of padding; None likewise. Q is halves * C.
+      links: the segment id at the exit of each run of a chain, 0 for one of padding, or None. Q is halves * C.
     """
 
     starts: Int[Array, "R P"]
