@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from examples.planner.pod_head import Step, best_plain_stats, described_mesh
 from examples.planner.pod_sizes import HEADS
 from sharding.audit.clock import Clock
-from sharding.audit.hlo import Instruction, Module, parse, without_layouts
+from sharding.audit.hlo import Instruction, Module, parse
 from sharding.audit.links import Switch
 from sharding.devices import Device, device_of
 
@@ -176,7 +176,8 @@ def label(x: Instruction) -> str:
       'add f32[8,4], in a loop'
     """
     operation = x.op_name.rsplit("/", 1)[-1] or x.op
-    return f"{operation} {without_layouts(x.shape)}{', in a loop' if '/while/' in x.op_name else ''}"
+    shape = re.sub(r"{[^}]*}", "", x.shape)  # without its layout
+    return f"{operation} {shape}{', in a loop' if '/while/' in x.op_name else ''}"
 
 
 def counted(module: Module, cycles: Mapping[str, int]) -> Module:

@@ -1,12 +1,6 @@
-"""MaxText (0.2.5): its batches, and its model's hidden states and head, for `policy_loss_from_hidden`.
+"""MaxText (0.2.5): its batches, and its model's hidden states and head; docs/frameworks.md shows a whole call.
 
-    parallel = ParallelMesh.from_rules(mesh, config.logical_axis_rules)
-    batch = batch_of(data, parallel=parallel, advantages=..., old_log_probs=...)
-    hidden, head = hidden_and_head(model, decoder_output)
-    loss, metrics = policy_loss_from_hidden(hidden, head, batch, PolicyLossConfig(), parallel=parallel)
-
-docs/frameworks.md shows a whole call. MaxText's own RL trainer is Tunix's with a `TunixMaxTextAdapter`: there
-`jaxppo.integrations.tunix` is the door.
+MaxText's own RL trainer is Tunix's with a `TunixMaxTextAdapter`: for it see `jaxppo.integrations.tunix`.
 """
 
 from __future__ import annotations
@@ -81,8 +75,8 @@ def hidden_and_head(model: Any, decoder_output: Float[Array, "R T H"]) -> tuple[
       model: MaxText's NNX `Transformer`; call this inside the loss, on the model that is differentiated.
       decoder_output: `[R, T, H]`, before the last norm.
 
-    Returns:
-      Hidden states and the head; see `head_of`, also for errors.
+    Raises:
+      TypeError: as `head_of`.
     """
     return as_head_reads(model, model.decoder.decoder_norm(decoder_output)), head_of(model)
 
@@ -99,18 +93,13 @@ def head_of(model: Any) -> Head:
     `normalize_embedding_logits` becomes a scale and `final_logits_soft_cap` a soft-cap, both for an embedding table
     only.
 
-    Args:
-      model: as for `hidden_and_head`.
-
-    Returns:
-      The head.
-
     Raises:
       TypeError: weights that are quantised, a bias, an adapter.
     """
     config = model.config
-    name = "token_embedder" if config.logits_via_embedding else "decoder.logits_dense"
-    of_head = model.token_embedder if config.logits_via_embedding else model.decoder.logits_dense
+    name, of_head = "token_embedder", model.token_embedder
+    if not config.logits_via_embedding:
+        name, of_head = "decoder.logits_dense", model.decoder.logits_dense
     if adapters := [attribute for attribute in vars(of_head) if "lora" in attribute]:
         raise TypeError(f"model.{name}: got {', '.join(adapters)}, expected a head without an adapter")
     if not config.logits_via_embedding:

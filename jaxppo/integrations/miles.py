@@ -12,16 +12,13 @@ from jaxppo.policy.slime_reader import read
 
 
 def translate(args: Namespace | Mapping[str, Any]) -> Translation:
-    """Translates miles's arguments to a policy loss and to arguments of the functions around it.
+    """Translates miles's arguments to a `Translation`: a policy loss and arguments of the functions around it.
 
     Its loss is slime's, see `slime.translate`, but for `skip_actor_forward_only`: the ratio is then 1, and the
     trainer's log-probs of the corrections are the current ones.
 
     Args:
       args: the result of miles's `parse_args`, or its names and values.
-
-    Returns:
-      See `Translation`.
 
     Raises:
       ValueError: as `slime.translate`.

@@ -1,17 +1,8 @@
-"""simply (google-deepmind/simply, version 0.3.9): policy losses for `custom_loss_fn=`, from hidden states.
-
-    from jaxppo.integrations import simply as jaxppo_simply
-
-    config = PolicyLossConfig(PPO(clip_high=0.28), ratio_to="rollout")
-    loss = jaxppo_simply.loss_fn(config, ParallelMesh(mesh))
-    model_lib.train_one_step(state, batch, model, opt, custom_loss_fn=loss)
-
-`rl_lib.compute_ppo_loss = jaxppo_simply.loss_fn(parallel=...)` replaces the loss of its own loop for reinforcement
-learning, which gets the options of the experiment. docs/frameworks.md has more.
-"""
+"""simply (google-deepmind/simply, version 0.3.9): policy losses from hidden states, see docs/frameworks.md."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Unpack
 
@@ -30,10 +21,6 @@ from jaxppo.policy_losses import PPO
 from jaxppo.sharding import ParallelMesh, check_parallel, in_order
 from jaxppo.step.aggregation import Normalizer
 
-# of `compute_ppo_loss`, with its defaults: the options that say what its loss is
-_OF_LOSS = {"kl_coeff": 0.001, "use_grpo": False, "ppo_clip_eps_high": 0.2, "ppo_clip_eps_low": 0.2}
-_OF_LOSS |= {"policy_ratio_cap": 10.0, "use_policy_logp_as_sampler_logp": False}
-
 
 def loss_fn(
     config: PolicyLossConfig | None = None, parallel: ParallelMesh | None = None, **options: Unpack[HeadOptions]
@@ -41,19 +28,17 @@ def loss_fn(
     """A policy loss for `custom_loss_fn=` of simply's `train_one_step`: `policy_loss_from_hidden` with its signature.
 
     It is called as `loss(model, params, batch, **theirs)`, where `theirs` are options of simply's `compute_ppo_loss`,
-    with the same defaults. Those about advantages (`gamma`, `normalize_advantage`, `max_abs_advantage`) always count,
-    see `advantages_of`. The others say what the loss is, so they are refused beside a config.
-
-    The batch has the sampler's log-probs alone, so a config needs `ratio_to="rollout"` or "current".
+    with its defaults. Those of `advantages_of` always count. Those of `config_of` are refused beside a config.
 
     Args:
-      config: the loss; None takes it from the options of the call, see `config_of`.
+      config: the loss, with `ratio_to="rollout"` or "current", since the batch has the sampler's log-probs alone; None
+        takes it from the options of the call.
       parallel: the mesh of the model.
       **options: of the head, see `HeadOptions`.
 
     Returns:
-      The loss. It returns the loss and metrics. Their `loss_weight` is the number of tokens (of sequences, for means of
-      sequences), by which simply weighs micro-batches; so do not split a step whose aggregation is "token_sum".
+      A function that returns the loss and metrics. Their `loss_weight` is the number of tokens (of sequences, for means
+      of sequences), by which simply weighs micro-batches; so do not split a step whose aggregation is "token_sum".
       `broken_rules_max` is `broken_rules` of one of the micro-batches.
 
     Raises:
@@ -76,26 +61,22 @@ def loss_fn(
         )
     check_options(options)
 
-    def loss(
-        model: Any,
-        params: Any,
-        batch: Any,
-        *,
-        gamma: float = 1.0,
-        normalize_advantage: bool = True,
-        max_abs_advantage: float | None = 10.0,
-        **theirs: Any,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        _check_theirs(theirs, config)
+    def loss(model: Any, params: Any, batch: Any, **theirs: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        of_advantages, of_config = (inspect.signature(f).parameters for f in (advantages_of, config_of))
+        shaping = {name: theirs.pop(name) for name in of_advantages if name in theirs}
+        for name, value in theirs.items():
+            if name not in of_config:
+                raise TypeError(f"{name}: got it in the loss, which does not read it, expected {', '.join(of_config)}")
+            if config is not None:
+                raise ValueError(f"{name}: got {value} beside a config, expected it in the config alone")
         found = config_of(**theirs) if config is None else config
-        advantages = advantages_of(
-            batch, gamma=gamma, normalize_advantage=normalize_advantage, max_abs_advantage=max_abs_advantage
-        )
         reference = batch.ref_logprobs
         if reference is None and config is None and found.kl is not None:  # as in theirs
             reference = batch.logprobs
-        refs = {} if reference is None else {"ref_log_probs": jnp.asarray(reference, jnp.float32)}
-        made = batch_of(batch, parallel=parallel, advantages=advantages, **refs)
+        if reference is not None:
+            reference = jnp.asarray(reference, jnp.float32)
+        advantages = advantages_of(batch, **shaping)
+        made = batch_of(batch, parallel=parallel, advantages=advantages, ref_log_probs=reference)
         _, extra = model.apply(
             params, batch.input_tokens, segment_ids=None, segment_positions=None, extra_inputs=batch.extra_inputs
         )
@@ -122,45 +103,36 @@ def loss_fn(
     return loss
 
 
-def _check_theirs(theirs: dict[str, Any], config: PolicyLossConfig | None) -> None:
-    for name, value in theirs.items():
-        if name not in _OF_LOSS:
-            raise TypeError(f"{name}: got it in the loss, which does not read it, expected {', '.join(_OF_LOSS)}")
-        if config is not None:
-            raise ValueError(f"{name}: got {value} beside a config, expected it in the config alone")
-
-
-def config_of(**theirs: Any) -> PolicyLossConfig:
-    """The policy loss of the options of simply's `compute_ppo_loss`; missing ones have its defaults.
+def config_of(
+    *,
+    kl_coeff: float = 0.001,
+    use_grpo: bool = False,
+    ppo_clip_eps_high: float = 0.2,
+    ppo_clip_eps_low: float = 0.2,
+    policy_ratio_cap: float | None = 10.0,
+    use_policy_logp_as_sampler_logp: bool = False,
+) -> PolicyLossConfig:
+    """The policy loss of the options of simply's `compute_ppo_loss`, with its defaults.
 
     `policy_ratio_cap` is a dual clip. `use_grpo` adds `kl_coeff` times k3 to the loss. Without it simply puts the
     penalty into the rewards, from the policy's log-probs of the same pass: that needs `kl_coeff=0` here.
-
-    Args:
-      **theirs: kl_coeff, use_grpo, ppo_clip_eps_high, ppo_clip_eps_low, policy_ratio_cap and
-        use_policy_logp_as_sampler_logp.
-
-    Returns:
-      The config.
+    `use_policy_logp_as_sampler_logp` makes the ratio 1.
 
     Raises:
-      TypeError: another option.
       ValueError: a penalty in the rewards, a value out of its range.
 
     Example:
       >>> config_of(use_grpo=True, kl_coeff=0.0, ppo_clip_eps_high=0.28).loss
       PPO(clip_low=0.2, clip_high=0.28, dual_clip=10.0)
     """
-    _check_theirs(theirs, None)
-    x = _OF_LOSS | theirs
-    if x["kl_coeff"] and not x["use_grpo"]:
+    if kl_coeff and not use_grpo:
         raise ValueError(
-            f"use_grpo: got False with kl_coeff={x['kl_coeff']}, a penalty in the rewards, expected True or "
-            "kl_coeff=0; for rewards with a penalty see jaxppo.advantages.token_rewards"
+            f"use_grpo: got False with kl_coeff={kl_coeff}, a penalty in the rewards, expected True or kl_coeff=0; for "
+            "rewards with a penalty see jaxppo.advantages.token_rewards"
         )
-    loss = PPO(x["ppo_clip_eps_low"], x["ppo_clip_eps_high"], x["policy_ratio_cap"])
-    kl = KL(x["kl_coeff"], "k3") if x["kl_coeff"] else None
-    return PolicyLossConfig(loss, kl=kl, ratio_to="current" if x["use_policy_logp_as_sampler_logp"] else "rollout")
+    loss = PPO(ppo_clip_eps_low, ppo_clip_eps_high, policy_ratio_cap)
+    kl = KL(kl_coeff, "k3") if kl_coeff else None
+    return PolicyLossConfig(loss, kl=kl, ratio_to="current" if use_policy_logp_as_sampler_logp else "rollout")
 
 
 def advantages_of(
@@ -228,22 +200,17 @@ def head_of(model: Any, params: Any) -> Head:
       model: the model, for its config.
       params: its parameters; call this inside the function that is differentiated.
 
-    Returns:
-      The head.
-
     Raises:
       TypeError: parameters without an `embed_linear`, weights that are quantised.
     """
     if "embed_linear" not in params:
-        raise TypeError(
-            f"params: got {', '.join(params)}, expected the parameters of a TransformerLM, with embed_linear"
-        )
+        expected = "the parameters of a TransformerLM, with embed_linear"
+        raise TypeError(f"params: got {', '.join(params)}, expected {expected}")
     found = params["embed_linear"]
     kernel, bias = (getattr(x, "array", x) for x in (found["w"], found.get("b")))
     if not hasattr(kernel, "dtype"):
-        raise TypeError(
-            f"params: got embed_linear.w of {type(kernel).__name__}, expected an array that is not quantised"
-        )
+        got = f"embed_linear.w of {type(kernel).__name__}"
+        raise TypeError(f"params: got {got}, expected an array that is not quantised")
     dtype = jnp.dtype(model.config.activation_dtype_name)
     bias = None if bias is None else bias.astype(dtype)
     softcap = model.config.output_logits_soft_cap

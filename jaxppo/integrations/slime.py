@@ -11,7 +11,7 @@ from jaxppo.policy.slime_reader import read
 
 
 def translate(args: Namespace | Mapping[str, Any]) -> Translation:
-    """Translates slime's arguments to a policy loss and to arguments of the functions around it.
+    """Translates slime's arguments to a `Translation`: a policy loss and arguments of the functions around it.
 
     Missing arguments have slime's defaults. An argument that slime does not define is taken for Megatron's or SGLang's
     in a `Namespace`, and is an error in a mapping. Mean weights (`tis_batch_normalize`) are over the whole step here;
@@ -20,9 +20,6 @@ def translate(args: Namespace | Mapping[str, Any]) -> Translation:
     Args:
       args: the result of slime's `parse_args`, or its names and values, including those of the file of
         `--custom-config-path`.
-
-    Returns:
-      See `Translation`.
 
     Raises:
       ValueError: unknown names, all of them listed; a value that its argument does not allow, or that has no

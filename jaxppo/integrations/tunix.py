@@ -1,13 +1,7 @@
 """Tunix (google-tunix 0.1.7, and its main branch of August 2026): policy losses and forward passes without logits.
 
-    from jaxppo.integrations import tunix as jaxppo_tunix
-
-    name = jaxppo_tunix.register(PolicyLossConfig(...), ParallelMesh(mesh))      # the policy's pass
-    cluster = jaxppo_tunix.rl_cluster()(actor=..., reference=..., ...)           # the reference and old passes
-    GRPOLearner(cluster, GRPOConfig(policy_loss_fn=name), reward_fns=...).train(data)
-
-docs/frameworks.md says how it plugs in. It looks at what Tunix defines, not at its version. What uses no logits stays
-Tunix's (advantages, rewards, the value loss of PPO), and so do the losses of its supervised and DPO trainers.
+docs/frameworks.md says how it plugs in. What uses no logits stays Tunix's (advantages, rewards, the value loss of PPO),
+and so do the losses of its supervised and DPO trainers.
 """
 
 from __future__ import annotations
@@ -19,16 +13,12 @@ import jax.numpy as jnp
 
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.prepare import check_options
-from jaxppo.integrations.tunix_config import config_of as config_of
-from jaxppo.integrations.tunix_loss import MeshOrMaker
-from jaxppo.integrations.tunix_loss import batch_of as batch_of
-from jaxppo.integrations.tunix_loss import loss_fn as loss_fn
-from jaxppo.integrations.tunix_models import check_unread
-from jaxppo.integrations.tunix_models import head_of as head_of
-from jaxppo.integrations.tunix_models import hidden_states as hidden_states
-from jaxppo.integrations.tunix_models import log_probs as log_probs
+from jaxppo.integrations.tunix_loss import MeshOrMaker, batch_of, config_of, loss_fn
+from jaxppo.integrations.tunix_models import check_unread, head_of, hidden_states, log_probs
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.sharding import ParallelMesh
+
+__all__ = ["batch_of", "config_of", "head_of", "hidden_states", "log_probs", "loss_fn", "register", "rl_cluster"]
 
 
 def register(
@@ -66,8 +56,6 @@ def register(
 def rl_cluster(*, lora_scale: float | None = None, **options: Unpack[HeadOptions]) -> Any:
     """Tunix's `RLCluster` as a class whose reference, old and actor passes compute log-probs without logits.
 
-    On Tunix's main branch the class is called `RLEngine`, and the old name is an alias.
-
     Everything else is Tunix's, and the actor's pass too where models are offloaded to the CPU. The old log-probs are at
     the sampler's temperature, like the loss; Tunix's vanilla rollout computes them at 1.
 
@@ -96,17 +84,18 @@ def _without_logits(theirs: Any, lora_scale: float | None, options: HeadOptions)
         role: Any,
         model: Any,
         tokens: tuple[Any, Any],
-        rows: int,
+        rows: int | None = None,
         *,
         pad_id: int,
-        temperature: float,
-        segment_ids: Any = None,
-        segment_positions: Any = None,
-        **unread: Any,
+        temperature: float | None = None,
+        **more: Any,
     ) -> jax.Array:
-        """The log-probs of prompts and completions, some rows at a time."""
-        check_unread("a pass for log-probs", unread)
-        packed = {"segment_ids": segment_ids, "segment_positions": segment_positions}
+        """The log-probs of prompts and completions, some rows at a time; by default at the sampler's temperature."""
+        packed = {name: more.pop(name, None) for name in ("segment_ids", "segment_positions")}
+        check_unread("a pass for log-probs", more)
+        if temperature is None:
+            temperature = cluster.get_rollout_config(mode=theirs.Mode.TRAIN).temperature
+        rows = rows or len(tokens[0])
         of_all: Any = {"pad_id": pad_id, "temperature": temperature, "lora_scale": lora_scale, **options}
 
         def of_rows(first: int) -> jax.Array:
@@ -114,9 +103,6 @@ def _without_logits(theirs: Any, lora_scale: float | None, options: HeadOptions)
             return log_probs(model, prompts, completions, **its, parallel=cluster.parallel_of(role), **of_all)
 
         return jnp.concatenate([of_rows(first) for first in range(0, len(tokens[0]), rows)])
-
-    def sampled_at(cluster: Any) -> Any:
-        return cluster.get_rollout_config(mode=theirs.Mode.TRAIN).temperature
 
     base: Any = theirs.RLCluster
 
@@ -135,8 +121,7 @@ def _without_logits(theirs: Any, lora_scale: float | None, options: HeadOptions)
                 prompts: Any, completions: Any, pad_id: int, eos_id: int, temperature: float = 1.0, **packed: Any
             ) -> jax.Array:
                 packed |= {"pad_id": pad_id, "temperature": temperature}
-                model, tokens = worker.get_model("reference"), (prompts, completions)
-                return passed(self, role, model, tokens, len(prompts), **packed)
+                return passed(self, role, worker.get_model("reference"), (prompts, completions), **packed)
 
             return _Instead(worker, get_ref_per_token_logps=get)
 
@@ -145,9 +130,8 @@ def _without_logits(theirs: Any, lora_scale: float | None, options: HeadOptions)
             rollout, role = super().rollout, theirs.Role.ROLLOUT
 
             def get(prompt_tokens: Any, completion_tokens: Any, **packed: Any) -> jax.Array:
-                given = {"pad_id": rollout.pad_id(), "temperature": sampled_at(self), **packed}
-                tokens = prompt_tokens, completion_tokens
-                return passed(self, role, rollout.model(), tokens, len(prompt_tokens), **given)
+                packed = {"pad_id": rollout.pad_id()} | packed
+                return passed(self, role, rollout.model(), (prompt_tokens, completion_tokens), **packed)
 
             return _Instead(rollout, get_per_token_logps=get)
 
@@ -170,9 +154,9 @@ def _without_logits(theirs: Any, lora_scale: float | None, options: HeadOptions)
                 )
             graph, state = nnx.split(self.actor_trainer.model)
             model = nnx.merge(graph, jax.tree.map(lambda kept, x: jax.device_put(kept, x.sharding), anchor, state))
-            packed |= {"pad_id": pad_id, "temperature": sampled_at(self) if temperature is None else temperature}
-            tokens, rows = (prompt_tokens, completion_tokens), micro_batch_size or len(prompt_tokens)
-            return passed(self, theirs.Role.ACTOR, model, tokens, rows, **packed)
+            packed |= {"pad_id": pad_id, "temperature": temperature}
+            tokens = prompt_tokens, completion_tokens
+            return passed(self, theirs.Role.ACTOR, model, tokens, micro_batch_size, **packed)
 
     return RLCluster
 

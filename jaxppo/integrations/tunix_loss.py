@@ -1,4 +1,4 @@
-"""Policy losses with the signature of Tunix's, from hidden states; and Tunix's training batches as batches."""
+"""Policy losses with the signature of Tunix's, from hidden states; its configs and its training batches as ours."""
 
 from __future__ import annotations
 
@@ -9,25 +9,38 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
+from jaxppo.base.arrays import Aggregation
+from jaxppo.base.kl import KL, Estimator
 from jaxppo.base.metrics import Metric, Metrics
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.prepare import check_options
-from jaxppo.integrations.tunix_config import agreed, config_of
 from jaxppo.integrations.tunix_models import check_unread, head_of, hidden_of_example
 from jaxppo.losses.policy import policy_loss_from_hidden
 from jaxppo.policy.config import PolicyLossConfig
+from jaxppo.policy_losses import GSPO, PPO, PolicyLoss
 from jaxppo.sharding import ParallelMesh
 from jaxppo.step.aggregation import Normalizer
 
-MeshOrMaker = ParallelMesh | Callable[[], ParallelMesh | None] | None
-
+_AGGREGATIONS: dict[str, Aggregation] = {
+    "token-mean": "token_mean",
+    "sequence-mean-token-mean": "sequence_mean_token_mean",
+    "seq-mean-token-sum": "sequence_mean_token_sum",
+    "sequence-mean-token-sum-norm": "sequence_mean_token_sum",  # its norm is the number of sequences
+    "sequence-mean-token-scale": "sequence_mean_token_sum_norm",  # and here the length of the completions
+}
+_ESTIMATORS: dict[str, Estimator] = {"kl": "k1", "mse_kl": "k2", "low_var_kl": "k3"}
+# options of newer branches that change their loss or its metrics
+_UNREAD = ["overlong_loss_masking", "seq_logprob_error_threshold", "truncated_importance_sampling_type"]
+_UNREAD += ["sampler_is_length_buckets"]
 # fields of Tunix's TrainExamples and payloads that `batch_of` and the loss read, or that change no loss; a sampler's
 # verdict `overlong` changes one under an option that is refused
 _OF_EXAMPLES = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "old_per_token_logps"}
 _OF_EXAMPLES |= {"ref_per_token_logps", "segment_ids", "segment_positions", "num_segments", "sampler_is_weights"}
-_OF_EXAMPLES |= {"is_update_step", "policy_version", "returns", "old_values"}
-_OF_EXAMPLES |= {"rollout_per_token_logps", "overlong", "metadata"}
+_OF_EXAMPLES |= {"is_update_step", "policy_version", "returns", "old_values", "rollout_per_token_logps", "overlong"}
+_OF_EXAMPLES |= {"metadata"}
+
+MeshOrMaker = ParallelMesh | Callable[[], ParallelMesh | None] | None
 
 
 def loss_fn(
@@ -44,20 +57,21 @@ def loss_fn(
     model may have adapters and a frozen head. Without old log-probs the ratio is 1, as in Tunix's own loss.
 
     The result can be pickled, so that an orchestrator can send it to a trainer in another process, where jaxppo must
-    be installed too. Devices cannot be pickled: then `parallel` is a function that makes the mesh where the loss runs.
+    be installed too.
 
     Args:
       config: the loss; None takes it from the `algo_config` of the call, see `config_of`.
-      parallel: the mesh of the model, or a function of no arguments that makes it, called when the loss is traced.
+      parallel: the mesh of the model, or a function of no arguments that makes it, called when the loss is traced: a
+        mesh cannot be pickled.
       lora_scale: alpha / rank of an adapter of the head; see `Head.of`.
       num_segments: the most sequences in a packed row; by default as many as it has tokens, which takes memory where
         rows are long.
       **options: of the head, see `HeadOptions`.
 
     Returns:
-      The loss. It returns Tunix's `LossOutput`, or `(loss, metrics)` for a Tunix without one. It raises TypeError for
-      arguments and fields of the batch that it does not read, and ValueError for options of the `algo_config` that it
-      does not apply.
+      A function that returns Tunix's `LossOutput`, or `(loss, metrics)` for a Tunix without one. It raises TypeError
+      for arguments and fields of the batch that it does not read, and ValueError for options of the `algo_config` that
+      it does not apply.
 
     Raises:
       TypeError, ValueError: a wrong config, mesh or option.
@@ -73,9 +87,8 @@ def loss_fn(
     if config is not None and not isinstance(config, PolicyLossConfig):
         raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig or None")
     if not (parallel is None or isinstance(parallel, ParallelMesh) or callable(parallel)):
-        raise TypeError(
-            f"parallel: got {type(parallel).__name__}, expected ParallelMesh, a function that makes one, None"
-        )
+        expected = "ParallelMesh, a function that makes one, None"
+        raise TypeError(f"parallel: got {type(parallel).__name__}, expected {expected}")
     check_options(options)
     return _Loss(config, parallel, lora_scale, num_segments, options)
 
@@ -93,17 +106,16 @@ class _Loss:
     def __call__(self, model: Any, train_example: Any, algo_config: Any, pad_id: int, eos_id: int, **more: Any) -> Any:
         more.pop("compute_logps_chunk_size", None)  # of Tunix's own log-probs; memory= bounds ours
         check_unread("the loss", more)
-        x, parallel = train_example, self.parallel
-        parallel = parallel if parallel is None or isinstance(parallel, ParallelMesh) else parallel()
+        x = train_example
+        parallel = self.parallel() if callable(self.parallel) else self.parallel
         if parallel is not None and not isinstance(parallel, ParallelMesh):
             raise TypeError(f"parallel: got {type(parallel).__name__} from the function, expected ParallelMesh or None")
         batch = batch_of(x, pad_id, parallel=parallel, num_segments=self.num_segments)
         length = x.completion_ids.shape[1]
         config = config_of(algo_config, length) if self.config is None else agreed(self.config, algo_config)
         if getattr(x, "sampler_is_weights", None) is not None:
-            raise NotImplementedError(
-                "sampler_is_weights: got weights of Tunix's sampler correction, expected None (sampler_is=None)"
-            )
+            got = "got weights of Tunix's sampler correction"
+            raise NotImplementedError(f"sampler_is_weights: {got}, expected None (sampler_is=None)")
         if batch.old_log_probs is None and config.ratio_to == "old":
             config = dataclasses.replace(config, ratio_to="current")
         normalizer = Normalizer.of(config, batch, parallel=parallel)
@@ -119,6 +131,79 @@ class _Loss:
             **self.options,
         )
         return _output(loss, metrics, normalizer)
+
+
+def config_of(algo_config: Any, completion_length: int | None = None) -> PolicyLossConfig:
+    """The policy loss of a Tunix `GRPOConfig`, or of one that derives from it (DAPO, Dr. GRPO).
+
+    Args:
+      algo_config: has epsilon, epsilon_high, epsilon_c, beta, kl_loss_mode, kl_clamp_value, loss_algo, loss_agg_mode.
+      completion_length: C, the denominator of "sequence-mean-token-scale".
+
+    Returns:
+      The config. Its entropy is a metric, as in Tunix.
+
+    Raises:
+      ValueError: a value without an equivalent here, or a PPOConfig: pass its loss to `register` as a config.
+
+    Example:
+      >>> from types import SimpleNamespace
+      >>> grpo = SimpleNamespace(epsilon=0.2, epsilon_high=0.28, beta=0.0, loss_algo="grpo", loss_agg_mode="token-mean")
+      >>> config_of(grpo).loss
+      PPO(clip_low=0.2, clip_high=0.28, dual_clip=None)
+    """
+    _check_options(algo_config)
+    algorithm = getattr(algo_config, "loss_algo", None)
+    if algorithm not in ("grpo", "gspo-token"):
+        raise ValueError(
+            f"algo_config: got {type(algo_config).__name__} with loss_algo={algorithm!r}, expected 'grpo' or "
+            "'gspo-token'; for another loss pass a config"
+        )
+    mode = _known("loss_agg_mode", algo_config.loss_agg_mode, _AGGREGATIONS)
+    norm = float(completion_length) if mode == "sequence_mean_token_sum_norm" and completion_length else None
+    high = getattr(algo_config, "epsilon_high", None)
+    bounds = (algo_config.epsilon, algo_config.epsilon if high is None else high)
+    dual = getattr(algo_config, "epsilon_c", None)
+    loss: PolicyLoss = PPO(*bounds, dual) if algorithm == "grpo" else GSPO(*bounds, dual, "token")
+    return PolicyLossConfig(loss, kl=_kl(algo_config), aggregation=mode, aggregation_norm=norm)
+
+
+def _known(name: str, value: Any, table: dict[str, Any]) -> Any:
+    if value not in table:
+        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(table)}")
+    return table[value]
+
+
+def _kl(algo_config: Any) -> KL | None:
+    if not algo_config.beta:
+        return None
+    mode, clamp = algo_config.kl_loss_mode, getattr(algo_config, "kl_clamp_value", None)
+    estimator = _known("kl_loss_mode", mode, _ESTIMATORS)
+    if clamp is not None and (mode, float(clamp)) != ("low_var_kl", 10.0):
+        raise ValueError(f"kl_clamp_value: got {clamp} with {mode!r}, expected None, or 10 with 'low_var_kl'")
+    return KL(algo_config.beta, estimator if clamp is None else "low_var_kl")
+
+
+def _check_options(algo_config: Any) -> None:
+    for name in _UNREAD:
+        value = getattr(algo_config, name, None)
+        if value is not None and value is not False:
+            raise ValueError(
+                f"{name}: got {value} in {type(algo_config).__name__}, expected None or False: the losses of "
+                "jaxppo.integrations.tunix do not read it; PolicyLossConfig(off_policy=...) drops and weighs sequences"
+            )
+
+
+def agreed(config: PolicyLossConfig, algo_config: Any) -> PolicyLossConfig:
+    """The config, if the learner computes what the config needs, has the same penalty and asks for nothing else."""
+    _check_options(algo_config)
+    beta, mine = getattr(algo_config, "beta", None), 0.0 if config.kl is None else config.kl.coef
+    if beta is not None and hasattr(algo_config, "loss_algo") and isinstance(mine, (int, float)) and beta != mine:
+        raise ValueError(
+            f"beta: got {beta} in {type(algo_config).__name__}, expected {mine}, the coefficient of config.kl; with "
+            "beta=0 Tunix computes no reference log-probs"
+        )
+    return config
 
 
 def batch_of(
@@ -149,12 +234,8 @@ def batch_of(
     slots = (name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()))
     fields = {name: getattr(x, name) for name in {*getattr(x, "__dict__", ()), *slots} if hasattr(x, name)}
     check_unread("a TrainExample", {name: value for name, value in fields.items() if name not in _OF_EXAMPLES})
-    given = {
-        "advantages": x.advantages,
-        "old_log_probs": x.old_per_token_logps,
-        "ref_log_probs": x.ref_per_token_logps,
-        "rollout_log_probs": fields.get("rollout_per_token_logps"),
-    }
+    given = {"advantages": x.advantages, "rollout_log_probs": fields.get("rollout_per_token_logps")}
+    given |= {"old_log_probs": x.old_per_token_logps, "ref_log_probs": x.ref_per_token_logps}
     arrays: dict[str, Any] = {name: jnp.asarray(v) for name, v in given.items() if v is not None}
     mask = jnp.asarray(x.completion_mask, jnp.float32)
     segments = getattr(x, "segment_ids", None)

@@ -23,12 +23,11 @@ _SOFTCAPS = ("final_logits_softcap", "final_logit_softcap")  # the names in Gemm
 def head_of(model: Any, *, lora_scale: float | None = None) -> Head:
     """The head of a Tunix model: its `lm_head`, or its embedder where embeddings are tied, with Gemma's soft-cap.
 
+    Call it inside the function that is differentiated, so that gradients reach the model.
+
     Args:
       model: of `tunix.models`: Qwen 2 and 3, Llama 3, Gemma 1 to 4; or MaxText's `TunixMaxTextAdapter`.
       lora_scale: alpha / rank of the adapter of the head; see `Head.of`.
-
-    Returns:
-      The head. Call `head_of` inside the function that is differentiated, so that gradients reach the model.
 
     Raises:
       TypeError: a model with neither an `lm_head` nor an embedder; `lora_scale` beside MaxText's, whose head has no
@@ -36,9 +35,8 @@ def head_of(model: Any, *, lora_scale: float | None = None) -> Head:
     """
     if (base := _maxtext_of(model)) is not None:
         if lora_scale is not None:
-            raise TypeError(
-                f"lora_scale: got {lora_scale}, expected None for a MaxText model, whose head has no adapter"
-            )
+            expected = "None for a MaxText model, whose head has no adapter"
+            raise TypeError(f"lora_scale: got {lora_scale}, expected {expected}")
         return maxtext.head_of(base)
     module = getattr(model, "lm_head", None)
     module = getattr(model, "embedder", None) if module is None else module
@@ -63,7 +61,7 @@ def hidden_states(
     output of the last norm; under jit the logits that it also computes do not exist.
 
     Args:
-      model: of `tunix.models`.
+      model: as for `head_of`.
       tokens: `i32[B, T]`.
       positions: `i32[B, T]`.
       attention_mask: `bool[B, T, T]`.
@@ -170,7 +168,7 @@ def log_probs(
     """Log-probs of completion tokens under a Tunix model, without logits: Tunix's `compute_per_token_logps`.
 
     Args:
-      model: of `tunix.models`.
+      model: as for `head_of`.
       prompt_ids: `i32[B, P]`, left-padded; `[B, 0]` for packed rows.
       completion_ids: `i32[B, C]`, right-padded, or packed rows.
       pad_id: of the tokenizer.

@@ -21,9 +21,6 @@ def translate(config: Mapping[str, Any]) -> Translation:
     takes rejected tokens out of both. Covariances and mean weights are over the whole step; verl's are over a
     micro-batch.
 
-    Args:
-      config: keys and values.
-
     Returns:
       See `Translation`. On each device a micro-batch holds the tokens that `ppo_max_token_len_per_gpu` allows, or the
       places of `ppo_micro_batch_size_per_gpu` padded samples.

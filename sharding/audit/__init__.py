@@ -1,8 +1,7 @@
 """The cost of a program on each device, read from what JAX traces and XLA compiles; no devices are needed.
 
-The text of compiled modules (HLO) is parsed by hand, because no lightweight source shows enough.
-`compiled.cost_analysis()` counts the body of a loop once, whatever the loop's length. The bindings of jaxlib
-(`jaxlib._hlo`) show neither shapes nor attributes. The protos that hold both come with xprof or TensorFlow.
+The text of compiled modules (HLO) is parsed by hand: `compiled.cost_analysis()` counts the body of a loop once, the
+bindings of jaxlib show neither shapes nor attributes, and the protos that hold both come with xprof or TensorFlow.
 """
 
 from __future__ import annotations
@@ -19,16 +18,13 @@ __all__ = ["audit"]
 
 
 def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Audit:
-    """Compiles `fn` for the devices of its arguments, real or only described, and reads its costs from the result.
+    """The `Audit` of `fn`: compiles it for the devices of its arguments, real or only described, and reads its costs.
 
     Args:
       fn: a function, or the result of `jax.jit`.
       *args: arrays, or `jax.ShapeDtypeStruct`s with shardings, such as over a mesh of
         `jax.experimental.topologies.get_topology_desc("v5p:2x2x4", platform="tpu").devices`.
       mesh: names the axes of collectives; the mesh of the arguments' shardings by default.
-
-    Returns:
-      An `Audit`.
 
     Raises:
       TypeError: `fn` is not a function, or `mesh` is not a Mesh.

@@ -1,12 +1,6 @@
-"""The time of a compiled program, whose devices need not be there: of its instructions, loops as often as they turn.
+"""The time of a compiled program: its instructions are added up, those of loops as often as these turn; see `Time`.
 
-XLA:TPU writes the expected cycles of most instructions into the text of the code that it generates; these are added up.
-An instruction without a number takes the time to move its bytes. XLA for GPUs writes no estimate: each kernel, which is
-one instruction, takes the time of its bytes at the memory's peak or of its products at the peak of their dtype,
-whichever is longer. Kernel launches, caches and efficiency below the peaks are left out, so a real card takes longer. A
-collective takes the time of the busiest link on its way, see `links`.
-
-No TPU has been timed: differences under 15% mean nothing, and a new libtpu may give other estimates.
+XLA:TPU writes the cycles that it expects of most instructions into the text of the code that it generates.
 """
 
 from __future__ import annotations
@@ -26,7 +20,6 @@ from .hlo_bytes import hbm_bytes
 from .hlo_integers import Known, loop, values
 from .links import Link, Switch
 from .results import Milliseconds, Time
-from .trips import Turns
 
 _KERNEL_PEAK = 0.93  # the share of the peak that a good kernel reaches, by static profiles
 _LATENCY = 2e-6  # seconds that a collective takes to start
@@ -40,19 +33,7 @@ _COMPUTE = slice(0, 4)
 
 
 def estimate_time(text: str, chip: Device, links: Switch) -> Time:
-    """The time of a TPU's generated code (`*.after_codegen.txt` of a dump of XLA), by the estimates in it.
-
-    Example:
-      >>> from sharding.audit.links import Torus
-      >>> from sharding.devices import known_device
-      >>> text = '''ENTRY %main (x: f32[8,128]) -> f32[8,128] {
-      ...   %x = f32[8,128]{1,0} parameter(0)
-      ...   ROOT %y = f32[8,128]{1,0} add(%x, %x), backend_config={"estimated_cycles":"1750000"}
-      ... }'''
-      >>> chip = known_device("TPU v5")
-      >>> estimate_time(text, chip, Torus([(0, 0, 0, 0)], (1, 1, 1, 1), chip)).elementwise
-      1.0
-    """
+    """The time of a TPU's generated code (`*.after_codegen.txt` of a dump of XLA), by the estimates in it."""
     try:
         compiler = f"libtpu {importlib.metadata.version('libtpu')}"
     except importlib.metadata.PackageNotFoundError:
@@ -61,21 +42,11 @@ def estimate_time(text: str, chip: Device, links: Switch) -> Time:
 
 
 def roofline(text: str, chip: Device) -> Time:
-    """The least time of a GPU's optimized module.
-
-    Example:
-      >>> from sharding.devices import known_device
-      >>> text = '''ENTRY %main (x: f32[3350,250000]) -> f32[3350,250000] {
-      ...   %x = f32[3350,250000]{1,0} parameter(0)
-      ...   ROOT %y = f32[3350,250000]{1,0} add(%x, %x)
-      ... }'''
-      >>> roofline(text, known_device("H100")).elementwise
-      2.0
-    """
+    """The least time of a GPU's optimized module."""
     return Clock(parse(text), chip, Switch(), is_gpu=True).time("a roofline")
 
 
-# Instructions that take no time of their own, or whose time passes beside other work.
+# instructions that take no time of their own, or whose time passes beside other work
 _FREE = frozenset(
     {"after-all", "async-done", "async-start", "async-update", "bitcast", "constant", "copy-done", "copy-start",
      "get-tuple-element", "infeed", "opt-barrier", "outfeed", "parameter", "partition-id", "recv", "replica-id", "send",
@@ -88,7 +59,10 @@ _MOVES = frozenset(
 
 
 class Clock:
-    """Adds up a module. Times are arrays `[2, kinds]` in seconds: with the fewest turns, and with the most."""
+    """Adds up a module.
+
+    Times are in seconds by kind of work: `[2, kinds]`, with the fewest turns and with the most, or `[kinds]` for both.
+    """
 
     def __init__(self, module: Module, chip: Device, links: Switch, is_gpu: bool = False) -> None:
         self.module, self.chip, self.is_gpu, self.unknown = module, chip, is_gpu, list[str]()
@@ -124,19 +98,19 @@ class Clock:
                 total += _beside(seconds, end, _elapsed(total))
             else:
                 total += self._instruction(computation, x, known)
-        return total + sum(_spent("overlapped", seconds) for seconds, _ in started.values())
+        return total + sum(_KIND["overlapped"] * seconds for seconds, _ in started.values())
 
     def _sent(self, name: str, x: Instruction, within: bool = False) -> Transfer | None:
         """The collective of an instruction: itself, or the one that it wraps."""
         if x.op in ("fusion", "async-start") or (within and x.op in ("call", "custom-call")):
-            for inner in (name for names in x.calls.values() for name in names):
+            for inner in x.all_called:
                 for wrapped in self.module.computations[inner].values():
                     if found := self._sent(inner, wrapped, within=True):
                         return found
         return transfer(self.module, name, x)
 
     def _chain(self, x: Instruction, target: str) -> str:
-        return "".join(chain(inner, target) for inner in self.module.called(x, "calls")) if x.op == "fusion" else ""
+        return chain(self.module.called(x, "calls"), target) if x.op == "fusion" else ""
 
     def _send(
         self, sent: Transfer, x: Instruction, now: np.ndarray, busy: dict[Link, np.ndarray]
@@ -163,17 +137,17 @@ class Clock:
                 keys = ("true_computation", "false_computation", "branch_computations")
                 names = [name for key in keys for name in x.calls.get(key, ())]
                 branches = [self._run(name, [known.get(arg)]) for name, arg in zip(names, x.operands[1:], strict=True)]
-                shortest = min((branch[0] for branch in branches), key=_length)
+                least, full = zip(*branches, strict=True)
                 longest = min if is_rare(x.op_name) else max
-                return np.stack([shortest, longest((branch[1] for branch in branches), key=_length)])
+                return np.stack([min(least, key=_elapsed), longest(full, key=_elapsed)])
             case "call":
                 [name] = x.calls["to_apply"]
                 return self._run(name, [known.get(operand) for operand in x.operands])
             case "async-start" if 'async_execution_thread="sparsecore"' in x.attributes:
-                [wrapped] = self.module.called(x, "calls")
+                wrapped = self.module.called(x, "calls")
                 self.unknown.append(f"what the sparse cores take beside the rest ({root(wrapped).op_name or x.name})")
             case "custom-call" if x.target == "tpu_custom_call":
-                return _spent("kernels", self._kernel_seconds(computation, x))
+                return _KIND["kernels"] * self._kernel_seconds(computation, x)
         return self._plain(computation, x)
 
     def _loop(self, x: Instruction, known: dict[str, Known]) -> np.ndarray:
@@ -183,10 +157,9 @@ class Clock:
         low, high = found.turns
         if math.isinf(high):
             one = 1e3 * body[1, _COMPUTE].sum()
-            self.unknown.append(
-                f"how often {x.name} turns ({x.op_name}): {low} times or more, {one:.3g} ms of compute each"
-            )
-        return _repeated(body, Turns(low, high)) + _repeated(asking, Turns(low + 1, high + 1))
+            turns = f"{low} times or more, {one:.3g} ms of compute each"
+            self.unknown.append(f"how often {x.name} turns ({x.op_name}): {turns}")
+        return _repeated(body, low, high) + _repeated(asking, low + 1, high + 1)
 
     def _plain(self, computation: Computation, x: Instruction) -> np.ndarray:
         """The time of an instruction or a fusion that runs by itself."""
@@ -194,18 +167,18 @@ class Clock:
         starts_nothing = x.target == "AllocateBuffer" if self.is_gpu else x.op == "custom-call" and x.cycles is None
         is_free = starts_nothing or x.op in _FREE or x.op.endswith("-done")
         if is_free or (x.cycles is None and all(_is_on_scalars(c, y) for c, y in inside)):
-            return np.zeros((2, len(_KINDS)))
+            return np.zeros(len(_KINDS))
         products = sum(self._product_seconds(c, y) for c, y in inside)
         is_move = all(y.op in _MOVES or _is_on_scalars(c, y) for c, y in inside)
         kind = "products" if products else "copies" if is_move else "elementwise"
         by_bytes = hbm_bytes(self.module, computation, x) / self.chip.bandwidth
         if x.cycles is None:
             seconds = max(by_bytes, products)
-            return _spent(kind, seconds) + (0 if self.is_gpu else _spent("unestimated", seconds))
+            return seconds * (_KIND[kind] if self.is_gpu else _KIND[kind] + _KIND["unestimated"])
         seconds = x.cycles / self.chip.hertz
         if all(_is_fill(c, y) for c, y in inside):
             seconds = min(seconds, by_bytes)  # a constant: the estimate is up to ten times its bytes
-        return _spent(kind, seconds)
+        return seconds * _KIND[kind]
 
     def _product_seconds(self, computation: Computation, x: Instruction) -> float:
         """The time of an instruction's product at the device's peak; 0 if it is not a product."""
@@ -219,7 +192,7 @@ class Clock:
         """The instructions of a fusion and of those in it; any other instruction itself."""
         if x.op != "fusion":
             return [(computation, x)]
-        [inner] = self.module.called(x, "calls")
+        inner = self.module.called(x, "calls")
         return [found for y in inner.values() for found in self._inside(inner, y)]
 
     def _kernel_seconds(self, computation: Computation, x: Instruction) -> float:
@@ -243,28 +216,20 @@ def product_flops(computation: Computation, x: Instruction) -> float:
     return 0.0
 
 
-def _spent(kind: str, seconds: float) -> np.ndarray:
-    return np.tile(_KIND[kind] * seconds, (2, 1))
-
-
-def _length(time: np.ndarray) -> float:
-    return float(_elapsed(time[None])[0])
-
-
-def _repeated(time: np.ndarray, turns: Turns) -> np.ndarray:
-    """The value for a body that runs `turns` times; 0 stays 0 where `turns` is infinite."""
-    times = np.array(turns, float)[:, None]
+def _repeated(time: np.ndarray, low: float, high: float) -> np.ndarray:
+    """The time of a body that runs from `low` to `high` times; 0 stays 0 where `high` is infinite."""
+    times = np.array([[low], [high]])
     return np.multiply(time, times, out=np.zeros_like(time), where=(time > 0) & (times > 0))
 
 
 def _elapsed(time: np.ndarray) -> np.ndarray:
-    return np.asarray(time[:, _COMPUTE].sum(axis=1) + time[:, _KINDS.index("collectives")])
+    return np.asarray(time[..., _COMPUTE].sum(-1) + time[..., _KINDS.index("collectives")])
 
 
 def _beside(seconds: float, end: np.ndarray, now: np.ndarray) -> np.ndarray:
     """The time of a collective that is waited for now: what of it is still to come, and what other work overlapped."""
     left = np.maximum(np.subtract(end, now, out=np.full_like(end, seconds), where=np.isfinite(end)), 0)[:, None]
-    return left * (_KIND["collectives"] - _KIND["overlapped"]) + _spent("overlapped", seconds)
+    return left * (_KIND["collectives"] - _KIND["overlapped"]) + _KIND["overlapped"] * seconds
 
 
 def _is_on_scalars(computation: Computation, x: Instruction) -> bool:

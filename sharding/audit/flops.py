@@ -10,10 +10,10 @@ import jax
 from jax.extend import core
 
 from ..notes import is_rare
+from .program import AnyJaxpr, jaxprs_in
 from .results import Flops
-from .trips import Limits, Loop, Turns, Value, constant, convert, operate
+from .trips import Limits, Loop, Turns, Value, constant, scalar
 
-AnyJaxpr = core.Jaxpr | core.ClosedJaxpr
 Cost = tuple[Flops, list[bool]]  # the flops of something, and which of its arguments it needs
 
 _NONE = Flops(0, 0)
@@ -27,27 +27,23 @@ def count_flops(jaxpr: AnyJaxpr) -> Flops:
     What no result depends on does not count, since compilers leave it out, of loops too. The turns of a `while` are
     read off the integers in its condition, see `trips`: a range where the condition depends on data too, up to infinity
     where nothing else ends the loop.
-
-    Example:
-      >>> count_flops(jax.make_jaxpr(lambda a: a @ a)(jnp.ones((8, 8)))).low
-      1024
     """
     return _cost(jaxpr, [])[0]
 
 
 def _cost(jaxpr: AnyJaxpr, args: Sequence[Value], wanted: Sequence[bool] | None = None) -> Cost:
     """The cost of a jaxpr's wanted results, by default all, given what is known of its arguments."""
-    inner, known = _opened(jaxpr), _values(jaxpr, args)
-    outvars = zip(inner.outvars, wanted or [True] * len(inner.outvars), strict=True)
+    known = _values(jaxpr, args)
+    outvars = zip(jaxpr.outvars, wanted or [True] * len(jaxpr.outvars), strict=True)
     needed = {atom for atom, is_wanted in outvars if is_wanted and isinstance(atom, core.Var)}
     total = _NONE
-    for eqn in reversed(inner.eqns):
+    for eqn in reversed(jaxpr.eqns):
         read = [var in needed for var in eqn.outvars]
         if any(read) or any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects):
             flops, reads = _equation(eqn, [_value(known, atom) for atom in eqn.invars], read)
             total += flops
             needed |= {a for a, is_read in zip(eqn.invars, reads, strict=True) if is_read and isinstance(a, core.Var)}
-    return total, [var in needed for var in inner.invars]
+    return total, [var in needed for var in jaxpr.invars]
 
 
 def _equation(eqn: Any, args: list[Value], wanted: list[bool]) -> Cost:
@@ -74,27 +70,17 @@ def _equation(eqn: Any, args: list[Value], wanted: list[bool]) -> Cost:
             return _cost(params["jaxprs"].solve, [])[0], everything
     if (called := _called(eqn)) is not None:
         return _cost(called, args, wanted)
-    total = sum((_cost(jaxpr, [])[0] for jaxpr in _jaxprs(eqn)), _NONE)
+    total = sum((_cost(jaxpr, [])[0] for jaxpr in jaxprs_in(eqn)), _NONE)
     steps = getattr(params.get("grid_mapping"), "grid", ())  # a kernel runs in each of them
     known = all(isinstance(step, int) for step in steps)
     return _times(total, Turns(math.prod(steps), math.prod(steps)) if known else Turns(0, math.inf)), everything
 
 
-def _opened(jaxpr: Any) -> core.Jaxpr:
-    found: core.Jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    return found
-
-
-def _jaxprs(eqn: Any) -> list[AnyJaxpr]:
-    return [value for value in eqn.params.values() if isinstance(value, core.Jaxpr | core.ClosedJaxpr)]
-
-
 def _called(eqn: Any) -> AnyJaxpr | None:
     """The jaxpr that an equation runs once, on its own arguments."""
-    inner = _jaxprs(eqn) if eqn.primitive.name in _CALLS else []
-    called = _opened(inner[0]) if len(inner) == 1 else None
-    same = called and (len(called.invars), len(called.outvars)) == (len(eqn.invars), len(eqn.outvars))
-    return inner[0] if same else None
+    inner = jaxprs_in(eqn) if eqn.primitive.name in _CALLS else []
+    sizes = [(len(x.invars), len(x.outvars)) for x in (eqn, *inner)]
+    return inner[0] if len(inner) == 1 and sizes[0] == sizes[1] else None
 
 
 def _product(eqn: Any, contracted: int, groups: int = 1) -> Flops:
@@ -155,41 +141,31 @@ def _turn(body: AnyJaxpr, args: list[Value], wanted: list[bool], carry: slice) -
 
 def _values(jaxpr: AnyJaxpr, args: Sequence[Value]) -> dict[Any, Value]:
     """What is known of the scalars of a jaxpr outside of its loops and branches, given that of its arguments."""
-    inner, consts = _opened(jaxpr), getattr(jaxpr, "consts", ())
-    known: dict[Any, Value] = dict(zip(inner.invars, args, strict=True)) if args else {}
-    known |= {var: _constant(var.aval, value) for var, value in zip(inner.constvars, consts, strict=False)}
-    for eqn in inner.eqns:
+    known: dict[Any, Value] = dict(zip(jaxpr.invars, args, strict=True)) if args else {}
+    consts = zip(jaxpr.constvars, getattr(jaxpr, "consts", ()), strict=False)
+    known |= {var: _constant(var.aval, value) for var, value in consts}
+    for eqn in jaxpr.eqns:
         of_args, called = [_value(known, atom) for atom in eqn.invars], _called(eqn)
-        results = [_scalar(eqn, of_args)] if called is None else _results(called, of_args)
+        results = [_result(eqn, of_args)] if called is None else _results(called, of_args)
         known.update(zip(eqn.outvars, results, strict=False))
     return known
 
 
 def _results(jaxpr: AnyJaxpr, args: Sequence[Value]) -> list[Value]:
     known = _values(jaxpr, args)
-    return [_value(known, atom) for atom in _opened(jaxpr).outvars]
+    return [_value(known, atom) for atom in jaxpr.outvars]
 
 
 def _value(known: dict[Any, Value], atom: Any) -> Value:
     return _constant(atom.aval, atom.val) if isinstance(atom, core.Literal) else known.get(atom)
 
 
-_SAME = frozenset(
-    {"broadcast_in_dim", "convert_element_type", "copy", "pcast", "pvary", "reshape", "sharding_constraint",
-     "squeeze"}
-)  # fmt: skip
-
-
-def _scalar(eqn: Any, args: list[Value]) -> Value:
-    """What is known of the result of an operation on scalars."""
-    name, operands, results = eqn.primitive.name, [x.aval for x in eqn.invars], [x.aval for x in eqn.outvars]
-    if not operands or not results or getattr(results[0], "shape", None) != ():
+def _result(eqn: Any, args: list[Value]) -> Value:
+    """What is known of the first result of an equation."""
+    operands, results = eqn.invars, eqn.outvars
+    if not operands or not results or getattr(results[0].aval, "shape", None) != ():
         return None
-    if name in _SAME:
-        return convert(args[0], _limits(operands[0]), _limits(results[0]))
-    if name == "select_n":
-        return operate("select", args[1:], _limits(operands[1]))
-    return operate(name, args, _limits(operands[0]))
+    return scalar(eqn.primitive.name, args, _limits(operands[0].aval), _limits(results[0].aval))
 
 
 def _limits(aval: Any) -> Limits | None:

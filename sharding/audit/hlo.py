@@ -48,6 +48,10 @@ class Instruction:
             for key, many, one in _CALLS.findall(self.attributes.split("backend_config=", 1)[0])
         }
 
+    @property
+    def all_called(self) -> tuple[str, ...]:
+        return sum(self.calls.values(), ())
+
     @functools.cached_property
     def cycles(self) -> int | None:
         """XLA:TPU's estimate; None where it makes none."""
@@ -109,10 +113,10 @@ class Module:
     entry: str
     devices: int
 
-    def called(self, instruction: Instruction, *keys: str) -> list[Computation]:
-        """The computations that an instruction calls by the given attributes; by any attribute where none is given."""
-        names = [n for key, found in instruction.calls.items() if not keys or key in keys for n in found]
-        return [self.computations[n] for n in names if n in self.computations]
+    def called(self, x: Instruction, *keys: str) -> Computation:
+        """The one computation that an instruction calls by one of these attributes."""
+        [name] = (name for key in keys for name in x.calls.get(key, ()))
+        return self.computations[name]
 
     @functools.cached_property
     def looped(self) -> frozenset[str]:
@@ -123,8 +127,7 @@ class Module:
         while pending:
             if (name := pending.pop()) not in found:
                 found.add(name)
-                inside = self.computations.get(name, {}).values()
-                pending += [n for x in inside for names in x.calls.values() for n in names]
+                pending += [called for x in self.computations.get(name, {}).values() for called in x.all_called]
         return frozenset(found)
 
 
@@ -170,23 +173,13 @@ def root(computation: Computation) -> Instruction:
 
 
 def shape_bytes(shape: str, in_hbm: bool = False) -> int:
-    """The bytes of a shape, of all parts of a tuple; `in_hbm` leaves out other memories (`S(1)` in a layout).
-
-    Example:
-      >>> shape_bytes("(bf16[8,4]{1,0:T(8,128)S(1)}, s32[])"), shape_bytes("(bf16[8,4]{1,0:S(1)}, s32[])", in_hbm=True)
-      (68, 4)
-    """
+    """The bytes of a shape, of all parts of a tuple; `in_hbm` leaves out other memories (`S(1)` in a layout)."""
     total = 0
     for dtype, dims, layout in re.findall(r"(\w+)\[([^\]]*)\](\{[^}]*\})?", shape):
         if not (in_hbm and re.search(r"S\([1-9]", layout)):
             bits = 8 if dtype == "pred" else int((re.findall(r"\d+", dtype) or ["0"])[0])
             total += math.prod(dimensions(f"[{dims}]")) * bits // 8
     return total
-
-
-def without_layouts(shape: str) -> str:
-    """A shape without what it says of memory."""
-    return re.sub(r"{[^}]*}", "", shape)
 
 
 def dimensions(shape: str) -> list[int]:

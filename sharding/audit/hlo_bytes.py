@@ -17,7 +17,7 @@ def _read(module: Module, computation: Computation, x: Instruction, name: str, f
     if not full:
         return 0
     if x.op == "fusion":
-        [inner] = module.called(x, "calls")
+        inner = module.called(x, "calls")
         places = [str(i) for i, operand in enumerate(x.operands) if operand == name]
         inputs = [y.name for y in inner.values() if y.op == "parameter" and y.inside in places]
         return min(full, sum(_read_by_all(module, inner, y, full) for y in inputs))
@@ -39,7 +39,7 @@ def _written(module: Module, computation: Computation, x: Instruction) -> int:
     operands = [computation[name] for name in x.operands if name in computation]
     match x.op:
         case "fusion":
-            [inner] = module.called(x, "calls")
+            inner = module.called(x, "calls")
             return _written(module, inner, root(inner))
         case "tuple":
             return sum(_written(module, computation, y) for y in operands)

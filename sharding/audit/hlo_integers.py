@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .hlo import Computation, Instruction, Module, parts, root
-from .trips import Limits, Loop, Turns, Value, constant, convert, operate
+from .trips import Limits, Loop, Turns, Value, constant, scalar
 
 Known = Any  # a Value, or a list of them for an instruction that has several results
-
-_NAMES = {"subtract": "sub", "multiply": "mul", "minimum": "min", "maximum": "max"}
 
 
 def values(module: Module, computation: Computation, args: Sequence[Known] = ()) -> dict[str, Known]:
@@ -32,7 +30,7 @@ class While(NamedTuple):
 
 def loop(module: Module, x: Instruction, known: dict[str, Known]) -> While:
     """Reads a `while` whose state is a tuple, given the `values` of the computation that it stands in."""
-    [body], [condition] = module.called(x, "body"), module.called(x, "condition")
+    body, condition = module.called(x, "body"), module.called(x, "condition")
     nothing: list[Value] = [None] * len(parts(x.shape))
 
     def slots_of(found: Known) -> list[Value]:
@@ -67,15 +65,9 @@ def _value(
         case "constant":
             return constant(int(x.inside)) if result else None
         case "fusion" | "call" if x.scalar_dtype or x.shape.startswith("("):
-            return _result(module, module.called(x, "calls", "to_apply")[0], operands)
+            return _result(module, module.called(x, "calls", "to_apply"), operands)
     if not x.scalar_dtype or not operands or any(isinstance(value, list) for value in operands):
         return None
     source = Limits.of(computation[x.operands[0]].scalar_dtype) if x.operands[0] in computation else None
-    match x.op:
-        case "compare":
-            return operate(x.attribute("direction").lower(), operands, source)
-        case "select":
-            return operate("select", operands[1:], result)
-        case "bitcast" | "broadcast" | "convert" | "copy" | "reshape":
-            return convert(operands[0], source, result)
-    return operate(_NAMES.get(x.op, x.op), operands, result)
+    name = x.attribute("direction").lower() if x.op == "compare" else x.op
+    return scalar(name, operands, source, result)

@@ -50,12 +50,6 @@ class Torus(Switch):
       places: the coordinates of each device: x, y and z of its chip, and its core on the chip.
       sizes: those of the slice.
       chip: one of the devices.
-
-    Example:
-      >>> from sharding.devices import known_device
-      >>> line = Torus([(x, 0, 0, 0) for x in range(4)], (4, 1, 1, 1), known_device("TPU v6 lite"))
-      >>> max(line.shares("collective-permute", ((0, 1), (1, 2), (2, 3))).values())
-      1
     """
 
     def __init__(self, places: Sequence[Sequence[int]], sizes: Sequence[int], chip: Device) -> None:

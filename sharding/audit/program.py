@@ -8,30 +8,32 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ..notes import notes_in
 
+AnyJaxpr = Jaxpr | ClosedJaxpr
+
 _NOT_COLLECTIVE = frozenset({"axis_index", "pcast", "pvary", "shard_map"})
 
 
-def collectives(jaxpr: Jaxpr | ClosedJaxpr) -> list[tuple[str, tuple[str, ...]]]:
+def collectives(jaxpr: AnyJaxpr) -> list[tuple[str, tuple[str, ...]]]:
     """(primitive, mesh axes) of every collective of a (closed) jaxpr; loop bodies and branches are read once each."""
-    return [(eqn.primitive.name, _axes(eqn)) for eqn, _ in _equations(jaxpr, ()) if _axes(eqn)]
+    return [(eqn.primitive.name, axes) for eqn, _ in _equations(jaxpr) if (axes := _axes(eqn))]
 
 
-def hang_risks(jaxpr: Jaxpr | ClosedJaxpr) -> list[str]:
+def hang_risks(jaxpr: AnyJaxpr) -> list[str]:
     """The collectives that devices may run a different number of times: in a `cond`, or a `while` whose end varies.
 
     A program without them runs the same collectives in the same order on every device. Its `shard_map`s need
     `check_vma=True`.
     """
     return [
-        f"{eqn.primitive.name} over {', '.join(_axes(eqn))} {' '.join(path)}"
-        for eqn, path in _equations(jaxpr, ())
-        if _axes(eqn) and path
+        f"{eqn.primitive.name} over {', '.join(axes)} {' '.join(path)}"
+        for eqn, path in _equations(jaxpr)
+        if path and (axes := _axes(eqn))
     ]
 
 
-def notes(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[str, ...]:
+def notes(jaxpr: AnyJaxpr) -> tuple[str, ...]:
     """The notes in a (closed) jaxpr, each once, in their order."""
-    names = (str(eqn.source_info.name_stack) for eqn, _ in _equations(jaxpr, ()))
+    names = (str(eqn.source_info.name_stack) for eqn, _ in _equations(jaxpr))
     return tuple(dict.fromkeys(text for name in names for text in notes_in(name)))
 
 
@@ -44,7 +46,13 @@ def _axes(eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple(name for name in names if isinstance(name, str))
 
 
-def _equations(jaxpr: Jaxpr | ClosedJaxpr, path: tuple[str, ...]) -> Iterator[tuple[JaxprEqn, tuple[str, ...]]]:
+def jaxprs_in(eqn: JaxprEqn) -> list[AnyJaxpr]:
+    """The bodies, branches and kernels of an equation."""
+    values = (value if isinstance(value, (tuple, list)) else (value,) for value in eqn.params.values())
+    return [part for parts in values for part in parts if isinstance(part, AnyJaxpr)]
+
+
+def _equations(jaxpr: AnyJaxpr, path: tuple[str, ...] = ()) -> Iterator[tuple[JaxprEqn, tuple[str, ...]]]:
     """Every equation, with the branches and varying loops around it."""
     for eqn in jaxpr.eqns:
         yield eqn, path
@@ -54,7 +62,5 @@ def _equations(jaxpr: Jaxpr | ClosedJaxpr, path: tuple[str, ...]) -> Iterator[tu
         elif eqn.primitive.name == "while":
             varying = sorted(eqn.params["cond_jaxpr"].out_avals[0].manual_axis_type.varying)
             inner = (*path, f"in a while whose end varies over {', '.join(varying)}") if varying else path
-        for value in eqn.params.values():
-            for part in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(part, (Jaxpr, ClosedJaxpr)):
-                    yield from _equations(part, inner)
+        for part in jaxprs_in(eqn):
+            yield from _equations(part, inner)

@@ -86,8 +86,7 @@ class Time(Milliseconds):
     the peak of their dtype, whichever is longer, and none to start.
 
     A loop that data may end early takes the most turns that it can, and a `cond` takes its longer branch, unless a
-    `note` says that it rarely does. `least` is the time with the fewest turns and the shorter branches. A loop that
-    nothing bounds makes the figures of its body infinite.
+    `note` says that it rarely does. A loop that nothing bounds makes the figures of its body infinite.
 
     A collective takes 2 us and the time of the busiest link on its way, and waits for others on its links; opposite
     ways of a link do not wait for each other. With b bytes (see `Collective.bytes`), a message of a permutation takes b
@@ -98,9 +97,9 @@ class Time(Milliseconds):
     beside other work is charged the same. GPUs are assumed to reach each other through a switch, as within one host.
 
     Args:
-      least: the time with data-dependent loops and branches at their shortest.
-      unknown: a description of what the figures leave out or guess: loops that nothing bounds, kernels that declare
-        nothing, gathers and scatters of the sparse cores, collectives whose groups could not be read.
+      least: the time with the fewest turns and the shorter branches.
+      unknown: what the figures leave out or guess: loops that nothing bounds, kernels that declare nothing, gathers and
+        scatters of the sparse cores, collectives whose groups could not be read.
       compiler: the name and version of the compiler that made the estimates; "a roofline" on a GPU.
       chip: the name of the device.
     """
@@ -143,11 +142,9 @@ class Audit:
     text: str = dataclasses.field(repr=False)
 
     def __str__(self) -> str:
-        lines = [
-            f"temporaries {self.temp_bytes / 2**20:.1f} MiB, arguments {self.argument_bytes / 2**20:.1f} MiB, "
-            f"results {self.output_bytes / 2**20:.1f} MiB, {self.flops}"
-        ]
-        lines += f"time {self.time}".splitlines() if self.time else []
+        sizes = {"temporaries": self.temp_bytes, "arguments": self.argument_bytes, "results": self.output_bytes}
+        lines = [", ".join([*(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items()), str(self.flops)])]
+        lines += [f"time {self.time}"] if self.time else []
         lines += self.notes
         for c in self.collectives:
             over = "unknown axes" if c.axes is None else ", ".join(c.axes) or "no axis"

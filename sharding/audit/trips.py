@@ -1,9 +1,7 @@
-"""The number of turns of a loop, read from the integers that it carries; for traced (jaxpr) and compiled (HLO) loops.
+"""The number of turns of a loop, traced (jaxpr) or compiled (HLO), read from the counters that it carries.
 
-It follows plain counters: integers that change by the same step in each turn and are compared (<, <=, >, >=, !=) with a
-constant or with another integer that the loop carries. If the condition also depends on data, the result is a range.
-Everything else is unknown: None for a value, "0 to infinitely many" for turns. An estimate is never too small: integers
-that would leave the range of their dtype are not followed beyond it.
+A counter changes by the same step in each turn. Conditions compare it with a constant or another counter, and may also
+depend on data. All else is unknown: None for a value, 0 to infinitely many turns. An estimate is never too small.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _ENDLESS = 2**30  # turns; a loop that may take more is bounded by its counter's dtype, not by its program
 
@@ -37,12 +35,7 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, dtype: str) -> Limits | None:
-        """The limits of a dtype as JAX ("int32") or HLO ("s32") writes it, None for a dtype that is no integer.
-
-        Example:
-          >>> Limits.of("s8"), Limits.of("uint8"), Limits.of("float32")
-          (Limits(low=-128, high=127), Limits(low=0, high=255), None)
-        """
+        """The limits of a dtype as JAX ("int32") or HLO ("s32") writes it; None if it is no integer."""
         if not (bits := dtype.removeprefix("u").removeprefix("int").removeprefix("s")).isdecimal():
             return None
         values = 2 ** int(bits)
@@ -69,12 +62,20 @@ class Integer:
         """Whether the range is the same in every turn."""
         return self.slot is None and not self.step
 
+    def over(self, turns: float) -> Integer | None:
+        """The range of the first `turns` turns."""
+        if self.is_fixed:
+            return self
+        if math.isinf(turns):
+            return None
+        grown = self.step * max(int(turns) - 1, 0)
+        return Integer(self.low + min(grown, 0), self.high + max(grown, 0))
+
 
 Value = Integer | Turns | None
 
 
 def constant(value: bool | int) -> Value:
-    """A constant of a program."""
     if isinstance(value, bool):
         return _ALWAYS if value else _NEVER
     return Integer(value, value)
@@ -84,9 +85,25 @@ def _clamp(low: int, x: int, high: int) -> int:
     return min(max(x, low), high)
 
 
-# How the ends of a result's range follow from those of its operands.
-_ENDS: dict[str, tuple[Callable[..., int], Callable[..., int]]]
-_ENDS = {"min": (min, min), "max": (max, max), "clamp": (_clamp, _clamp), "select": (min, max)}
+# how the ends of a result's range follow from those of its operands
+_ENDS: dict[str, Any] = {"min": (min, min), "max": (max, max), "clamp": (_clamp, _clamp), "select": (min, max)}
+
+
+# operations that keep the value of a scalar, and HLO's names of others
+_COPIES = frozenset(
+    {"bitcast", "broadcast", "broadcast_in_dim", "convert", "convert_element_type", "copy", "pcast", "pvary", "reshape",
+     "sharding_constraint", "squeeze"}
+)  # fmt: skip
+_NAMES = {"subtract": "sub", "multiply": "mul", "minimum": "min", "maximum": "max"}
+
+
+def scalar(name: str, args: Sequence[Value], source: Limits | None, result: Limits | None) -> Value:
+    """The result of an operation of JAX or HLO on scalars, given the limits of its operands' and its result's dtype."""
+    if name in _COPIES:
+        return convert(args[0], source, result)
+    if name in ("select", "select_n"):
+        return operate("select", args[1:], result)
+    return operate(_NAMES.get(name, name), args, source)
 
 
 def operate(name: str, args: Sequence[Value], limits: Limits | None) -> Value:
@@ -95,11 +112,7 @@ def operate(name: str, args: Sequence[Value], limits: Limits | None) -> Value:
     Args:
       name: as JAX names it.
       args: its operands; for "select", without the predicate.
-      limits: the limits of its operands' dtype; None if they are not integers.
-
-    Example:
-      >>> operate("lt", (Integer(0, 0, step=2), constant(9)), Limits.of("s32"))
-      Turns(low=5, high=5)
+      limits: those of its operands' dtype; None if they are not integers.
     """
     if limits is None:
         lows, highs = zip(*(arg if isinstance(arg, Turns) else _UNKNOWN for arg in args), strict=True)
@@ -179,11 +192,6 @@ class Loop:
     Attributes:
       slots: how each slot changes from turn to turn, None where that is not known.
       behind: what is known of the slots after the loop: those that no turn changes.
-
-    Example:
-      >>> add_two = lambda slots: [operate("add", (slots[0], constant(2)), Limits.of("s32"))]
-      >>> Loop(add_two, [constant(0)]).turns(lambda slots: operate("lt", (slots[0], constant(9)), Limits.of("s32")))
-      Turns(low=5, high=5)
     """
 
     def __init__(self, body: Callable[[list[Value]], Sequence[Value]], before: Sequence[Value]) -> None:
@@ -203,7 +211,7 @@ class Loop:
 
     def during(self, turns: float) -> list[Value]:
         """The possible values of the slots at the start of any of the first `turns` turns."""
-        return [x and _over(x, turns) for x in self.slots]
+        return [x and x.over(turns) for x in self.slots]
 
 
 def _slot(index: int, start: Integer | None, new: Value) -> Integer | None:
@@ -213,12 +221,3 @@ def _slot(index: int, start: Integer | None, new: Value) -> Integer | None:
     if new.slot is None:  # the same as before the loop, or computed anew in each turn
         return Integer(min(start.low, new.low), max(start.high, new.high))
     return Integer(start.low, start.high, new.low) if new.slot == index and new.low == new.high else None
-
-
-def _over(x: Integer, turns: float) -> Integer | None:
-    if x.is_fixed:
-        return x
-    if math.isinf(turns):
-        return None
-    grown = x.step * max(int(turns) - 1, 0)
-    return Integer(x.low + min(grown, 0), x.high + max(grown, 0))

@@ -79,9 +79,10 @@ def test_rewards_differ():
 
 def test_options_and_their_defaults_are_those_of_its_loss():
     """Its loop calls the loss with these names."""
-    theirs, mine = (inspect.signature(f).parameters.values() for f in (rl_lib.compute_ppo_loss, ours.loss_fn()))
-    defaults = [{p.name: p.default for p in found if p.default is not p.empty} for found in (theirs, mine)]
-    assert defaults[0] == defaults[1] | ours._OF_LOSS
+    functions = rl_lib.compute_ppo_loss, ours.config_of, ours.advantages_of
+    names = [inspect.signature(f).parameters.values() for f in functions]
+    defaults = [{p.name: p.default for p in found if p.default is not p.empty} for found in names]
+    assert defaults[0] == defaults[1] | defaults[2]
 
 
 @pytest.mark.parametrize(
