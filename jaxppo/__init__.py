@@ -23,14 +23,13 @@ if TYPE_CHECKING:
     from jaxppo.batch.samples import Sample
     from jaxppo.head import Head, LoRA, TokenStats, log_probs_from_hidden, log_probs_from_logits
     from jaxppo.losses import SFT, TokenLoss, Value, loss_from_hidden, loss_from_stats
-    from jaxppo.losses.policy import policy_loss, policy_loss_from_hidden
+    from jaxppo.losses.doors import policy_loss, policy_loss_from_hidden
     from jaxppo.policy.config import PolicyLossConfig
     from jaxppo.policy.off_policy import OffPolicyConfig, Rejection
     from jaxppo.policy_losses import CISPO, GSPO, PPO, SAPO
     from jaxppo.sharding import ParallelMesh, ShardAxes, make_parallel_mesh
-    from jaxppo.step.accumulate import accumulate_gradients
+    from jaxppo.step.accumulate import accumulate_gradients, compute_log_probs
     from jaxppo.step.aggregation import Normalizer
-    from jaxppo.step.forward import compute_log_probs
 else:
     __getattr__ = _late(  # the same imports, each run when its name is first used
         __name__,
@@ -42,14 +41,13 @@ else:
             "jaxppo.batch.samples": ["Sample"],
             "jaxppo.head": ["Head", "LoRA", "TokenStats", "log_probs_from_hidden", "log_probs_from_logits"],
             "jaxppo.losses": ["SFT", "TokenLoss", "Value", "loss_from_hidden", "loss_from_stats"],
-            "jaxppo.losses.policy": ["policy_loss", "policy_loss_from_hidden"],
+            "jaxppo.losses.doors": ["policy_loss", "policy_loss_from_hidden"],
             "jaxppo.policy.config": ["PolicyLossConfig"],
             "jaxppo.policy.off_policy": ["OffPolicyConfig", "Rejection"],
             "jaxppo.policy_losses": ["CISPO", "GSPO", "PPO", "SAPO"],
             "jaxppo.sharding": ["ParallelMesh", "ShardAxes", "make_parallel_mesh"],
-            "jaxppo.step.accumulate": ["accumulate_gradients"],
+            "jaxppo.step.accumulate": ["accumulate_gradients", "compute_log_probs"],
             "jaxppo.step.aggregation": ["Normalizer"],
-            "jaxppo.step.forward": ["compute_log_probs"],
         },
     )
 

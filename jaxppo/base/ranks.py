@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Total = Callable[[jax.Array], jax.Array]  # the sum over all devices
+from jaxppo.sharding import ShardAxes, vary
+
+
+def total(axes: ShardAxes, x: jax.Array) -> jax.Array:
+    """Per-shard: the sum of the entries of all data and context shards, in the dtype of x."""
+    return axes.psum(vary(x.sum(dtype=x.dtype), axes.tokens), axes.tokens)
 
 
 def ordered_bits(x: jax.Array) -> jax.Array:
@@ -18,17 +23,17 @@ def ordered_bits(x: jax.Array) -> jax.Array:
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def highest(total: Total, scores: jax.Array, lots: jax.Array, candidates: jax.Array, wanted: jax.Array) -> jax.Array:
+def highest(axes: ShardAxes, scores: jax.Array, lots: jax.Array, candidates: jax.Array, wanted: jax.Array) -> jax.Array:
     """The `wanted` candidates with the highest u32 scores over all shards, or all if fewer; `lots` break ties."""
-    cut = kth(total, scores, candidates, wanted)
+    cut = kth(axes, scores, candidates, wanted)
     above = candidates & (scores > cut)
     tied = candidates & (scores == cut)
-    return above | (tied & (lots >= kth(total, lots, tied, wanted - total(above.astype(jnp.int32)))))
+    return above | (tied & (lots >= kth(axes, lots, tied, wanted - total(axes, above.astype(jnp.int32)))))
 
 
-def kth(total: Total, scores: jax.Array, candidates: jax.Array, k: jax.Array) -> jax.Array:
+def kth(axes: ShardAxes, scores: jax.Array, candidates: jax.Array, k: jax.Array) -> jax.Array:
     """The largest u32 that the scores of at least k candidates reach, 0 if there is none."""
-    return largest(lambda cut: total((candidates & (scores >= cut)).astype(jnp.int32)) >= k)
+    return largest(lambda cut: total(axes, (candidates & (scores >= cut)).astype(jnp.int32)) >= k)
 
 
 def largest(holds: Callable[[jax.Array], jax.Array]) -> jax.Array:

@@ -38,21 +38,22 @@ def take_arrays(config: Config) -> tuple[Config, dict[str, jax.Array]]:
         arrays[name] = x
         return _Place(name)
 
-    return _replace_leaves(config, mark), arrays
+    return map_leaves(config, mark), arrays
 
 
 def put_arrays(config: Config, arrays: Mapping[str, jax.Array]) -> Config:
     """The inverse of `take_arrays`."""
-    return _replace_leaves(config, lambda _, x: arrays[x.name] if isinstance(x, _Place) else x)
+    return map_leaves(config, lambda _, x: arrays[x.name] if isinstance(x, _Place) else x)
 
 
-def _replace_leaves(x: Any, fn: Any, path: tuple[str, ...] = ()) -> Any:
+def map_leaves(x: Any, fn: Any, path: tuple[str, ...] = ()) -> Any:
+    """x with `fn(path, leaf)` in place of each leaf of its dataclasses and tuples."""
     if isinstance(x, tuple):
-        return tuple(_replace_leaves(part, fn, (*path, str(i))) for i, part in enumerate(x))
+        return tuple(map_leaves(part, fn, (*path, str(i))) for i, part in enumerate(x))
     if not dataclasses.is_dataclass(x) or isinstance(x, _Place):
         return fn(path, x)
     # a copy: the constructor's checks would refuse the marks
     new = copy.copy(x)
     for field in dataclasses.fields(x):
-        object.__setattr__(new, field.name, _replace_leaves(getattr(x, field.name), fn, (*path, field.name)))
+        object.__setattr__(new, field.name, map_leaves(getattr(x, field.name), fn, (*path, field.name)))
     return new

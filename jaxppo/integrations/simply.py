@@ -15,7 +15,7 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.head import Head
 from jaxppo.head.prepare import check_options
-from jaxppo.losses.policy import policy_loss_from_hidden
+from jaxppo.losses.doors import policy_loss_from_hidden
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses import PPO
 from jaxppo.sharding import ParallelMesh, check_parallel, in_order

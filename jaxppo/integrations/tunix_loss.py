@@ -16,7 +16,7 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.prepare import check_options
 from jaxppo.integrations.tunix_models import check_unread, head_of, hidden_of_example
-from jaxppo.losses.policy import policy_loss_from_hidden
+from jaxppo.losses.doors import policy_loss_from_hidden
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses import GSPO, PPO, PolicyLoss
 from jaxppo.sharding import ParallelMesh

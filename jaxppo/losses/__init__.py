@@ -32,18 +32,5 @@ else:
         },
     )
 
-
-__all__ = [
-    "SFT",
-    "Asks",
-    "Part",
-    "ReferenceKL",
-    "ScoreCentering",
-    "TokenLoss",
-    "TopKDistillation",
-    "Value",
-    "by_row",
-    "explain_tokens",
-    "loss_from_hidden",
-    "loss_from_stats",
-]
+__all__ = ["SFT", "Asks", "Part", "ReferenceKL", "ScoreCentering", "TokenLoss", "TopKDistillation", "Value"]
+__all__ += ["by_row", "explain_tokens", "loss_from_hidden", "loss_from_stats"]

@@ -1,4 +1,8 @@
-"""From statistics or hidden states to a loss: the one implementation, of a sum of losses and of one alone."""
+"""From statistics or hidden states to a loss: the one implementation, of a sum of losses and of one alone.
+
+`step_of` gives each token its weight, and checks rules; `finish` computes a loss and its metrics. From hidden states,
+`_OfTokens` runs inside the head if the loss of a token depends on that token alone: one pass.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,11 @@ from jaxppo.head.call import HeadCall, Inputs
 from jaxppo.head.gradient import reduce_tokens, stats_of_tokens
 from jaxppo.losses.parts import ALONE, Part
 from jaxppo.losses.token_loss import Reads, Step, TokenLoss, masked_arrays
-from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call
-from jaxppo.step.aggregation import Normalizer, step_normalizer, token_weights, weighted_sum
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call, vary
+from jaxppo.step.aggregation import Normalizer, Parallel, step_normalizer, token_weights
 
 Found = tuple[Float[Array, ""], Metrics]
 Normalizers = Normalizer | Mapping[str, Normalizer] | None
-Parallel = ParallelMesh | ShardAxes | None
 Static = tuple[tuple[str, ...], tuple[Part, ...], HeadCall | None]  # the parts' names, and the parts without arrays
 Numbers = Mapping[str, Array]  # the traced numbers of a loss, and others of its call, by name
 OfHead = tuple[HeadCall, Inputs]
@@ -88,17 +91,16 @@ def call_parts(
 
 
 def _normalizers(parts: Mapping[str, Part], given: Normalizers) -> list[Normalizer | None]:
-    if ALONE in parts:
-        if given is not None and not isinstance(given, Normalizer):
-            raise TypeError(f"normalizer: got {type(given).__name__}, expected Normalizer or None")
-        return [given]
     if given is None:
         return [None] * len(parts)
-    if not isinstance(given, Mapping) or not all(isinstance(x, Normalizer) for x in given.values()):
-        raise TypeError(f"normalizer: got {type(given).__name__}, expected Normalizers by the names of parts, or None")
-    if given.keys() != parts.keys():
-        raise ValueError(f"normalizer: got those of {sorted(given)}, expected one of each part, {sorted(parts)}")
-    return [given[name] for name in parts]
+    alone = ALONE in parts
+    by_name: Any = {ALONE: given} if alone else given
+    if not isinstance(by_name, Mapping) or not all(isinstance(x, Normalizer) for x in by_name.values()):
+        expected = "Normalizer or None" if alone else "Normalizers by the names of parts, or None"
+        raise TypeError(f"normalizer: got {type(given).__name__}, expected {expected}")
+    if by_name.keys() != parts.keys():
+        raise ValueError(f"normalizer: got those of {sorted(by_name)}, expected one of each part, {sorted(parts)}")
+    return [by_name[name] for name in parts]
 
 
 def _of_parts(
@@ -120,23 +122,21 @@ def _of_parts(
     total: Float[Array, ""] | None = None
     if head is not None and all(loss.token_local for loss in losses):
         before = steps_of(None, known)
-        beside = [_known_before(*x) for x in zip(before, losses, numbers, strict=True)]
-        by_token, shared = [x for x, _ in beside], [x for _, x in beside]
+        by_token, shared = zip(*map(_known_before, before, losses, numbers), strict=True)
         total, stats = reduce_tokens(head, given, _OfTokens(tuple(static)), by_token, shared)
         known = [step.normalizer for step in before]
     elif head is not None:
         with note("two passes: the loss of a token depends on others"):
             stats = stats_of_tokens(head, given)
     steps = steps_of(stats, known)  # after one pass again, to check the log-probs too
-    own = total if names == (ALONE,) else None
-    found = [finish(step, loss, stats, own) for step, loss in zip(steps, losses, strict=True)]
+    if names == (ALONE,):
+        return finish(steps[0], losses[0], stats, total)
+    found = [finish(step, loss, stats) for step, loss in zip(steps, losses, strict=True)]
     return _sum(names, found, numbers, total)
 
 
 def _sum(names: tuple[str, ...], found: list[Found], numbers: list[Numbers], total: Float[Array, ""] | None) -> Found:
-    """The sum of the losses, `total` where one pass has computed it, and the metrics of all; a loss alone as it is."""
-    if names == (ALONE,):
-        return found[0]
+    """The sum of the losses, `total` where one pass has computed it, and the metrics of all."""
     if total is None:
         total = sum((its["part.coef"] * x for its, (x, _) in zip(numbers, found, strict=True)), jnp.float32(0))
     for value, _ in found:  # also if all weights or coefficients are 0
@@ -217,12 +217,13 @@ def _broken_rules(
 
 
 def finish(step: Step, loss: TokenLoss[Any], stats: Any, total: Float[Array, ""] | None = None) -> Found:
-    """Steps 2 to 4 of `losses.token_loss`. Step 3 is left out where one pass has computed the `total` already."""
+    """Per-shard: the loss, `total` where one pass has computed it already, and its metrics."""
     axes, mask = step.segments.axes, step.batch.loss_mask
     constants, seen = lax.stop_gradient(loss.constants(stats, step)), loss.seen(stats, mask)
     if total is None:
         losses = loss.per_token(seen, step.batch, constants, step.segments)
-        total = weighted_sum(axes, losses, step.weights, mask)
+        weighted = (jnp.where(mask > 0, losses, 0) * step.weights).sum()
+        total = axes.psum(vary(weighted, axes.tokens), axes.tokens)
     broken = step.broken.and_loss(total)
     total += jnp.where(broken.any, jnp.nan, 0)  # also if no token has a weight
     terms = loss.metrics(lax.stop_gradient(seen), step, constants)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxppo.base.arrays import masked
-from jaxppo.base.ranks import highest, ordered_bits
+from jaxppo.base.ranks import highest, ordered_bits, total
 from jaxppo.base.stacked import check_whole_step, of_rows
 from jaxppo.base.traced import put_arrays, take_arrays
 from jaxppo.batch.reads import at_most_zero
@@ -23,7 +23,7 @@ from jaxppo.head.head import TokenStats
 from jaxppo.losses.policy_tokens import advantages_of, check_config, check_needed, impossible_tokens, old_log_probs
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses import PolicyLoss
-from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 
 __all__ = ["covariance_mask"]
 
@@ -50,12 +50,11 @@ def covariance_mask(
       parallel: the mesh.
 
     Returns:
-      `f32`, the shape of `batch.loss_mask`: 1 where a token is picked. Give it to the batch of `policy_loss` as the
-      extra "selected".
+      `f32`, the shape of `batch.loss_mask`: 1 where a token is picked; for `policy_loss` the batch's extra "selected".
 
     Raises:
-      ValueError: a config with another loss, an array that the batch lacks, shapes that differ, one micro-batch of
-        several, a call inside `accumulate_gradients`.
+      ValueError: a config with another loss, an array that the batch lacks, shapes that differ, a part of a step as in
+        `second_moment_mask`.
 
     Example:
       >>> from jaxppo.policy_losses import KLCov
@@ -105,21 +104,18 @@ def _pick(
     loss: Any = put_arrays(static, traced)
     axes.check_complete("a selection of the step's tokens", batch.loss_mask)
     mask = (batch.loss_mask > 0).astype(jnp.float32)
-    log_probs, old, advantages = masked(log_probs, mask), masked(old, mask), advantages_of(batch)
-
-    def total(x: jax.Array) -> jax.Array:
-        return axes.psum(vary(x.sum(dtype=x.dtype), axes.tokens), axes.tokens)
+    log_probs, advantages = masked(log_probs, mask), advantages_of(batch)
 
     def draw(sample: jax.Array, position: jax.Array) -> jax.Array:
         of_token = jax.random.fold_in(jax.random.fold_in(key, sample), position)
         return jax.random.bits(of_token, dtype=jnp.uint32)  # u64 with x64 else
 
-    tokens = jnp.maximum(total(mask), 1)
-    from_means = [masked(x - total(x) / tokens, mask) for x in (advantages, log_probs)]
+    tokens = jnp.maximum(total(axes, mask), 1)
+    from_means = [masked(x - total(axes, x) / tokens, mask) for x in (advantages, log_probs)]
     covariance = from_means[0] * from_means[1]
     owners = batch.segments(axes).spread(batch.sample_ids)
     lots = jax.vmap(jax.vmap(draw))(owners, batch.positions)
     wanted = jnp.maximum(jnp.floor(loss.share * tokens), 1).astype(jnp.int32)
     candidates = (mask > 0) & loss.selectable(covariance, log_probs, old, advantages)
     scores = lots if loss.selects == "random" else ordered_bits(covariance)
-    return highest(total, scores, lots, candidates, wanted).astype(jnp.float32)
+    return highest(axes, scores, lots, candidates, wanted).astype(jnp.float32)

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxppo.base.arrays import check_array
+from jaxppo.base.arrays import check_array, masked
 from jaxppo.base.metrics import CompositeTerm
 from jaxppo.base.pytree import register
 from jaxppo.base.traced import put_arrays
@@ -26,10 +26,8 @@ from jaxppo.losses.compute import Static, call_parts, step_of
 from jaxppo.losses.doors import checked_of_stats
 from jaxppo.losses.parts import ALONE, OfPolicy, Part, Parts
 from jaxppo.losses.token_loss import Losses, TokenLoss
-from jaxppo.sharding import ParallelMesh, ShardAxes, segment_sum
-from jaxppo.step.aggregation import Normalizer
-
-_FIRST = ("", "padding", "masked", "impossible", "no weight")
+from jaxppo.sharding import ShardAxes, segment_sum
+from jaxppo.step.aggregation import Normalizer, Parallel
 
 
 @register(static=["reasons"])
@@ -42,8 +40,7 @@ class ExplainedTokens:
 
         - "log_probs", "advantages", and by its metric's name each value that the loss reports as a mean or a sum over
           tokens, such as "ratio", "clip_fraction", "kl" and "tis";
-        - "weight", the token's weight in the loss, and "loss/NAME", its terms before it is weighted: "loss/policy",
-          "loss/kl" and "loss/entropy" of a policy loss;
+        - "weight" in the loss, and "loss/NAME", the terms before they are weighted, such as "loss/policy";
         - "contribution", the weight times the sum of the terms: the sum over tokens is the loss;
         - "gradient", the derivative of the loss by the token's log-prob.
       reason: `i32[R, T]`, the index in `reasons` of the reason why the loss does not train the token; 0 for none.
@@ -70,7 +67,7 @@ def explain_tokens(
     batch: RolloutBatch,
     loss: TokenLoss[Any] | OfPolicy | Parts,
     *,
-    parallel: ParallelMesh | ShardAxes | None = None,
+    parallel: Parallel = None,
     normalizer: Normalizer | Mapping[str, Normalizer] | None = None,
 ) -> Any:
     """What the loss does with each token: the terms of `loss_from_stats`, `[R, T]`, whose weighted sum is the loss.
@@ -119,18 +116,15 @@ def _explained(
     step = step_of(axes, loss, stats, batch, normalizer, numbers)
     mask, weights = step.batch.loss_mask, step.weights * numbers.get("part.coef", 1)
     constants, seen = loss.constants(stats, step), loss.seen(stats, mask)
-    leaves, structure = jax.tree.flatten(stats)
-    at = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
 
-    def of_floats(floats: list[Array]) -> tuple[Array, Losses]:
-        changed = dict(zip(at, floats, strict=True))
-        stats = jax.tree.unflatten(structure, [changed.get(i, x) for i, x in enumerate(leaves)])
+    def contributed(stats: Any) -> tuple[Array, Losses]:
         terms = loss.terms(loss.seen(stats, mask), step.batch, constants, step.segments)
         total = functools.reduce(jnp.add, terms.values())
         return jnp.where(mask > 0, total, 0) * weights, terms
 
-    contribution, pull, terms = jax.vjp(of_floats, [leaves[i] for i in at], has_aux=True)
-    (slopes,) = pull(jnp.ones_like(contribution))
+    contribution, pull, terms = jax.vjp(contributed, stats, has_aux=True)
+    by_stats = jax.tree.leaves(pull(jnp.ones_like(contribution)))
+    slopes = [x for x in by_stats if x.dtype != jax.dtypes.float0]  # of integers, such as ids
     metrics = loss.metrics(seen, step, constants)
     reported = {name: x for name, x in metrics.items() if not isinstance(x, CompositeTerm) and x[2] in ("mean", "sum")}
     arrays: dict[str, Any] = {name.removesuffix("_mean"): x[0] for name, x in reported.items()}
@@ -142,17 +136,15 @@ def _explained(
     arrays["gradient"] = slopes[0]  # the log-probs are the first of a head's statistics
     still = functools.reduce(jnp.logical_and, [(x == 0).reshape(*mask.shape, -1).all(axis=-1) for x in slopes])
     left_out = jnp.zeros(mask.shape, bool) if step.left_out is None else step.left_out
-    of_all = [batch.segment_ids <= 0, ~(batch.loss_mask > 0), left_out, weights == 0]
-    own = loss.reasons(seen, step, constants)
-    reason = jnp.where(still, len(_FIRST) + len(own), 0)
-    for i, holds in reversed([*enumerate([*of_all, *own.values()], start=1)]):
-        reason = jnp.where(holds, i, reason)
-    brought = {name: jnp.where(mask > 0, x.astype(jnp.float32), 0) for name, x in arrays.items()}
-    return ExplainedTokens(brought, reason.astype(jnp.int32), (*_FIRST, *own, "no gradient"))
+    reasons = {"padding": batch.segment_ids <= 0, "masked": ~(batch.loss_mask > 0), "impossible": left_out}
+    reasons |= {"no weight": weights == 0, **loss.reasons(seen, step, constants), "no gradient": still}
+    reason = jnp.select([*reasons.values()], [*range(1, len(reasons) + 1)], 0)  # the first that holds
+    brought = {name: masked(x, mask) for name, x in arrays.items()}
+    return ExplainedTokens(brought, reason.astype(jnp.int32), ("", *reasons))
 
 
 def by_sample(
-    explained: ExplainedTokens, batch: RolloutBatch, *, parallel: ParallelMesh | ShardAxes | None = None
+    explained: ExplainedTokens, batch: RolloutBatch, *, parallel: Parallel = None
 ) -> dict[str, Float[Array, "R S"]]:
     """Sums over the tokens of each sample of everything that `explain_tokens` found.
 
@@ -192,8 +184,7 @@ def write_tokens(path: str | os.PathLike[str], explained: ExplainedTokens, batch
 
     Args:
       path: the file; it is made if it is not there.
-      explained: of one loss; this process must hold its arrays and the batch's.
-      batch: the batch that it explains.
+      explained, batch: of one loss, and the batch that it explains; this process must hold the arrays of both.
       **fields: of your own for each line, such as step=7.
 
     Returns:

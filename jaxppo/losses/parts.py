@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -53,7 +53,7 @@ class Part(Loss):
     equals: int | None = None
 
     def __post_init__(self) -> None:
-        check_loss(self.loss)
+        as_token_loss(self.loss)  # refuses what is no loss
         of = self.loss.loss if isinstance(self.loss, PolicyLossConfig) else self.loss
         if isinstance(of, PolicyLoss) and of.selects is not None:
             raise ValueError(f"loss: got {of}, expected one that selects no tokens of the step")
@@ -67,8 +67,7 @@ class Part(Loss):
 
     @property
     def of_tokens(self) -> TokenLoss[Any]:
-        """The loss, of a part that `as_parts` made."""
-        return cast("TokenLoss[Any]", self.loss)
+        return as_token_loss(self.loss)
 
     def of(self, batch: RolloutBatch) -> RolloutBatch:
         """The batch as this part reads it."""
@@ -85,17 +84,8 @@ class Part(Loss):
         return dataclasses.replace(batch, **changed)
 
 
-def check_loss(loss: Any) -> None:
-    """Raises unless this is a single loss as `loss_from_hidden` takes it."""
-    if not isinstance(loss, OfPolicy | TokenLoss):
-        expected = "a PolicyLossConfig, a policy loss, SFT() or another TokenLoss"
-        raise TypeError(f"loss: got {type(loss).__name__}, expected {expected}")
-    if not dataclasses.is_dataclass(loss) or not getattr(loss, "__dataclass_params__").frozen:  # noqa: B009
-        raise TypeError(f"loss: got {type(loss).__name__}, expected a frozen dataclass, whose numbers may be traced")
-
-
 def as_parts(loss: Any) -> dict[str, Part]:
-    """The parts of a loss by name, with a `TokenLoss` each; a loss that is no sum is alone."""
+    """The parts of a loss by name; a loss that is no sum is alone."""
     if not isinstance(loss, Mapping):
         return {ALONE: Part(as_token_loss(loss))}
     if not loss:
@@ -103,12 +93,15 @@ def as_parts(loss: Any) -> dict[str, Part]:
     for name in loss:
         if not isinstance(name, str) or not name:
             raise TypeError(f"loss: got a part named {name!r}, expected a string")
-    parts = {name: x if isinstance(x, Part) else Part(x) for name, x in loss.items()}
-    return {name: dataclasses.replace(x, loss=as_token_loss(x.loss)) for name, x in parts.items()}
+    return {name: x if isinstance(x, Part) else Part(x) for name, x in loss.items()}
 
 
 def as_token_loss(loss: Any) -> TokenLoss[Any]:
-    """The loss of a token that a loss stands for."""
-    check_loss(loss)
+    """The loss of a token that a loss stands for; raises unless it is a single loss as `loss_from_hidden` takes it."""
+    if not isinstance(loss, OfPolicy | TokenLoss):
+        expected = "a PolicyLossConfig, a policy loss, SFT() or another TokenLoss"
+        raise TypeError(f"loss: got {type(loss).__name__}, expected {expected}")
+    if not dataclasses.is_dataclass(loss) or not getattr(loss, "__dataclass_params__").frozen:  # noqa: B009
+        raise TypeError(f"loss: got {type(loss).__name__}, expected a frozen dataclass, whose numbers may be traced")
     loss = PolicyLossConfig(loss) if isinstance(loss, PolicyLoss) else loss
     return PolicyTokenLoss(loss) if isinstance(loss, PolicyLossConfig) else loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Set
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -11,17 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import (
-    LOG_PROBS,
-    Aggregation,
-    as_coefficient,
-    check_aggregation,
-    check_array,
-    check_choice,
-    is_zero,
-    masked,
-    needed,
-)
+from jaxppo.base.arrays import Aggregation, check_aggregation, check_array, check_choice, is_zero, masked, needed
 from jaxppo.base.kl import KL, Estimator, k3, kl_divergence, log_ratio
 from jaxppo.base.metrics import CompositeTerm, Term, Terms, effective_share, means, moments, share
 from jaxppo.batch.extras import extra_of
@@ -46,29 +37,26 @@ def check_config(config: PolicyLossConfig) -> None:
 
 def check_needed(batch: RolloutBatch, config: PolicyLossConfig) -> None:
     """Raises ValueError where the config asks for an array that the batch lacks."""
-    purposes = {"advantages": "every policy loss"}
-    if config.ratio_to in BY_RATIO:
-        purposes[BY_RATIO[config.ratio_to]] = f"ratio_to={config.ratio_to!r}"
-    if config.penalises_kl:
-        purposes["ref_log_probs"] = f"kl={config.kl}"
-    for name in sorted(config.policies - {"current"}):
-        parts = {"off_policy": config.off_policy, "kl": config.kl}
-        asks = [f"{what}={x}" for what, x in parts.items() if x is not None and name in x.policies]
-        purposes.setdefault(f"{name}_log_probs", ", ".join(asks))
-    for name in ("advantages", *LOG_PROBS):
-        if name in purposes:
-            needed(f"batch.{name}", getattr(batch, name), f"f32[R, T] for {purposes[name]}")
+    needed("batch.advantages", batch.advantages, "f32[R, T] for every policy loss")
+    asks: dict[str, Set[str]] = {f"ratio_to={config.ratio_to!r}": {config.ratio_to}}
+    if config.kl is not None:
+        asks[f"kl={config.kl}"] = config.kl.policies | ({"ref"} if config.penalises_kl else set())
+    if config.off_policy is not None:
+        asks[f"off_policy={config.off_policy}"] = config.off_policy.policies
+    for name in ("old", "ref", "rollout"):
+        if purposes := ", ".join(what for what, policies in asks.items() if name in policies):
+            needed(f"batch.{name}_log_probs", getattr(batch, f"{name}_log_probs"), f"f32[R, T] for {purposes}")
 
 
 def old_log_probs(log_probs: Float[Array, "R T"], batch: RolloutBatch, config: PolicyLossConfig) -> Float[Array, "R T"]:
-    """The log-probs in the denominator of the config's ratio; a constant of differentiation."""
+    """The log-probs in the denominator of the config's ratio: constants, 0 where the mask is 0."""
     name = BY_RATIO.get(config.ratio_to)
-    return lax.stop_gradient(log_probs if name is None else getattr(batch, name))
+    return masked(lax.stop_gradient(log_probs if name is None else getattr(batch, name)), batch.loss_mask)
 
 
 def advantages_of(batch: RolloutBatch) -> Float[Array, "R T"]:
     """The advantages in f32, 0 where the mask is 0."""
-    return masked(needed("batch.advantages", batch.advantages), batch.loss_mask)
+    return masked(batch.advantages, batch.loss_mask)
 
 
 def impossible_tokens(
@@ -104,6 +92,7 @@ class PolicyTokenLoss(OfConfig):
     """The policy loss of a token, with its penalties."""
 
     config: PolicyLossConfig
+    coefficients: ClassVar[tuple[str, ...]] = ("config.kl.coef", "config.entropy_coef")
 
     @property
     def asks(self) -> Asks:
@@ -121,11 +110,6 @@ class PolicyTokenLoss(OfConfig):
             given = given and off.token_local  # a token that is left out changes sequence statistics
         of_sequences = self.config.kl is not None and self.config.kl.importance == "sequence"
         return self.config.loss.token_local and given and not of_sequences
-
-    def traceable(self) -> PolicyTokenLoss:
-        kl = self.config.kl and dataclasses.replace(self.config.kl, coef=as_coefficient(self.config.kl.coef))
-        entropy_coef = as_coefficient(self.config.entropy_coef)
-        return PolicyTokenLoss(dataclasses.replace(self.config, kl=kl, entropy_coef=entropy_coef))
 
     def check(self, batch: RolloutBatch) -> None:
         check_needed(batch, self.config)
@@ -240,18 +224,14 @@ class PolicyTokenLoss(OfConfig):
     ) -> tuple[Float[Array, "R T"], Indicators]:
         """The corrected policy loss of each token, and the indicators of the config's loss."""
         mask, selected = batch.loss_mask, batch.extras.get(SELECTED)
-        given = self._old(log_probs, batch), advantages_of(batch)
+        given = old_log_probs(log_probs, batch, self.config), advantages_of(batch)
         extra = {} if selected is None else {"selected": masked(selected, mask)}
         policy, indicators = self.config.loss(log_probs, *given, mask=mask, segments=segments, **extra)
         return policy if correction is None else policy * correction.weights, indicators
 
-    def _old(self, log_probs: Float[Array, "R T"], batch: RolloutBatch) -> Float[Array, "R T"]:
-        """The log-probs in the denominator of the ratio, 0 where the mask is 0."""
-        return masked(old_log_probs(log_probs, batch, self.config), batch.loss_mask)
-
     def _comparisons(self, log_probs: Float[Array, "R T"], batch: RolloutBatch) -> dict[str, Float[Array, "R T"]]:
         """The values of metrics that compare policies: the ratio, and the sampler's difference from the trainer."""
-        old = self._old(log_probs, batch)
+        old = old_log_probs(log_probs, batch, self.config)
         values = {"ppo_kl": old - log_probs, "ratio_mean": jnp.exp(log_ratio(log_probs, old))}
         if batch.rollout_log_probs is None:
             return values

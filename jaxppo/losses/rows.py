@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jaxtyping import Array, Bool
 
 from jaxppo.base.arrays import check_array
 from jaxppo.base.metrics import Terms
+from jaxppo.base.traced import map_leaves
 from jaxppo.batch.extras import check_name, extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.parts import Part, as_token_loss
@@ -26,7 +26,7 @@ def by_row(
 ) -> dict[str, Part]:
     """A loss for each row, or sample: parts by name, of which each has the tokens that are marked with its place.
 
-    All of them share one pass of the head. No program changes when clients come and go, as long as the losses are the
+    All of them share one pass of the head. Nothing compiles when clients come and go, as long as the losses are the
     same: one extra of the batch says which token has which loss, and other extras hold the numbers.
 
     Args:
@@ -52,18 +52,20 @@ def by_row(
       3.0
     """
     check_name("which", which)
-    for what, x in (("losses", losses), ("numbers", {} if numbers is None else numbers)):
+    numbers = {} if numbers is None else numbers
+    for what, x in (("losses", losses), ("numbers", numbers)):
         if not isinstance(x, Mapping):
             raise TypeError(f"{what}: got {type(x).__name__}, expected them by the names of losses")
     if not losses:
         raise ValueError("losses: got none, expected at least one")
-    unknown = sorted(set(numbers or {}) - set(losses))
-    if unknown:
+    if unknown := sorted(set(numbers) - set(losses)):
         raise ValueError(f"numbers: got {unknown}, expected names of losses, {sorted(losses)}")
     found = {}
     for place, (name, loss) in enumerate(losses.items()):
-        of, given = as_token_loss(loss), (numbers or {}).get(name, {})
-        found[name] = Part(WithNumbers(of, tuple(given.items())) if given else of, mask=which, equals=place)
+        of = as_token_loss(loss)
+        if given := numbers.get(name):
+            of = WithNumbers(of, tuple(given.items()))
+        found[name] = Part(of, mask=which, equals=place)
     return found
 
 
@@ -73,35 +75,19 @@ def _of_loss(name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class WithNumbers(TokenLoss[Any]):
-    """A loss some of whose numbers are extras of the batch, one for each token; see `by_row`.
-
-    Args:
-      loss: the loss.
-      numbers: pairs of a field's name, such as "config.loss.clip_low", and the name of the extra.
-
-    Raises:
-      ValueError: a number that the loss does not have.
-
-    Example:
-      >>> from jaxppo.losses import SFT
-      >>> from jaxppo.losses.rows import WithNumbers
-      >>> WithNumbers(SFT(z_loss=0.1), (("z_loss", "client_z_loss"),)).token_local
-      True
-    """
+    """A loss some of whose numbers are extras of the batch, one for each token; see `by_row`."""
 
     loss: TokenLoss[Any]
-    numbers: tuple[tuple[str, str], ...]
-    of_head: ClassVar[bool] = True
+    numbers: tuple[tuple[str, str], ...]  # the path of a field, such as "config.loss.clip_low", and its extra
 
     def __post_init__(self) -> None:
-        paths = []
         for field, extra in self.numbers:
             check_name(f"numbers[{field!r}]", extra)
-            paths.append((_path(self.loss, field), extra))
+        numbers = tuple((_path(self.loss, field), extra) for field, extra in self.numbers)
         off_policy = self.loss.off_policy
-        if off_policy is not None and off_policy.batch_normalize and any("off_policy" in path for path, _ in paths):
+        if off_policy is not None and off_policy.batch_normalize and any("off_policy" in path for path, _ in numbers):
             raise ValueError("numbers: got one of off_policy, expected none with batch_normalize, a mean over all rows")
-        object.__setattr__(self, "numbers", tuple(paths))
+        object.__setattr__(self, "numbers", numbers)
 
     aggregation = _of_loss("aggregation")
     aggregation_norm = _of_loss("aggregation_norm")
@@ -143,32 +129,25 @@ class WithNumbers(TokenLoss[Any]):
 
     def _of(self, batch: RolloutBatch) -> TokenLoss[Any]:
         """The loss with the batch's numbers, whatever its constructor would say of arrays."""
-        loss: Any = self.loss
-        for path, extra in self.numbers:
-            loss = _replaced(loss, path.split("."), batch.extras[extra].astype(jnp.float32), batch.loss_mask > 0)
+        extras = dict(self.numbers)
+
+        def number(path: tuple[str, ...], own: Any) -> Any:
+            extra = extras.get(".".join(path))
+            if extra is None:
+                return own
+            # where there is no loss the loss's own number stands: that of the batch is 0 there, by which it may divide
+            return jnp.where(batch.loss_mask > 0, batch.extras[extra].astype(jnp.float32), own)
+
+        loss: TokenLoss[Any] = map_leaves(self.loss, number)
         return loss
-
-
-def _replaced(x: Any, path: list[str], value: Array, here: Bool[Array, "R T"]) -> Any:
-    if isinstance(x, tuple):
-        place = int(path[0])
-        return (*x[:place], _replaced(x[place], path[1:], value, here), *x[place + 1 :])
-    new, own = copy.copy(x), getattr(x, path[0])  # the constructor's checks want scalars
-    # where there is no loss the loss's own number stands: that of the batch is 0 there, by which it may divide
-    found = jnp.where(here, value, own) if len(path) == 1 else _replaced(own, path[1:], value, here)
-    object.__setattr__(new, path[0], found)
-    return new
 
 
 def _path(loss: Any, field: str) -> str:
     """The whole path of a number: a policy loss is "config.loss" in the loss of a token."""
-    for prefix in ("", "config.", "config.loss."):
-        x: Any = loss
-        for name in (prefix + field).split("."):
-            if isinstance(x, tuple):
-                x = {str(i): part for i, part in enumerate(x)}.get(name)
-            else:
-                x = vars(x).get(name) if dataclasses.is_dataclass(x) else None
+    leaves: dict[str, Any] = {}
+    map_leaves(loss, lambda path, x: leaves.setdefault(".".join(path), x))
+    for path in (field, f"config.{field}", f"config.loss.{field}"):
+        x = leaves.get(path)
         if isinstance(x, int | float | np.generic | jax.Array) and not isinstance(x, bool):
-            return prefix + field
+            return path
     raise ValueError(f"numbers: got {field!r}, expected a number of {loss}, such as clip_low or kl.coef")

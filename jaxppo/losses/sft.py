@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.base.arrays import (
-    Aggregation,
-    Coefficient,
-    as_coefficient,
-    check_aggregation,
-    check_field,
-    check_flag,
-    is_zero,
-)
+from jaxppo.base.arrays import Aggregation, Coefficient, check_aggregation, check_field, check_flag, is_zero
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import as_logit_stats
@@ -32,20 +24,18 @@ class SFT(TokenLoss[TokenStats]):
         l_t = (1 - label_smoothing) * -log_prob_t + label_smoothing * (log_z_t - mean_logit_t) + z_loss * log_z_t^2
 
     log_z is the log-sum-exp of the logits, and log_z - mean_logit the mean of -log p over the vocabulary. Columns whose
-    logit is -inf, as under a bias of -inf, are left out of that mean, and their gradient is 0. With `dft` all of l_t is
-    multiplied by the target's probability, a constant: dynamic fine-tuning.
+    logit is -inf, as under a bias of -inf, are left out of that mean, and their gradient is 0.
 
     The metrics are `loss` (adds up over micro-batches), `nll` (the mean of -log_prob over tokens, nats), where the
     statistics have them `entropy`, `log_z` and `accuracy` (how often no token is likelier than the target), and
-    `broken_rules` (see `policy_loss`). `loss_from_stats` wants statistics made with
-    `logit_stats=("log_z", "mean_logit")` for label smoothing, with ("log_z",) for a z-loss.
+    `broken_rules` (see `policy_loss`).
 
     Args:
-      label_smoothing: the share of a uniform target, in [0, 1); a number or a traced schedule.
-      z_loss: the coefficient of log_z^2, a number or a traced schedule.
-      dft: weigh each token by its probability; denominators stay counts of tokens.
-      logit_stats: "log_z" and "accuracy", for these metrics from hidden states. Label smoothing and a z-loss bring
-        "log_z" anyway.
+      label_smoothing: the share of a uniform target, in [0, 1); a number or a traced schedule. `loss_from_stats` wants
+        statistics made with `logit_stats=("log_z", "mean_logit")` for it.
+      z_loss: the coefficient of log_z^2, a number or a traced schedule, for statistics with `logit_stats=("log_z",)`.
+      dft: dynamic fine-tuning: all of l_t times the target's probability, a constant; denominators stay counts.
+      logit_stats: "log_z" and "accuracy", for these metrics from hidden states. The first two options bring "log_z".
       aggregation, aggregation_norm: the denominators, see `token_weights`.
 
     Raises:
@@ -62,6 +52,7 @@ class SFT(TokenLoss[TokenStats]):
     https://arxiv.org/abs/2204.02311; dft: Wu et al. 2025, https://arxiv.org/abs/2508.05629
     """
 
+    coefficients: ClassVar[tuple[str, ...]] = ("label_smoothing", "z_loss")
     label_smoothing: Coefficient = 0.0
     z_loss: Coefficient = 0.0
     dft: bool = False
@@ -75,11 +66,6 @@ class SFT(TokenLoss[TokenStats]):
         check_flag("dft", self.dft)
         check_aggregation(self)
         object.__setattr__(self, "logit_stats", as_logit_stats(self.logit_stats))
-
-    def traceable(self) -> Self:
-        """With the coefficients in the form that traced code takes."""
-        smoothing, z_loss = as_coefficient(self.label_smoothing), as_coefficient(self.z_loss)
-        return dataclasses.replace(self, label_smoothing=smoothing, z_loss=z_loss)
 
     @property
     def asks(self) -> Asks:

@@ -1,14 +1,4 @@
-"""`TokenLoss`: what a loss of tokens is, apart from how it is computed.
-
-A batch goes through these steps, see `losses.compute`:
-
-1. `step_of`: the weight of each token, over the whole step, and the rules that the batch breaks;
-2. `TokenLoss.constants`: the constants of differentiation that the loss reads, such as importance weights;
-3. `TokenLoss.terms`: the loss of each token, and the sum over tokens and devices;
-4. `TokenLoss.metrics`.
-
-From hidden states, step 3 runs inside the head if the loss of a token depends on that token alone: one pass.
-"""
+"""`TokenLoss`: what a loss of tokens is, apart from how `losses.compute` computes it."""
 
 from __future__ import annotations
 
@@ -22,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Aggregation
+from jaxppo.base.arrays import Aggregation, as_coefficient
 from jaxppo.base.metrics import Terms
+from jaxppo.base.traced import map_leaves
 from jaxppo.batch.broken_rules import Broken
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import check_stats
@@ -59,24 +50,17 @@ class Asks:
 class Step:
     """Per-shard: a batch as a part of its optimiser step.
 
-    Args:
-      batch: constants, with a loss mask of 0 where the loss leaves a token out, floats that are 0 where it is 0, and
-        the sampler's log-probs at most 0.
-      segments: of its rows.
-      normalizer: of the whole step.
-      weights: `f32[R, T]`, the weight of each token's loss; NaN where a rule is broken anywhere.
-      broken: how often each rule is broken on all devices together.
-      left_out: `bool[R, T]`, the tokens of the loss mask that have no loss; None where the loss leaves none out.
-      capped: `bool[R, T]`, the tokens whose sampler's log-prob was above 0; None without the sampler's.
+    The batch holds constants. Its loss mask is 0 where the loss leaves a token out, its floats are 0 where the mask is,
+    and the sampler's log-probs are at most 0.
     """
 
     batch: RolloutBatch
     segments: Segments
-    normalizer: Normalizer
-    weights: Float[Array, "R T"]
-    broken: Broken
-    left_out: Bool[Array, "R T"] | None
-    capped: Bool[Array, "R T"] | None
+    normalizer: Normalizer  # of the whole step
+    weights: Float[Array, "R T"]  # of each token's loss; NaN where a rule is broken anywhere
+    broken: Broken  # how often each rule is broken on all devices together
+    left_out: Bool[Array, "R T"] | None  # the tokens of the loss mask without a loss; None where none is left out
+    capped: Bool[Array, "R T"] | None  # the tokens whose sampler's log-prob was above 0; None without the sampler's
 
 
 class TokenLoss(Loss, abc.ABC, Generic[Stats]):
@@ -91,6 +75,7 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
       token_local: the loss of a token depends only on the batch and on the statistics of that token.
       of_head: the statistics are a head's `TokenStats`.
       takes_nucleus: log-probs may be renormalised over a nucleus, see `loss_from_hidden`.
+      coefficients: the fields, such as "kl.coef" for one in a field, that are traced unless they are known to be 0.
 
     Example:
       >>> import dataclasses
@@ -111,6 +96,7 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
     aggregation_norm: float | None = None
     of_head: ClassVar[bool] = True
     takes_nucleus: ClassVar[bool] = False
+    coefficients: ClassVar[tuple[str, ...]] = ()
 
     @property
     def token_local(self) -> bool:
@@ -127,8 +113,9 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
         return None
 
     def traceable(self) -> Self:
-        """With its coefficients in the form that traced code takes."""
-        return self
+        """With its `coefficients` as traced code takes them."""
+        found: Self = map_leaves(self, lambda at, x: as_coefficient(x) if ".".join(at) in self.coefficients else x)
+        return found
 
     def check(self, batch: RolloutBatch) -> None:
         """Raises where the batch lacks what the loss reads, or where shapes or dtypes are wrong."""

@@ -15,7 +15,7 @@ from jaxppo.base.arrays import (
     MetricAggregation,
     check_aggregation,
     check_array,
-    check_choice,
+    check_choices,
     check_field,
     needed,
 )
@@ -36,16 +36,14 @@ class Value(TokenLoss[Values]):
     statistics. The batch needs `returns` and, with a clip, `values`: the critic's at the start of the step. The
     defaults are verl's; slime's are factor=1 and clip_fraction="outside".
 
-    With `huber_delta` d, an error e = v - G beyond d counts as d (2 |e| - d) in place of e^2, so that its gradient
-    stops growing.
-
     The metrics are `loss` (adds up over micro-batches), `value_mean`, `value_error` (the mean of |v - G|), with a clip
     `clip_fraction`, and `broken_rules` (see `policy_loss`).
 
     Args:
       clip: the largest useful change of a value from its old one; None for the plain squared error.
       factor: multiplies the squared error.
-      huber_delta: the error beyond which the loss is linear; only AReaL ships it (10 there). None for squared errors.
+      huber_delta: an error e beyond it counts as delta (2 |e| - delta) in place of e^2, so that its gradient stops
+        growing; only AReaL ships it (10 there). None for squared errors.
       clip_fraction: the metric `clip_fraction` counts tokens whose clipped error is the "worse" one, or whose value
         moved "outside" the clip.
       aggregation, aggregation_norm: the denominators, see `token_weights`.
@@ -82,8 +80,7 @@ class Value(TokenLoss[Values]):
         check_field(self, "factor")
         if self.huber_delta is not None:
             check_field(self, "huber_delta", above=0)
-        check_choice("clip_fraction", self.clip_fraction, ClipFraction)
-        check_choice("metric_aggregation", self.metric_aggregation, MetricAggregation)
+        check_choices(self, clip_fraction=ClipFraction, metric_aggregation=MetricAggregation)
         check_aggregation(self)
 
     def check(self, batch: RolloutBatch) -> None:
@@ -99,8 +96,7 @@ class Value(TokenLoss[Values]):
         return {"new_values": stats, "returns": batch.returns, **old}
 
     def terms(self, stats: Values, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
-        errors = self._errors(stats, batch)
-        return {"value": self.factor * functools.reduce(jnp.maximum, errors)}
+        return {"value": self.factor * functools.reduce(jnp.maximum, self._errors(stats, batch))}
 
     def metrics(self, stats: Values, step: Step, constants: Any) -> Terms:
         batch, mask = step.batch, step.batch.loss_mask

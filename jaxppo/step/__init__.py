@@ -1,4 +1,4 @@
-"""What a whole step needs: denominators, accumulated gradients, masks, entropies, staleness, forward passes."""
+"""What a whole step needs: denominators, accumulated gradients, forward passes, masks, entropies, staleness."""
 
 from typing import TYPE_CHECKING
 

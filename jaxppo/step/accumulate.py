@@ -1,4 +1,4 @@
-"""The gradient of a step that is too large for one pass: the sum over its micro-batches."""
+"""A step too large for one pass, a micro-batch at a time: its gradient, and forward passes that have none."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from jaxtyping import Array, Float
 from jaxppo.base.arrays import KINDS, check_array
 from jaxppo.base.metrics import Composite, Metric, Metrics, collapse_metrics
 from jaxppo.base.stacked import part_of_a_step
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.validation import check_arrays
+from jaxppo.head.head import TokenStats
 from jaxppo.sharding import ShardAxes, check_parallel, vary, varying
 from jaxppo.step.once_a_step import Split, gradients_of_originals, rounded, split
 
@@ -30,10 +33,9 @@ def accumulate_gradients(
     """`jax.value_and_grad` of a whole step, one micro-batch at a time: sum over k of loss_fn(params, micro_batches[k]).
 
     The sum is the loss of the whole step only if each part is normalised by the whole step. So put the
-    `Normalizer.of(loss, micro_batches)`, stacked (and for ClipCov and KLCov their `covariance_mask`) into
-    `micro_batches` beside them. A loss of this package without a normalizer is refused here, and so are group
-    advantages, `whiten` and other statistics of the step: call them before, on the stacked micro-batches. The loop is
-    one `lax.scan`: one program for any K, with one set of f32 gradient buffers.
+    stacked `Normalizer.of(loss, micro_batches)` (and for ClipCov and KLCov their `covariance_mask`) into
+    `micro_batches` beside them. Group advantages, `whiten` and other statistics of the step are refused here: call them
+    before, on the stacked micro-batches. The loop is one `lax.scan`, with one set of f32 gradient buffers.
 
     On a mesh the gradients of a head's parameters are summed over data and context axes once, after the loop, in f32.
     docs/normalizers.md tells how the gradients of the rest of a model are summed.
@@ -42,8 +44,7 @@ def accumulate_gradients(
       loss_fn: (params, micro_batch) -> (scalar loss, metrics).
       micro_batches: a pytree whose arrays, keys of `jax.random` among them, all have a leading K.
       parallel: inside the caller's `shard_map`, the roles of its axes. The gradients of all parameters are then summed
-        like those of a head. The loss must be summed over data and context axes, and must not hold a term that depends
-        on the parameters alone.
+        like those of a head. The loss must be a sum over data and context axes, without terms of the parameters alone.
 
     Returns:
       A function that maps params, a pytree of floating-point arrays, to ((loss, metrics), gradients): metrics merged
@@ -82,8 +83,8 @@ def accumulate_gradients(
         def of_one(wanted: Wanted, micro_batch: Any) -> Found:
             read, copies = wanted
             every = [x if y is None else y for x, y in zip(leaves, read, strict=True)]
-            loss, metrics = jax.tree.unflatten(result, parts.rest(*every, *copies, *jax.tree.leaves(micro_batch)))
-            return loss, metrics
+            found: Found = jax.tree.unflatten(result, parts.rest(*every, *copies, *jax.tree.leaves(micro_batch)))
+            return found
 
         wanted = [x if used else None for x, used in zip(leaves, parts.used, strict=True)], parts.copies(*originals)
         total, metrics, (found, of_copies) = _sum_over_micro_batches(of_one, wanted, micro_batches, count)
@@ -100,15 +101,9 @@ def _split_loss(
     loss_fn: Callable[[Any, Any], Any], params: Any, micro_batches: Any, count: int, names: tuple[str, ...]
 ) -> tuple[Split, Any]:
     """Traces the loss of one micro-batch and checks what it returns; the structure of that comes second."""
-
-    def checked(params: Any, micro_batch: Any) -> Found:
-        found = loss_fn(params, micro_batch)
-        _check_result(found)
-        return found
-
     one = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), micro_batches)
     with part_of_a_step(count):
-        traced, result = jax.make_jaxpr(checked, return_shape=True)(params, one)
+        traced, result = jax.make_jaxpr(lambda *args: _checked_result(loss_fn(*args)), return_shape=True)(params, one)
     if left := [name for name in names if name in traced.out_avals[0].manual_axis_type.varying]:
         raise ValueError(
             f"loss_fn: got a loss that varies over mesh axes {left}, expected the sum over them, lax.psum; a term of "
@@ -154,8 +149,8 @@ def _summed(total: Float[Array, "..."], param: Float[Array, "..."]) -> Float[Arr
     return total.astype(param.dtype)
 
 
-def _check_result(found: object) -> None:
-    """Raises unless `found` is a scalar loss with metrics, as losses of this package return them."""
+def _checked_result(found: Any) -> Found:
+    """The result of a loss; raises unless it is a scalar with metrics, as losses of this package return them."""
     expected = "(scalar loss, metrics), as policy_loss returns them"
     if not isinstance(found, tuple) or len(found) != 2:
         got = f"an array of shape {found.shape}" if hasattr(found, "shape") else type(found).__name__
@@ -167,3 +162,46 @@ def _check_result(found: object) -> None:
     for name, x in metrics.items() if isinstance(metrics, Mapping) else [("it", metrics)]:
         if not isinstance(x, Metric | Composite):
             raise TypeError(f"loss_fn: got {type(x).__name__} for metric {name!r}, expected Metric or Composite")
+    return loss, metrics
+
+
+def compute_log_probs(
+    apply: Callable[[Any, RolloutBatch], TokenStats], params: Any, micro_batches: RolloutBatch
+) -> TokenStats:
+    """Computes the statistics of micro-batches one after another, and keeps nothing for a backward. Call it under jit.
+
+    Args:
+      apply: takes params and one micro-batch `[R, T]`, returns its `TokenStats`; see `log_probs_from_hidden`.
+      params: the parameters of the model that scores.
+      micro_batches: `[K, R, T]`, or one batch `[R, T]`.
+
+    Returns:
+      `TokenStats`, f32 `[K, R, T]` or `[R, T]` each.
+
+    Raises:
+      TypeError: apply does not return `TokenStats`.
+      ValueError: apply's log-probs have another shape than its micro-batch.
+
+    Example:
+      >>> ids, one = jnp.ones((2, 1, 3), int), jnp.zeros((2, 1, 1), int)
+      >>> batches = RolloutBatch(ids, ids, ids, ids, ids * 1.0, one)
+      >>> score = lambda params, batch: TokenStats(params * batch.targets)
+      >>> compute_log_probs(score, -2.0, batches).log_probs.shape
+      (2, 1, 3)
+    """
+    if not callable(apply):
+        raise TypeError(f"apply: got {type(apply).__name__}, expected a function that returns TokenStats")
+    check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
+    params = lax.stop_gradient(params)
+
+    def score(batch: RolloutBatch) -> TokenStats:
+        stats = apply(params, batch)
+        if not isinstance(stats, TokenStats):
+            raise TypeError(f"apply: got {type(stats).__name__}, expected a function that returns TokenStats")
+        if stats.log_probs.shape != batch.loss_mask.shape:
+            raise ValueError(
+                f"apply: got log-probs of shape {stats.log_probs.shape}, expected the batch's, {batch.loss_mask.shape}"
+            )
+        return lax.stop_gradient(stats)
+
+    return lax.map(score, micro_batches) if micro_batches.loss_mask.ndim == 3 else score(micro_batches)

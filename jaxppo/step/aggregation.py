@@ -22,28 +22,10 @@ from jaxppo.batch.validation import check_arrays, checked
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy.off_policy import OffPolicyConfig, of_mean_weight, weight_sums
 from jaxppo.policy_losses import PolicyLoss
+from jaxppo.policy_losses.base import Loss
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
 
-
-@runtime_checkable
-class _Aggregated(Protocol):
-    """A loss with denominators."""
-
-    @property
-    def aggregation(self) -> Aggregation: ...
-
-    @property
-    def off_policy(self) -> OffPolicyConfig | None: ...
-
-
-@runtime_checkable
-class _OfPart(Protocol):
-    """A part of a sum of losses."""
-
-    @property
-    def loss(self) -> Any: ...
-
-    def of(self, batch: RolloutBatch) -> RolloutBatch: ...
+Parallel = ParallelMesh | ShardAxes | None
 
 
 @runtime_checkable
@@ -53,12 +35,7 @@ class _OfDepths(Protocol):
     @property
     def aggregation(self) -> Aggregation: ...
 
-    def depth_batches(
-        self, micro_batches: RolloutBatch, parallel: ParallelMesh | ShardAxes | None
-    ) -> list[RolloutBatch]: ...
-
-
-_One = PolicyLoss | _Aggregated | _OfPart
+    def depth_batches(self, micro_batches: RolloutBatch, parallel: Parallel) -> list[RolloutBatch]: ...
 
 
 @register(static=["aggregation", "off_policy", "micro_batches", "weighted"])
@@ -70,8 +47,8 @@ class Normalizer:
     gives each micro-batch its own part. A loss with other options than those that it was made with refuses it.
 
     Args:
-      tokens: `f32[]`, the sum of the loss mask. If the batch has `weighted_denominators`, this and `denominators` are
-        sums of the mask times `loss_weights`.
+      tokens: `f32[]`, the sum of the loss mask; with the batch's `weighted_denominators`, of the mask times
+        `loss_weights`, and so are `denominators`.
       sequences: `f32[]`, the number of sequences ("rollout_mean": rollouts) with a loss token.
       denominators: `f32[R, S]`, the loss tokens of each sequence ("rollout_mean": of all samples of its rollout).
       counts: `f32[R, S]`, the loss tokens of each sequence, which must be those of the batch that it is used with.
@@ -102,23 +79,19 @@ class Normalizer:
     @overload
     @classmethod
     def of(
-        cls, loss: Mapping[str, Any], micro_batches: RolloutBatch, *, parallel: ParallelMesh | ShardAxes | None = None
+        cls, loss: Mapping[str, Any], micro_batches: RolloutBatch, *, parallel: Parallel = None
     ) -> dict[str, Normalizer]: ...
 
     @overload
     @classmethod
-    def of(
-        cls, loss: _OfDepths, micro_batches: RolloutBatch, *, parallel: ParallelMesh | ShardAxes | None = None
-    ) -> list[Normalizer]: ...
+    def of(cls, loss: _OfDepths, micro_batches: RolloutBatch, *, parallel: Parallel = None) -> list[Normalizer]: ...
 
     @overload
     @classmethod
-    def of(
-        cls, loss: _One, micro_batches: RolloutBatch, *, parallel: ParallelMesh | ShardAxes | None = None
-    ) -> Normalizer: ...
+    def of(cls, loss: Loss, micro_batches: RolloutBatch, *, parallel: Parallel = None) -> Normalizer: ...
 
     @classmethod
-    def of(cls, loss: Any, micro_batches: RolloutBatch, *, parallel: ParallelMesh | ShardAxes | None = None) -> Any:
+    def of(cls, loss: Any, micro_batches: RolloutBatch, *, parallel: Parallel = None) -> Any:
         """The denominators of a step for a loss.
 
         Args:
@@ -127,9 +100,8 @@ class Normalizer:
           parallel: the mesh.
 
         Returns:
-          A `Normalizer` for the batch, or one for each micro-batch, stacked: slices of it go with slices of them. For a
-          sum of parts, one for each part by name, with its own mask and weights; of several depths, a list with one for
-          each.
+          A `Normalizer` for the batch, or stacked ones for its micro-batches: slices of it go with slices of them. For
+          a sum of parts one for each part by name, with its own mask and weights; for depths a list with one for each.
 
         Raises:
           TypeError: something else in place of a loss.
@@ -146,16 +118,16 @@ class Normalizer:
         """
         if isinstance(loss, Mapping):
             return {name: cls.of(part, micro_batches, parallel=parallel) for name, part in loss.items()}
-        if isinstance(loss, _OfPart):
-            check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
-            return cls.of(loss.loss, loss.of(micro_batches), parallel=parallel)
         if isinstance(loss, _OfDepths):
             batches = loss.depth_batches(checked(micro_batches, stacked=True, prefix="micro_batches."), parallel)
             return [cls._of(loss.aggregation, None, batch, parallel) for batch in batches]
-        loss = PolicyLossConfig(loss) if isinstance(loss, PolicyLoss) else loss
-        if not isinstance(loss, _Aggregated):
+        if not isinstance(loss, Loss):
             raise TypeError(f"loss: got {type(loss).__name__}, expected a loss as loss_from_hidden takes it")
-        return cls._of(loss.aggregation, loss.off_policy, micro_batches, parallel)
+        one: Any = PolicyLossConfig(loss) if isinstance(loss, PolicyLoss) else loss
+        if hasattr(one, "of_tokens"):  # a `Part`, whose module this one cannot import
+            check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
+            return cls.of(one.loss, one.of(micro_batches), parallel=parallel)
+        return cls._of(one.aggregation, one.off_policy, micro_batches, parallel)
 
     @classmethod
     def _of(
@@ -163,7 +135,7 @@ class Normalizer:
         aggregation: Aggregation,
         off_policy: OffPolicyConfig | None,
         micro_batches: RolloutBatch,
-        parallel: ParallelMesh | ShardAxes | None,
+        parallel: Parallel,
     ) -> Normalizer:
         check_choice("aggregation", aggregation, Aggregation)
         batch = checked(micro_batches, stacked=True, prefix="micro_batches.")
@@ -323,10 +295,3 @@ def token_weights(
         case "sequence_mean_token_sum_norm":
             return mask / (or_one(normalizer.sequences) * needed("aggregation_norm", norm, "a number above 0"))
     return mask * segments.spread(1 / (or_one(normalizer.denominators) * or_one(normalizer.sequences)))
-
-
-def weighted_sum(
-    axes: ShardAxes, losses: Float[Array, "R T"], weights: Float[Array, "R T"], loss_mask: Float[Array, "R T"]
-) -> Float[Array, ""]:
-    """Per-shard: the sum of weight * loss over all data and context shards; masked losses may be NaN."""
-    return axes.psum(vary((jnp.where(loss_mask > 0, losses, 0) * weights).sum(), axes.tokens), axes.tokens)

@@ -51,7 +51,7 @@ class AdaptiveEntropy:
       most: the largest coefficient.
 
     Raises:
-      ValueError: a number out of its range.
+      ValueError: a number out of its range, also in its methods.
 
     Example:
       >>> adaptive = AdaptiveEntropy(target=0.2)
@@ -71,11 +71,7 @@ class AdaptiveEntropy:
             check_number(name, getattr(self, name), least=0)
 
     def init(self, coef: float = 0.0) -> EntropyState:
-        """The state before the first step, whose bonus has the coefficient `coef`, 0 to `most`.
-
-        Raises:
-          ValueError: a coefficient out of its range.
-        """
+        """The state before the first step, whose bonus has the coefficient `coef`, 0 to `most`."""
         check_number("coef", coef, least=0, most=self.most)
         return EntropyState(jnp.float32(coef), jnp.float32(-jnp.inf))
 
@@ -85,15 +81,9 @@ class AdaptiveEntropy:
         return jnp.where(state.entropy > self.target, 0 * state.coef, state.coef)
 
     def update(self, state: EntropyState, entropy: Float[Array, ""] | float) -> EntropyState:
-        """The state after a step.
+        """The state after a step whose metric `entropy` this is: the mean over its loss tokens, nats.
 
-        Args:
-          state: before the step.
-          entropy: the mean over the loss tokens of the whole step, nats: its metric `entropy`. Where it is NaN, the
-            state is NaN, and so is the next loss.
-
-        Raises:
-          ValueError: an entropy that is not an array and not a finite number.
+        Where the entropy is a NaN of an array, the state is NaN, and so is the next loss.
         """
         _check_state(state)
         if not isinstance(entropy, (np.ndarray, np.floating)) or np.ndim(entropy):  # NaN may come from a metric
@@ -125,7 +115,7 @@ def entropy_metrics(
     these metrics, since the histogram is a scatter of every token.
 
     Args:
-      stats: statistics with entropies, `f32[R, T]`.
+      stats: `TokenStats` with entropies, `f32[R, T]`.
       batch: `[R, T]`; only its sequences and its loss mask are read.
       quantiles: numbers in [0, 1]; training on the top 20% keeps the tokens above the quantile 0.8.
       starts: the first place of each range of places, from 0, in increasing order.
@@ -136,8 +126,7 @@ def entropy_metrics(
       the mean up to the next start.
 
     Raises:
-      TypeError: `stats` is not a `TokenStats`.
-      ValueError: stats without entropies or of another shape, quantiles or starts out of order or range.
+      TypeError, ValueError: stats without entropies or of another shape, quantiles or starts out of order or range.
 
     Example:
       >>> from jaxppo.step.entropy import entropy_metrics
@@ -218,10 +207,8 @@ def _per_shard(
     if not quantiles:
         return found
     bins = jnp.clip((jnp.sqrt(entropy / _HIGHEST) * _BINS).astype(jnp.int32), 0, _BINS - 1)
-    counts = jnp.zeros(_BINS, jnp.float32)
-    counts = axes.psum(
-        vary(counts, axes.tokens).at[bins].add(jnp.where(jnp.isfinite(entropy), mask, jnp.nan)), axes.tokens
-    )
+    empty = vary(jnp.zeros(_BINS, jnp.float32), axes.tokens)
+    counts = axes.psum(empty.at[bins].add(jnp.where(jnp.isfinite(entropy), mask, jnp.nan)), axes.tokens)
     histogram = Metric(counts, counts.sum(), "sum")
     return found | {f"entropy_p{100 * q:g}": Composite({"counts": histogram}, _Quantile(q)) for q in quantiles}
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxppo.base.arrays import as_number, check_alike, needed
-from jaxppo.base.ranks import kth, largest, ordered_bits
+from jaxppo.base.ranks import kth, largest, ordered_bits, total
 from jaxppo.base.stacked import check_whole_step, of_rows
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
@@ -27,16 +27,14 @@ def second_moment_mask(
     """M2PO: drops the fewest tokens that keep the second moment of the drift below a bound, over the whole step.
 
     Let d = (rollout_log_prob - old_log_prob)^2. The loss tokens with the largest d are dropped until the mean of the
-    rest is below `bound`. Tokens with equal d are dropped together, and those with the smallest d always stay. Tokens
-    without a finite log-prob under one of the two policies are dropped first.
+    rest is below `bound`: first those without a finite d, those with equal d together, never those with the smallest.
 
     Use it as `dataclasses.replace(batch, loss_mask=...)` to drop tokens from penalties and denominators too, as AReaL
     does; or multiply the advantages by it to drop them from the policy loss alone. The paper compares the sampler with
     the current policy, this function with the old one, which is known before the step. AReaL sorts each micro-batch.
 
     Args:
-      batch: the step, `[R, T]`, or its micro-batches stacked, `[K, R, T]`; needs `old_log_probs` and
-        `rollout_log_probs`.
+      batch: the step, `[R, T]`, or its micro-batches stacked, `[K, R, T]`; needs `old_log_probs`, `rollout_log_probs`.
       bound: the bound of the mean, nats^2, above 0.
       parallel: the mesh.
 
@@ -77,8 +75,8 @@ def _second_moment(
     def holds(cut: jax.Array) -> jax.Array:
         stays = mask & (scores <= cut)
         sums = jnp.where(stays, d, 0).sum(), stays.sum(dtype=jnp.float32)
-        total, count = axes.psum(jax.tree.map(lambda x: vary(x, axes.tokens), sums), axes.tokens)
-        return (total < bound * count) | (count == 0)
+        whole, count = axes.psum(jax.tree.map(lambda x: vary(x, axes.tokens), sums), axes.tokens)
+        return (whole < bound * count) | (count == 0)
 
     least = jnp.where(mask, scores, jnp.uint32(0xFFFFFFFF)).min()
     least = lax.pmin(vary(least, axes.tokens), axes.tokens) if axes.tokens else least
@@ -95,25 +93,22 @@ def top_entropy_mask(
 ) -> Float[Array, "*K R T"]:
     """Keeps the loss tokens of the step whose entropy is at least the quantile 1 - share.
 
-    Of n loss tokens, n - ceil((n - 1) (1 - share)) stay, and those that tie with the last of them. Take the entropies
-    of the policy at the start of the step, from the pass of the old log-probs: see `compute_log_probs`.
-
-    Multiply the advantages by the mask: the other tokens then have no policy loss, and penalties and denominators are
-    still over all tokens. TRL and ms-swift take the quantile of each micro-batch.
+    Of n loss tokens, n - ceil((n - 1) (1 - share)) stay, and those that tie with the last of them. Multiply the
+    advantages by the mask: the other tokens then have no policy loss, and penalties and denominators are still over all
+    tokens. TRL and ms-swift take the quantile of each micro-batch.
 
     Args:
-      entropy: `f32[R, T]`, nats, or `[K, R, T]` for stacked micro-batches; anything where the mask is 0.
+      entropy: `f32[R, T]`, nats, or `[K, R, T]` for stacked micro-batches, of the policy at the start of the step, from
+        the pass of the old log-probs (see `compute_log_probs`); anything where the mask is 0.
       batch: the step, of the same shape; only its loss mask is read.
       share: the share of loss tokens to keep, above 0 and at most 1.
       parallel: the mesh.
 
     Returns:
-      `f32`, the shape of `batch.loss_mask`: 1 where a loss token stays. NaN where the entropy of a loss token is not
-      finite, so that the loss is NaN.
+      As `second_moment_mask`; NaN where the entropy of a loss token is not finite, so that the loss is NaN.
 
     Raises:
-      ValueError: shapes that differ, a share out of its range, one micro-batch of several, a call inside
-        `accumulate_gradients`.
+      ValueError: shapes that differ, a share out of its range, a part of a step as in `second_moment_mask`.
 
     Example:
       >>> ids = jnp.array([[1, 1, 1, 1]])
@@ -136,14 +131,10 @@ def top_entropy_mask(
 def _top_entropy(axes: ShardAxes, entropy: jax.Array, loss_mask: jax.Array, share: jax.Array) -> Float[Array, "*K R T"]:
     axes.check_complete("a quantile of the step's entropies", loss_mask)
     mask = loss_mask > 0
-
-    def total(x: jax.Array) -> jax.Array:
-        return axes.psum(vary(x.sum(dtype=x.dtype), axes.tokens), axes.tokens)
-
-    count = total(mask.astype(jnp.int32))
+    count = total(axes, mask.astype(jnp.int32))
     wanted = count - jnp.ceil((count - 1).astype(jnp.float32) * (1 - share)).astype(jnp.int32)
     scores = ordered_bits(jnp.where(mask, entropy.astype(jnp.float32), 0))
-    stays = (mask & (scores >= kth(total, scores, mask, wanted))).astype(jnp.float32)
+    stays = (mask & (scores >= kth(axes, scores, mask, wanted))).astype(jnp.float32)
     return jnp.where(mask & ~(jnp.isfinite(entropy) & jnp.isfinite(share)), jnp.nan, stays)
 
 

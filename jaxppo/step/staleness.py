@@ -1,17 +1,6 @@
 """Asynchronous training: the staleness of each token, its metrics, and corrections for it.
 
-The tokens of one response may come from several versions of the policy, `policy_versions`. The trainer's own version is
-`version`, and s = version - policy_versions is the staleness of a token, in updates.
-
-The decoupled objective separates the *proximal* policy, which a step must stay near, from the one that drew the tokens.
-With b the sampler's probability, each token's term is
-
-    (prox / b) * min(r * A, clip(r) * A)        r = pi / prox
-
-which is `PolicyLossConfig(ratio_to="old", off_policy=OffPolicyConfig(weights="token"))` with the proximal log-probs as
-`old_log_probs`: computed by a forward pass before the step, or approximated by `proximal_log_probs`.
-
-Hilton et al. 2021, https://arxiv.org/abs/2110.00641; AReaL, https://arxiv.org/abs/2505.24298
+The staleness of a token is the trainer's `version` minus the version that drew it, of `policy_versions`, in updates.
 """
 
 from __future__ import annotations
@@ -51,6 +40,10 @@ def proximal_log_probs(
         log prox = log b + alpha * (log pi - log b)
         alpha = (proximal_version - policy_version) / (version - policy_version), within [0, 1]; 0 for a fresh token
 
+    As the batch's `old_log_probs`, with `PolicyLossConfig(off_policy=OffPolicyConfig(weights="token"))`, it gives the
+    decoupled objective, (prox / b) min(r A, clip(r) A) with r = pi / prox: the policy that a step stays near is not the
+    one that drew the tokens.
+
     Args:
       log_probs: `f32[R, T]`, log pi, of the policy that learns.
       rollout_log_probs: `f32[R, T]`, log b, as the sampler reported them.
@@ -70,7 +63,8 @@ def proximal_log_probs(
       >>> proximal_log_probs(log_pi, log_b, jnp.array([[6, 8, 10]]), version=10).tolist()
       [[-1.5, -2.0, -3.0]]
 
-    AReaL's log-linear approximation, https://inclusionai.github.io/AReaL/algorithms/prox_approx.html
+    Hilton et al. 2021, https://arxiv.org/abs/2110.00641; AReaL, https://arxiv.org/abs/2505.24298, whose approximation
+    this is: https://inclusionai.github.io/AReaL/algorithms/prox_approx.html
     """
     check_alike({"log_probs": log_probs, "rollout_log_probs": rollout_log_probs, "policy_versions": policy_versions})
     _check_version("version", version)
@@ -94,9 +88,7 @@ def staleness_metrics(
         version_span = mean of (newest - oldest policy_version), over sequences
 
     Args:
-      batch: `[R, T]`; needs `policy_versions`.
-      version: of the policy that learns; may be traced.
-      parallel: the mesh; rows sharded over data, positions over context.
+      batch, version, parallel: see `staleness_weights`.
 
     Returns:
       Metrics by the names above; NaN where a version above `version` drew a loss token.
@@ -111,9 +103,8 @@ def staleness_metrics(
       >>> float(found["staleness"].value), float(found["version_span"].value)
       (0.5, 1.0)
     """
-    return shard_call(
-        "staleness_metrics", _metrics, parallel, _arguments(batch, version), lambda p: ([P(), batch.specs(p)], P())
-    )
+    args = _arguments(batch, version)
+    return shard_call("staleness_metrics", _metrics, parallel, args, lambda p: ([P(), batch.specs(p)], P()))
 
 
 def staleness_weights(
@@ -155,11 +146,13 @@ def staleness_weights(
     AReaL bounds the staleness of a sample's first token: https://arxiv.org/abs/2505.24298, section 5.1
     """
     check_choice("level", level, Level)
-    numbers = {"limit": as_number("limit", limit, least=0), "decay": as_number("decay", decay, least=0, most=1)}
-    args = {"numbers": numbers, **_arguments(batch, version)}
-    return shard_call(
-        "staleness_weights", _weights, parallel, args, lambda p: ([P(), P(), batch.specs(p)], p.tokens_spec), level
-    )
+    args = {"limit": as_number("limit", limit, least=0), "decay": as_number("decay", decay, least=0, most=1)}
+    args |= _arguments(batch, version)
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
+        return [P(), P(), P(), batch.specs(p)], p.tokens_spec
+
+    return shard_call("staleness_weights", _weights, parallel, args, specs, level)
 
 
 def _check_version(what: str, version: Any) -> None:
@@ -194,9 +187,8 @@ def _metrics(axes: ShardAxes, version: jax.Array, batch: RolloutBatch) -> Metric
 
 
 def _weights(
-    axes: ShardAxes, level: Level, numbers: dict[str, jax.Array], version: jax.Array, batch: RolloutBatch
+    axes: ShardAxes, level: Level, limit: jax.Array, decay: jax.Array, version: jax.Array, batch: RolloutBatch
 ) -> jax.Array:
-    limit, decay = numbers["limit"], numbers["decay"]
     age, mask = _staleness(version, batch)
     if level == "sequence":
         segments = batch.segments(axes)
