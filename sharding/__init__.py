@@ -29,9 +29,6 @@ else:
 
         return getattr(results, name)
 
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
-
 
 __all__ = [
     "LAYOUTS",

@@ -37,13 +37,9 @@ class ShardAxes:
     In `ShardAxes()` no axis has a role, and no function sends anything: it is for one device.
 
     Args:
-      data: axes that the rows of a batch are sharded over.
-      context: axes that the positions of a row are sharded over.
-      tensor: axes that the vocabulary is sharded over.
+      data, context, tensor, replicated: axes as in `ParallelMesh`, but none beside those given.
       fsdp: axes that a head kernel is sharded over beside `tensor`; each is a data or context axis for tokens.
-      replicated: axes along which every device does the same work.
-      sequence_parallel: hidden states arrive with the positions sharded over `tensor` too.
-      context_layout: which positions of a row each context shard holds.
+      sequence_parallel, context_layout: see `ParallelMesh`.
 
     Raises:
       ValueError: an axis in two roles, an fsdp axis that does not shard tokens, an unknown layout.
@@ -72,13 +68,11 @@ class ShardAxes:
         context_layout: str = "contiguous",
     ) -> None:
         roles = {"data": data, "context": context, "tensor": tensor, "fsdp": fsdp, "replicated": replicated}
-        fields: dict[str, Any] = {role: axis_names(value, role) for role, value in roles.items()}
-        fields |= {"sequence_parallel": sequence_parallel, "context_layout": context_layout}
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        vars(self).update({role: axis_names(value, role) for role, value in roles.items()})  # the class is frozen
+        vars(self).update(sequence_parallel=sequence_parallel, context_layout=context_layout)
         check_flag("sequence_parallel", sequence_parallel)
         check_layout(context_layout)
-        if len(set(self._used)) != len(self._used):
+        if len(set(self.used)) != len(self.used):
             raise ValueError(
                 f"data, context, tensor, replicated: got {self.data}, {self.context}, {self.tensor}, "
                 f"{self.replicated}, expected no axis in two roles"
@@ -92,7 +86,8 @@ class ShardAxes:
         return self.data + self.context
 
     @property
-    def _used(self) -> Names:
+    def used(self) -> Names:
+        """All axes that have a role."""
         return self.tokens + self.tensor + self.replicated
 
     def size(self, names: Names) -> int:
@@ -119,12 +114,9 @@ class ShardAxes:
         return lax.ppermute(x, ordered, [(int(places[i]), int(places[j])) for i, j in pairs])
 
     def check_manual(self, what: str) -> None:
-        """Raises unless the axes with a role are axes of the surrounding `shard_map`, which has `check_vma=True`.
-
-        Without it, the rules of gradients are others.
-        """
+        """Raises unless the axes with a role are axes of the surrounding `shard_map`, which has `check_vma=True`."""
         manual = jax.sharding.get_abstract_mesh().manual_axes
-        for name in self._used:
+        for name in self.used:
             if name not in manual:
                 raise ValueError(
                     f"parallel: got mesh axis {name!r} in {what}, expected axes of the shard_map around this call, "
@@ -156,7 +148,7 @@ class ShardAxes:
     def unknown(self, *arrays: Any) -> list[str]:
         """The mesh axes without a role here along which arrays differ between devices, see `check_complete`."""
         mesh, differ = jax.sharding.get_abstract_mesh(), varying(*arrays)
-        names = [name for name in mesh.manual_axes if mesh.shape[name] > 1 and name not in self._used]
+        names = [name for name in mesh.manual_axes if mesh.shape[name] > 1 and name not in self.used]
         return [name for name in names if name in differ or not _tracks_varying(name)]
 
 

@@ -26,20 +26,17 @@ def spread(
     lengths: np.ndarray, counts: np.ndarray, costs: np.ndarray, row_length: int, most: int, rows: int
 ) -> Placed | None:
     """Bundles, longest first, each in the row of least cost that it fits; None where a bundle then fits no row."""
-    used, held = [0] * rows, [0] * rows
     row_of, order = np.zeros(len(lengths), np.int32), np.lexsort((-costs, -lengths))
-    least = [(0.0, 0, row) for row in range(rows)]  # a heap of costs, lengths and rows
+    least = [(0.0, 0, row, 0) for row in range(rows)]  # a heap of costs, lengths, rows and numbers of sequences
     for i in order.tolist():
         length, sequences, passed = int(lengths[i]), int(counts[i]), []
-        while least and (used[row := least[0][2]] + length > row_length or held[row] + sequences > most):
+        while least and (least[0][1] + length > row_length or least[0][3] + sequences > most):
             passed.append(heapq.heappop(least))
         if not least:
             return None
-        cost, _, row = heapq.heappop(least)
+        cost, used, row, held = heapq.heappop(least)
         row_of[i] = row
-        used[row] += length
-        held[row] += sequences
-        for one in (*passed, (cost + float(costs[i]), used[row], row)):
+        for one in (*passed, (cost + float(costs[i]), used + length, row, held + sequences)):
             heapq.heappush(least, one)
     return row_of, order
 
@@ -52,20 +49,15 @@ def first_fit_decreasing(lengths: np.ndarray, counts: np.ndarray, row_length: in
     """
     free, held = [row_length] * len(lengths), [0] * len(lengths)
     row_of, order = np.zeros(len(lengths), np.int32), np.argsort(-lengths, kind="stable")
-    fitting: list[int] = []
+    fitting = list(range(len(lengths)))
     full: list[tuple[int, int]] = []
-    used = 0
     for i in order.tolist():
-        length, sequences = int(lengths[i]), int(counts[i])
+        length, sequences, passed = int(lengths[i]), int(counts[i]), []
         while full and -full[0][0] >= length:
             heapq.heappush(fitting, heapq.heappop(full)[1])
-        passed: list[int] = []
-        while fitting and held[fitting[0]] + sequences > most:
+        while held[fitting[0]] + sequences > most:
             passed.append(heapq.heappop(fitting))
-        if fitting:
-            first = heapq.heappop(fitting)
-        else:
-            first, used = used, used + 1
+        first = heapq.heappop(fitting)
         for one in passed:
             heapq.heappush(fitting, one)
         row_of[i] = first
@@ -77,10 +69,8 @@ def first_fit_decreasing(lengths: np.ndarray, counts: np.ndarray, row_length: in
 
 
 def deal(bins: np.ndarray, costs: np.ndarray, rows: int, count: int, data: int) -> np.ndarray:
-    """The row of each bin. Micro-batches hold as many bins with sequences, of similar cost; the least loaded device
-    takes the next heaviest."""
-    loads, held = np.zeros(rows * count), np.bincount(bins, minlength=rows * count)
-    np.add.at(loads, bins, costs)
+    """The row of each bin: micro-batches take as many, of similar cost; the least loaded device the next heaviest."""
+    loads, held = (np.bincount(bins, weights, rows * count) for weights in (costs, None))
     row_of = np.empty(rows * count, np.int32)
     each = rows // data
     heaviest = np.argsort(-loads, kind="stable")

@@ -65,7 +65,7 @@ def shard_call(
     in_specs, out_specs = specs(parallel)
     for (what, arg), spec in zip(args.items(), in_specs, strict=True):
         for field, part, its_spec in _named(what, arg, spec):
-            _by_leaf(functools.partial(_check, name, field, parallel), its_spec, part)
+            by_leaf(functools.partial(_check, name, field, parallel), its_spec, part)
     # a dict of specs has no hash, so they are flattened for the cache; a PartitionSpec is a leaf
     leaves, structure = jax.tree.flatten((tuple(in_specs), out_specs))
     run_on_mesh = _on_mesh if staged else _jitted_on_mesh
@@ -90,7 +90,7 @@ def _on_mesh(
     in_specs, out_specs = jax.tree.unflatten(structure, specs)
     if parallel.is_explicit:  # there in_specs assert shardings and never reshard
         pairs = zip(in_specs, args, strict=True)
-        args = tuple(_by_leaf(lambda s, x: jax.reshard(x, parallel.sharding(s)), *pair) for pair in pairs)
+        args = tuple(by_leaf(lambda s, x: jax.reshard(x, parallel.sharding(s)), *pair) for pair in pairs)
     body = functools.partial(_call, fn, parallel.axes, static)
     return jax.shard_map(body, mesh=parallel.mesh, in_specs=in_specs, out_specs=out_specs)(*args)
 
@@ -98,7 +98,7 @@ def _on_mesh(
 _jitted_on_mesh = jax.jit(_on_mesh, static_argnums=(0, 1, 2, 3, 4))
 
 
-def _by_leaf(fn: Callable[[P, Any], Any], spec: Any, arg: Any) -> Any:
+def by_leaf(fn: Callable[[P, Any], Any], spec: Any, arg: Any) -> Any:
     """fn(spec, leaf) over a pytree whose specs are a pytree prefix of it."""
     return jax.tree.map(lambda s, x: jax.tree.map(functools.partial(fn, s), x), spec, arg)
 

@@ -18,11 +18,9 @@ def coordinator() -> Any:
         from jax._src import distributed
 
         client = distributed.global_state.client
+        missing = [f"{name} of its coordinator's client" for name in _OF_CLIENT if client and not hasattr(client, name)]
     except (ImportError, AttributeError):
-        client, missing = None, ["jax._src.distributed.global_state.client"]
-    else:
-        used = () if client is None else _OF_CLIENT
-        missing = [f"{name} of its coordinator's client" for name in used if not hasattr(client, name)]
+        missing = ["jax._src.distributed.global_state.client"]
     if missing:
         version = f"version {jax.__version__} without {missing[0]}"
         raise RuntimeError(f"jax: got {version}, expected one that docs/versions.md lists")

@@ -81,13 +81,9 @@ class ParallelMesh:
             for name in names:
                 if name not in mesh.shape:
                     raise ValueError(f"{role}: got axis {name!r}, expected one of the mesh's axes {tuple(mesh.shape)}")
-        fields: dict[str, Any] = _roles_of(mesh, given) | {"mesh": mesh}
-        fields |= {"sequence_parallel": sequence_parallel, "context_layout": context_layout}
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-        self.axes  # noqa: B018  ShardAxes checks the roles against each other
-        known = self.data + self.context + self.tensor + self.replicated
-        if lost := [name for name, size in mesh.shape.items() if size > 1 and name not in known]:
+        axes = ShardAxes(**_roles_of(mesh, given), sequence_parallel=sequence_parallel, context_layout=context_layout)
+        vars(self).update(mesh=mesh, **vars(axes))  # the class is frozen
+        if lost := [name for name, size in mesh.shape.items() if size > 1 and name not in axes.used]:
             described = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
             raise ValueError(
                 f"mesh: got axes {described}, expected a role for each; {', '.join(map(repr, lost))} has none. Pass "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import socket
@@ -18,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Num
 
 from .axes import axis_names
+from .call import by_leaf
 from .jax_internals import coordinator
 from .mesh import ParallelMesh, check_parallel
 
@@ -188,10 +188,9 @@ def local_data_shards(parallel: ParallelMesh) -> list[int]:
       >>> local_data_shards(make_parallel_mesh("dp=1", devices=jax.devices()[:1]))
       [0]
     """
-    axes, me = parallel.mesh.axis_names, jax.process_index()
-    names = [*parallel.data, *(name for name in axes if name not in parallel.data)]
-    shards = parallel.mesh.devices.transpose([axes.index(name) for name in names]).reshape(parallel.data_size, -1)
-    return [i for i, devices in enumerate(shards) if any(device.process_index == me for device in devices)]
+    sharding = parallel.sharding(P(parallel.data))
+    held = sharding.addressable_devices_indices_map((parallel.data_size,)).values()
+    return sorted({index[0].start or 0 for index in held if index})
 
 
 def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
@@ -219,11 +218,8 @@ def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
             shape[dim] = shape[dim] // shards * parallel.data_size
         return jax.make_array_from_process_local_data(parallel.sharding(spec), local, tuple(shape))
 
-    def place_all(spec: Any, part: Any) -> Any:
-        return jax.tree.map(functools.partial(place, spec), part)
-
     with jax.transfer_guard_host_to_device("allow"):  # the guard takes this function's transfers for implicit ones
-        return jax.tree.map(place_all, specs, tree, is_leaf=lambda leaf: leaf is None)
+        return by_leaf(place, specs, tree)
 
 
 def to_local(tree: Any, parallel: ParallelMesh) -> Any:

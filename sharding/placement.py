@@ -37,10 +37,9 @@ def _in_slice(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray
     try:
         return mesh_utils.create_device_mesh(sizes, devices)
     except (NotImplementedError, AssertionError):  # AssertionError: chips whose cores are devices of their own
-        grid = _grid(devices)
-        if grid is None:
-            return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-        return _split(sizes, grid)
+        if (grid := _grid(devices)) is not None:
+            return _split(sizes, grid)
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
 def _coordinates(device: jax.Device) -> tuple[int, ...]:
@@ -59,8 +58,7 @@ def _grid(devices: Sequence[jax.Device]) -> np.ndarray | None:
 
 
 def _split(sizes: Sequence[int], grid: np.ndarray) -> np.ndarray:
-    """Splits the grid's dimensions and combines them to axes of `sizes`, the last axis, the busiest, first: it takes
-    neighbours along one dimension if one is long enough."""
+    """Makes axes of `sizes` of parts of the grid's dimensions; the busiest, the last, takes neighbours if it can."""
     left = list(grid.shape)
     taken: list[list[tuple[int, int]]] = [[] for _ in left]  # per dimension: (axis, count), neighbours first
     for axis in reversed(range(len(sizes))):

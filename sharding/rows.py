@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,13 +55,11 @@ def redistribute(
     if here is there:
         return x
     args = {"x": x, "segment_ids": segment_ids if here.per_segment or there.per_segment else None}
-    options = {"here": here, "there": there, "num_segments": num_segments}
-    return _of_rows("redistribute", _redistribute, parallel, args, options)
+    return shard_call("redistribute", _redistribute, parallel, args, _specs(2), (here, there, num_segments))
 
 
-def _redistribute(
-    axes: ShardAxes, x: Any, segment_ids: jax.Array | None, here: Layout, there: Layout, num_segments: int | None
-) -> Any:
+def _redistribute(axes: ShardAxes, static: Any, x: Any, segment_ids: jax.Array | None) -> Any:
+    here, there, num_segments = static
     row = (here if here.per_segment else there).row(axes, x, segment_ids, num_segments)
     return move(axes, x, here, there, row)
 
@@ -101,11 +99,10 @@ def shift_left(
 
     Args:
       x: `[R, T, ...]` of any dtype in the mesh's layout, or a pytree of them; None leaves stay None.
-      parallel: the mesh; rows sharded over data, positions over context.
       by: how far, static, at least 0.
       fill: a scalar that each array's dtype holds.
       segment_ids: `i32[R, T]` like x: padding reads `fill`. Without them a row is one sequence.
-      num_segments: S, static; for "zigzag_per_segment" only.
+      parallel, num_segments: see `redistribute`.
 
     Raises:
       ValueError: a negative `by`, a fill that a dtype does not hold, a row length that the layout cannot divide,
@@ -122,13 +119,13 @@ def shift_left(
     check_context_rows(parallel, {"x": x}, segment_ids, num_segments, "shift_left")
     _check_fill(fill, x)
     args = {"x": x, "segment_ids": segment_ids, "fill": jnp.asarray(fill)}
-    return _of_rows("shift_left", shift_shard, parallel, args, {"by": by, "num_segments": num_segments})
+    return shard_call("shift_left", _shift, parallel, args, _specs(2, scalars=1), (by, num_segments))
 
 
 def _check_fill(fill: Fill, x: Any) -> None:
     """Raises where an array of x cannot hold the fill: a cast would make another number of it."""
-    for leaf in jax.tree.leaves(x):
-        dtype, inexact = jnp.result_type(leaf), jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    for dtype in map(jnp.result_type, jax.tree.leaves(x)):
+        inexact = jnp.issubdtype(dtype, jnp.inexact)
         if isinstance(fill, jax.core.Tracer):
             fits = inexact or wider_dtype(fill.dtype, dtype) == dtype
         else:
@@ -137,6 +134,11 @@ def _check_fill(fill: Fill, x: Any) -> None:
             fits = bool(np.isfinite(cast) == np.isfinite(fill) if inexact else cast == fill)
         if not fits:
             raise ValueError(f"fill: got {fill}, expected a number that {dtype} holds, the dtype of x")
+
+
+def _shift(axes: ShardAxes, static: Any, x: Any, segment_ids: jax.Array | None, fill: jax.Array) -> Any:
+    by, num_segments = static
+    return shift_shard(axes, x, by, fill, segment_ids, num_segments)
 
 
 def shift_shard(
@@ -164,10 +166,9 @@ def scan_affine(
     Args:
       a: `[R, T]` coefficients in the mesh's layout, or a scalar.
       b: `[R, T]` addends in the mesh's layout.
-      parallel: the mesh; rows sharded over data, positions over context.
       reverse: True runs from the end as above; False from the start, y_t = a_t * y_(t-1) + b_t.
       segment_ids: `i32[R, T]` like b: y is 0 on padding. Without them a row is one sequence.
-      num_segments: S, static; for "zigzag_per_segment" only.
+      parallel, num_segments: see `redistribute`.
 
     Returns:
       `[R, T]` in the wider of the dtypes of a and b, at least f32.
@@ -190,8 +191,12 @@ def scan_affine(
     a = jnp.asarray(a)
     dtype = wider_dtype(a, b, jnp.float32)
     args = {"a": jnp.broadcast_to(a.astype(dtype), b.shape), "b": b.astype(dtype), "segment_ids": segment_ids}
-    options = {"reverse": reverse, "num_segments": num_segments}
-    return _of_rows("scan_affine", scan_shard, parallel, args, options)
+    return shard_call("scan_affine", _scan, parallel, args, _specs(3), (reverse, num_segments))
+
+
+def _scan(axes: ShardAxes, static: Any, a: jax.Array, b: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    reverse, num_segments = static
+    return scan_shard(axes, a, b, reverse, segment_ids, num_segments)
 
 
 def scan_shard(
@@ -202,21 +207,8 @@ def scan_shard(
     return layout.scan(axes, layout.row(axes, b, segment_ids, num_segments), (a, b), reverse, segment_ids)
 
 
-def _of_rows(
-    name: str, per_shard: Callable[..., Any], parallel: Parallel, args: dict[str, Any], options: Mapping[str, Hashable]
-) -> Any:
-    """Runs `per_shard(axes, **args, **options)` on any mesh."""
-
-    def specs(p: ParallelMesh) -> tuple[list[P], P]:
-        return [P() if what == "fill" else p.tokens_spec for what in args], p.tokens_spec
-
-    static = (per_shard, tuple(args), tuple(options.items()))
-    return shard_call(name, _by_name, parallel, args, specs, static)
-
-
-def _by_name(axes: ShardAxes, static: Any, *args: Any) -> Any:
-    per_shard, names, options = static
-    return per_shard(axes, **dict(zip(names, args, strict=True)), **dict(options))
+def _specs(rows: int, scalars: int = 0) -> Callable[[ParallelMesh], tuple[list[P], P]]:
+    return lambda p: ([p.tokens_spec] * rows + [P()] * scalars, p.tokens_spec)
 
 
 def check_context_rows(

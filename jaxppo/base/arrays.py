@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, TypedDict, TypeGuard, TypeVar, Unpack, get_args
+from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ PER_SEGMENT = ("rewards", *IDS, "parents")
 LOG_PROBS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
 PER_TOKEN_VALUES = ("advantages", *LOG_PROBS, "values", "returns", "policy_versions", "loss_weights")
 OPTIONAL = ("group_ids", "rollout_ids", *PER_TOKEN_VALUES, "rewards", "parents")
-INTEGERS = ("tokens", "targets", "segment_ids", "positions", "policy_versions", *IDS, "parents")
 
 Coefficient = float | Float[Array, ""]
 Something = TypeVar("Something")
@@ -98,16 +97,7 @@ def dtype_name(x: Any) -> Any:
         return x
 
 
-class Bounds(TypedDict, total=False):
-    """The range of a number; None is no bound."""
-
-    least: float | None
-    above: float | None
-    most: float | None
-    below: float | None
-
-
-_BOUNDS = {
+_BOUNDS = {  # of a number; None is no bound
     "least": ("of at least", operator.ge),
     "above": ("above", operator.gt),
     "most": ("of at most", operator.le),
@@ -115,13 +105,9 @@ _BOUNDS = {
 }
 
 
-def check_number(what: str, value: Any, **bounds: Unpack[Bounds]) -> Any:
-    """The number; raises unless it is finite and in its range.
-
-    Nothing can be raised for an array's value, traced or not: out of its range, it is NaN, in f32. What a loss reads is
-    under a rule, which a NaN breaks.
-    """
-    given: Any = [(*_BOUNDS[name], bound) for name, bound in bounds.items() if bound is not None]
+def check_number(what: str, value: Any, **bounds: float | None) -> Any:
+    """The number; raises unless it is finite and in its range. An array, traced or not, is NaN out of it, in f32."""
+    given = [(*_BOUNDS[name], bound) for name, bound in bounds.items() if bound is not None]
     expected = f"a finite number {' and '.join(f'{word} {bound}' for word, _, bound in given)}".rstrip()
     if not isinstance(value, jax.Array):
         inside = is_number(value) and all(within(value, bound) for _, within, bound in given)
@@ -132,16 +118,16 @@ def check_number(what: str, value: Any, **bounds: Unpack[Bounds]) -> Any:
     check(what, f"dtype {value.dtype}", numeric, f"{expected}, or a scalar array")
     x = value.astype(jnp.float32)
     for _, within, bound in given:
-        x = jnp.where(within(x, bound), x, jnp.nan)
+        x = jnp.where(within(x, bound), x, jnp.nan)  # breaks the rule of the loss that reads it
     return x
 
 
-def check_field(of: Any, name: str, **bounds: Unpack[Bounds]) -> None:
+def check_field(of: Any, name: str, **bounds: float | None) -> None:
     """Checks a number of a frozen dataclass, in its constructor. An array out of its range becomes NaN."""
     object.__setattr__(of, name, check_number(name, getattr(of, name), **bounds))
 
 
-def as_number(what: str, value: Any, **bounds: Unpack[Bounds]) -> Float[Array, ""]:
+def as_number(what: str, value: Any, **bounds: float | None) -> Float[Array, ""]:
     """The checked number as an f32 array, NaN out of its range."""
     return jnp.asarray(check_number(what, value, **bounds), jnp.float32)
 
@@ -157,17 +143,6 @@ def check_flag(what: str, value: object) -> None:
     check(what, repr(value), isinstance(value, (bool, np.bool_)), "True or False")
 
 
-def check_floating(what: str, x: Any, rank: int, expected: str) -> None:
-    """Raises unless x is an f16, bf16, f32 or f64 array of that rank without a dimension of 0."""
-    dtype = getattr(x, "dtype", None)
-    if dtype is None:
-        raise TypeError(f"{what}: got {type(x).__name__}, expected an array {expected}")
-    if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
-        raise TypeError(f"{what}: got dtype {dtype}, expected float32, bfloat16 or float16")
-    if x.ndim != rank or 0 in x.shape:
-        raise ValueError(f"{what}: got shape {x.shape}, expected {expected}, each at least 1")
-
-
 class Kind(NamedTuple):
     """What an array may be."""
 
@@ -181,6 +156,7 @@ MAX_LOG_PROB = 1e-3  # rounding may bring a log-prob of the trainer up to this
 MAX_SAMPLED = 0.125  # and that of a sampler or a teacher, since bf16 logits and their log-sum-exp are rounded apart
 _OWN = Kind((jnp.floating,), "float32: ratios of rounded log-probs are wrong", narrowest=4, most=MAX_LOG_PROB)
 _GIVEN = Kind((jnp.floating,), "floats", narrowest=2, most=MAX_SAMPLED)
+_OF_MODELS = Kind((jnp.floating,), "float32, bfloat16 or float16", narrowest=2)
 _STATISTIC = Kind((jnp.floating,), "float32, as a head computes it", narrowest=4)
 _FLOATS = Kind((jnp.floating,), "floats")
 _NUMBERS = Kind((jnp.floating, jnp.integer, jnp.bool_), "numbers")
@@ -207,6 +183,7 @@ KINDS: Mapping[str, Kind] = {
     }.items()
     for name in names.split()
 }
+INTEGERS = tuple(name for name in (*REQUIRED, *OPTIONAL) if KINDS[name] is _INTEGERS)
 
 
 def kind_of(what: str) -> Kind:
@@ -229,12 +206,18 @@ def check_array(
         raise ValueError(f"{what}: got shape {x.shape}, expected {of and of + ', '}{shape}")
 
 
+def check_floating(what: str, x: Any, rank: int, expected: str) -> None:
+    """Raises unless x is an array of a model's dtype, of that rank, without a dimension of 0."""
+    check_array(what, x, kind=_OF_MODELS)
+    if x.ndim != rank or 0 in x.shape:
+        raise ValueError(f"{what}: got shape {x.shape}, expected {expected}, each at least 1")
+
+
 def check_alike(arrays: Mapping[str, Any]) -> None:
     """Raises unless all arrays are of their kinds and have the first one's shape."""
     first = next(iter(arrays))
     for what, x in arrays.items():
-        check_array(what, x)
-        check_array(what, x, arrays[first].shape, f"that of {first}")
+        check_array(what, x, getattr(arrays[first], "shape", None), f"that of {first}")
 
 
 def sound(what: str, x: Array) -> Array:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ class Metric:
     def value(self) -> Float[Array, ""]:
         """The number itself; 0 for a mean, the smallest or the largest value of nothing."""
         if self.reduce == "mean":
-            return self.total / jnp.where(self.count == 0, 1, self.count)
+            return share(self.total, self.count)
         return self.total if self.reduce == "sum" else jnp.where(self.count == 0, 0, self.total)
 
 
@@ -81,11 +81,7 @@ Metrics = dict[str, Metric | Composite]
 
 
 def merge_metrics(first: Any, *others: Any) -> Any:
-    """Merges metrics, or dicts of them, of several micro-batches or processes into one.
-
-    Args:
-      first: a `Metric`, a `Composite` or a dict of them.
-      *others: the same structure, from other micro-batches or processes.
+    """Merges metrics (`Metric`, `Composite`), or dicts of them, of several micro-batches or processes into one.
 
     Raises:
       ValueError: structures (names, or ways to reduce) that differ.
@@ -136,7 +132,6 @@ def _check_metrics(what: str, metrics: Any) -> None:
 
 
 Term = tuple[Float[Array, "R T"], Float[Array, "R T"], Reduce]  # values, weights, and how they are reduced
-Name = TypeVar("Name", bound=Hashable)
 
 
 class CompositeTerm(NamedTuple):
@@ -166,34 +161,33 @@ def reduce_metrics(axes: ShardAxes, terms: Mapping[str, Term | CompositeTerm]) -
     gradient flows, and values may be NaN where the weight is 0.
     """
     parts = {name: term.parts if isinstance(term, CompositeTerm) else {"": term} for name, term in terms.items()}
-    reduced = _reduce(axes, {(name, part): x for name, its in parts.items() for part, x in its.items()})
+    flat = {(name, part): term for name, its in parts.items() for part, term in its.items()}
+    sums, highest = {}, {}
+    for key, (x, weights, reduce) in flat.items():
+        x, weights = lax.stop_gradient((x.astype(jnp.float32), weights.astype(jnp.float32)))
+        if reduce in ("mean", "sum"):
+            sums[key] = (jnp.where(weights > 0, x, 0) * weights).sum(), weights.sum()
+        else:
+            sums[key] = jnp.zeros_like(weights.sum()), weights.sum()
+            highest[key] = jnp.where(weights > 0, x if reduce == "max" else -x, -jnp.inf).max()
+    sums, highest = jax.tree.map(lambda x: vary(x, axes.tokens), (sums, highest))
+    sums = axes.psum(sums, axes.tokens)
+    highest = lax.pmax(highest, axes.tokens) if axes.tokens and highest else highest
     found: Metrics = {}
     for name, term in terms.items():
-        its = {part: reduced[name, part] for part in parts[name]}
+        its = {}
+        for part, (_, _, reduce) in parts[name].items():
+            total, count = sums[name, part]
+            extreme = highest.get((name, part), total)
+            its[part] = Metric(-extreme if reduce == "min" else extreme, count, reduce)
         found[name] = Composite(its, term.combine) if isinstance(term, CompositeTerm) else its[""]
     return found
 
 
-def _reduce(axes: ShardAxes, terms: Mapping[Name, Term]) -> dict[Name, Metric]:
-    sums, highest = {}, {}
-    for name, (x, weights, reduce) in terms.items():
-        x, weights = lax.stop_gradient((x.astype(jnp.float32), weights.astype(jnp.float32)))
-        if reduce in ("mean", "sum"):
-            sums[name] = (jnp.where(weights > 0, x, 0) * weights).sum(), weights.sum()
-        else:
-            sums[name] = jnp.zeros_like(weights.sum()), weights.sum()
-            highest[name] = jnp.where(weights > 0, x if reduce == "max" else -x, -jnp.inf).max()
-    sums, highest = jax.tree.map(lambda x: vary(x, axes.tokens), (sums, highest))
-    sums = axes.psum(sums, axes.tokens)
-    highest = lax.pmax(highest, axes.tokens) if axes.tokens and highest else highest
-    totals = {name: total for name, (total, _) in sums.items()}
-    totals |= {name: x if terms[name][2] == "max" else -x for name, x in highest.items()}
-    return {name: Metric(totals[name], count, terms[name][2]) for name, (_, count) in sums.items()}
-
-
 def reduce_metric(axes: ShardAxes, x: Float[Array, "R T"], weights: Float[Array, "R T"], reduce: Reduce) -> Metric:
     """`reduce_metrics` for a single one."""
-    return _reduce(axes, {"": (x, weights, reduce)})[""]
+    found: Any = reduce_metrics(axes, {"": (x, weights, reduce)})
+    return found[""]
 
 
 def share(part: Float[Array, ""], whole: Float[Array, ""]) -> Float[Array, ""]:
@@ -203,7 +197,7 @@ def share(part: Float[Array, ""], whole: Float[Array, ""]) -> Float[Array, ""]:
 
 def effective_share(first: Float[Array, ""], second: Float[Array, ""]) -> Float[Array, ""]:
     """(sum r)^2 / (N sum r^2), the effective sample size as a share: 1 where all r are equal, 0 where there is none."""
-    return jnp.minimum(first**2 / jnp.where(second == 0, 1, second), 1)  # rounding would make it 1 + 1e-7
+    return jnp.minimum(share(first**2, second), 1)  # rounding would make it 1 + 1e-7
 
 
 def deviation(first: Float[Array, ""], second: Float[Array, ""]) -> Float[Array, ""]:

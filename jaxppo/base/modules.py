@@ -20,6 +20,7 @@ _EXPECTED = (
     "parameters of an nn.Dense or nn.Embed, eqx.nn.Linear, eqx.nn.Embedding, or a Tunix lm_head or embedder"
 )
 _QWIX_NOTES = ("qwix_path", "qwix_rngs", "disable_quant_stats_update")
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ def parts_of(module: Any) -> Parts:
     Raises:
       TypeError: an unknown object, quantised weights, unknown adapters.
     """
-    if isinstance(module, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) or _is_box(module):
+    if isinstance(module, _ARRAYS) or _is_box(module):
         return Parts(_value("module", module))
     if isinstance(module, Mapping):
         return _of_mapping(module)
@@ -63,9 +64,9 @@ def narrowed(x: Any, dtype: Any) -> Any:
     return x.astype(dtype)
 
 
-def _refuse(module: Any, why: str) -> NoReturn:
-    kind = type(module)
-    raise TypeError(f"module: got {kind.__module__}.{kind.__qualname__}, {why}")
+def _refuse(x: Any, why: str, where: str = "module") -> NoReturn:
+    kind = type(x)
+    raise TypeError(f"{where}: got {kind.__module__}.{kind.__qualname__}, {why}")
 
 
 def _is(x: Any, package: str, name: str) -> bool:
@@ -82,12 +83,9 @@ def _value(where: str, x: Any) -> Any:
     """The array of floats within a variable or box; raises a TypeError that names any other content."""
     while _is_box(x):
         x = x.get_value() if _is(x, "flax.nnx", "Variable") else x.value
-    if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-        kind = type(x)
-        raise TypeError(
-            f"{where}: got {kind.__module__}.{kind.__qualname__}, expected an array of floats; quantised and "
-            "wrapped weights must be converted first"
-        )
+    if not isinstance(x, _ARRAYS):
+        expected = "expected an array of floats; quantised and wrapped weights must be converted first"
+        _refuse(x, expected, where)
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
         raise TypeError(f"{where}: got {x.dtype}, quantised weights, expected float32, bfloat16 or float16")
     return x

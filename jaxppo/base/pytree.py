@@ -43,14 +43,11 @@ def register(*, static: Iterable[str] = ()) -> Callable[[Class], Class]:
 
 
 def _register_node(cls: Any, meta: tuple[str, ...]) -> None:
-    data = tuple(field.name for field in dataclasses.fields(cls) if field.name not in meta)
+    data = [field.name for field in dataclasses.fields(cls) if field.name not in meta]
 
-    def values(x: Any, names: Iterable[str]) -> tuple[Any, ...]:
-        return tuple([getattr(x, name) for name in names])
-
-    def flatten_with_keys(x: Any) -> tuple[Any, Any]:
-        keys = map(jax.tree_util.GetAttrKey, data)
-        return tuple(zip(keys, values(x, data), strict=True)), values(x, meta)
+    def flatten(x: Any) -> tuple[Any, Any]:
+        children = [(jax.tree_util.GetAttrKey(name), getattr(x, name)) for name in data]
+        return children, tuple([getattr(x, name) for name in meta])
 
     def unflatten(fixed: Any, leaves: Any) -> Any:
         new = object.__new__(cls)
@@ -58,17 +55,13 @@ def _register_node(cls: Any, meta: tuple[str, ...]) -> None:
             object.__setattr__(new, name, value)
         return new
 
-    def flatten(x: Any) -> tuple[Any, Any]:
-        return values(x, data), values(x, meta)
-
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
 
 
 def to_bytes(static: tuple[Any, ...]) -> bytes:
     """Static fields as JSON: numbers, text, None, tuples, PartitionSpecs, and this package's functions and dataclasses.
 
-    Raises:
-      TypeError: another value, such as a lambda.
+    Another value, such as a lambda, raises a TypeError.
     """
     return json.dumps(_plain(static)).encode()
 

@@ -1,4 +1,4 @@
-"""Bounds of the clip that are searched at each step so that good tokens count as much as bad ones: BAPO."""
+"""BAPO: bounds of the clip, searched at each step so that good tokens count as much as bad ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import RatioTo, as_number, check_choice, check_number, masked, needed
+from jaxppo.base.arrays import RatioTo, as_number, check, check_choice, check_number, masked, needed
 from jaxppo.base.kl import log_ratio
 from jaxppo.base.stacked import as_rows, check_whole_step
 from jaxppo.batch.rollout_batch import RolloutBatch
@@ -40,19 +40,17 @@ def adaptive_clip(
 
         P(high) = sum over A > 0 of A min(r, high),   N(low) = sum over A < 0 of -A max(r, low)
 
-    One bound is raised in steps from its first to its last value, then the other one, until the target is met, or both
-    have their last values. Without a token of negative advantage the first bounds stay. The sums are over all loss
-    tokens of the step. Make the loss of the result inside `jit`, as the published code has it:
-    `PPO(clip_low=clip_low, clip_high=clip_high, dual_clip=3.0)`. A raised lower bound makes N larger: with these
-    formulas it never brings P / N up.
+    The sums are over all loss tokens of the step. One bound is raised in steps from its first to its last value, then
+    the other one, until the target is met (without a negative A at once), or both have their last values. A raised
+    lower bound makes N larger, so it never brings P / N up. Make the loss of the result inside `jit`, as the published
+    code has it: `PPO(clip_low=clip_low, clip_high=clip_high, dual_clip=3.0)`.
 
     Args:
       stats: the current log-probs, `f32[R, T]`, or those of the step's micro-batches stacked, `[K, R, T]`.
       batch: the step, of the same leading shape; needs `advantages` and the log-probs of `ratio_to`.
       ratio_to: the policy in the ratio's denominator, see `PolicyLossConfig`.
       target: of P / N. The paper's target is the share P / (P + N), of which this is share / (1 - share).
-      low: the first and the last lower bound of the ratio, at most 1.
-      high: the first and the last upper bound, at least 1.
+      low, high: the first and the last lower bound of the ratio, at most 1, and upper bound, at least 1.
       step: by which a bound is raised.
       first: the bound that is raised first: "high", as in the paper, or "low", as in the published code.
       parallel: the mesh.
@@ -64,11 +62,10 @@ def adaptive_clip(
       ValueError: bounds out of order, arrays that the batch lacks, one micro-batch of several.
 
     Example:
-      >>> from jaxppo.losses.adaptive_clip import adaptive_clip
-      >>> ids, ratio = jnp.array([[1, 1, 1, 1]]), jnp.array([[1.5, 1.0, 0.5, 1.3]])
-      >>> a, old = jnp.array([[1.0, 0.5, -1.0, -1.0]]), jnp.full((1, 4), -2.0)
-      >>> batch = RolloutBatch(ids, ids, ids, ids, jnp.ones((1, 4)), jnp.array([[0]]), advantages=a, old_log_probs=old)
-      >>> [round(float(x), 2) for x in adaptive_clip(TokenStats(old + jnp.log(ratio)), batch, target=1.01)]
+      >>> sample = Sample([1] * 5, 1, advantages=[1.0, 0.5, -1.0, -1.0], old_log_probs=[-2.0] * 4)
+      >>> batch = RolloutBatch.from_samples([sample], row_length=5)
+      >>> stats = TokenStats(jnp.log(jnp.array([[1.5, 1.0, 0.5, 1.3, 1.0]])) - 2)  # with these ratios
+      >>> [round(float(x), 2) for x in adaptive_clip(stats, batch, target=1.01)]
       [0.4, 0.45]
 
     Xi et al. 2025, BAPO, https://arxiv.org/abs/2510.18927, https://github.com/WooooDyy/BAPO
@@ -80,8 +77,7 @@ def adaptive_clip(
     check_choice("first", first, First)
     check_number("step", step, above=0)
     for what, (start, end), least, most in (("low", low, 0, 1), ("high", high, 1, np.inf)):
-        if not least <= start <= end <= most:
-            raise ValueError(f"{what}: got {(start, end)}, expected {least} <= first <= last <= {most}")
+        check(what, (start, end), least <= start <= end <= most, f"{least} <= first <= last <= {most}")
     name = BY_RATIO.get(ratio_to)
     old = stats.log_probs if name is None else needed(f"batch.{name}", getattr(batch, name), f"ratio_to={ratio_to!r}")
     advantages = needed("batch.advantages", batch.advantages, "f32[R, T] for adaptive_clip")
@@ -111,14 +107,13 @@ def _per_shard(
     good = jnp.stack([(jnp.maximum(a, 0) * jnp.minimum(ratio, x)).sum() for x in highs])
     bad = jnp.stack([(jnp.maximum(-a, 0) * jnp.maximum(ratio, x)).sum() for x in lows])
     good, bad = axes.psum((vary(good, axes.tokens), vary(bad, axes.tokens)), axes.tokens)
-    m, n = len(lows), len(highs)
+    raised = np.arange(len(lows) + len(highs) - 1)  # by so many steps in all, those of the first bound first
     if first == "high":
-        order = [(0, j) for j in range(n)] + [(i, n - 1) for i in range(1, m)]
+        of_high, of_low = np.minimum(raised, len(highs) - 1), np.maximum(raised - len(highs) + 1, 0)
     else:
-        order = [(i, 0) for i in range(m)] + [(m - 1, j) for j in range(1, n)]
-    of_low, of_high = np.transpose(order)
+        of_low, of_high = np.minimum(raised, len(lows) - 1), np.maximum(raised - len(lows) + 1, 0)
     met = good[of_high] >= target * bad[of_low]
-    at = jnp.where(met.any(), jnp.argmax(met), len(order) - 1)
+    at = jnp.where(met.any(), jnp.argmax(met), raised[-1])
     return jnp.asarray(1 - lows[of_low], jnp.float32)[at], jnp.asarray(highs[of_high] - 1, jnp.float32)[at]
 
 

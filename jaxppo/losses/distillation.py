@@ -44,7 +44,7 @@ def divergence_from_hidden(
     teacher_hidden_spec: P | None = None,
     **options: Unpack[HeadOptions],
 ) -> Float[Array, "R T"]:
-    """The divergence of a student's next-token distribution p from a teacher's q, at each token.
+    """The divergence of a student's next-token distribution p from a teacher's q, `f32[R, T]` in nats.
 
     With m = beta q + (1 - beta) p:
 
@@ -52,24 +52,17 @@ def divergence_from_hidden(
         forward_kl       sum_j q_j log(q_j / p_j)
         jensen_shannon   beta KL(q || m) + (1 - beta) KL(p || m)
 
-    Three passes go over both vocabularies together, block by block: for the softmax statistics, for the divergence, and
-    in the backward. Gradients flow to the student's hidden states and head; the teacher is a constant.
+    Three passes go over both vocabularies together, block by block. The teacher is a constant.
 
     Args:
-      hidden: `[R, T, H]`, the student's, see `log_probs_from_hidden`.
-      head: the student's `Head`, or its bare kernel `[H, V]`.
+      hidden, head, parallel, **options: the student's, see `log_probs_from_hidden`.
       teacher_hidden: `[R, T, G]`, the teacher's; G may be another size.
       teacher_head: the teacher's head, with the same columns, `vocab_size` and shards; its layout may be another.
       divergence: one of the three above.
       beta: the teacher's share of the mixture, in (0, 1), for "jensen_shannon".
       temperature: divides both models' logits; a positive scalar or `[R, T]`. Nothing is multiplied by its square.
       where: `bool[R, T]`, the positions that count: only they meet the kernels. The others read 0.
-      parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
       teacher_hidden_spec: how the teacher's hidden states are sharded, see `HeadOptions.hidden_spec`.
-      **options: see `HeadOptions`.
-
-    Returns:
-      `f32[R, T]`, nats.
 
     Raises:
       TypeError, ValueError: an argument of the wrong dtype, rank, shape, sharding or range, named.
@@ -97,8 +90,8 @@ def divergence_from_hidden(
     args = {"student": student.inputs, "teacher": teacher.inputs}
     static = DivergenceCall(student.call, teacher.call, (divergence,), beta)
 
-    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
-        return [student.specs, teacher.specs], (p.tokens_spec,)
+    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
+        return [student.specs, teacher.specs], p.tokens_spec
 
     return shard_call("divergence_from_hidden", of_pair, parallel, args, specs, static)[0]
 
@@ -128,13 +121,12 @@ def distillation_loss(
     """The divergence from the teacher over the loss-carrying tokens: loss = sum over tokens of weight_t * D_t.
 
     Args:
-      hidden, head, teacher_hidden, teacher_head: see `divergence_from_hidden`.
       batch: `[R, T]`; only its sequences, loss mask and loss weights are read.
-      divergence, beta, temperature, teacher_hidden_spec, **options: see `divergence_from_hidden`.
       aggregation, aggregation_norm: the denominators, see `token_weights`.
       parallel: the mesh; rows sharded over data, positions over context, vocabularies over tensor.
       normalizer: `Normalizer.of(SFT(aggregation=...), batches)` of the whole step, if the batch is one of its
         micro-batches.
+      others: see `divergence_from_hidden`.
 
     Returns:
       The scalar f32 loss, and the metrics `loss` (adds up over micro-batches), `divergence` (a mean over tokens) and

@@ -16,6 +16,7 @@ from jaxppo.base.arrays import (
     Aggregation,
     AnyArray,
     Coefficient,
+    check,
     check_choice,
     check_field,
     check_floating,
@@ -40,11 +41,12 @@ from jaxppo.losses.distillation import DivergenceLoss, of_pair
 from jaxppo.losses.draft_ids import as_draft_ids
 from jaxppo.losses.mtp import Heads, OfDepths, States, heads_of, shift_targets, shift_temperature, sum_of_depths
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, shift_left
-from jaxppo.step.aggregation import Normalizer
+from jaxppo.step.aggregation import Normalizer, Parallel
 
 __all__ = ["Draft", "draft_loss", "draft_metrics"]
 
 Objective = Literal["soft_cross_entropy", "total_variation", "end_to_end", "likelihood"]
+DIVERGENCES = {"soft_cross_entropy": ("cross_entropy",), "likelihood": ("forward_kl",)}  # beside the total variation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,18 +54,16 @@ class Draft(OfDepths):
     """The options of `draft_loss`.
 
     Args:
-      depths: see `MTP`.
+      depths, aggregation: see `MTP`.
       objective: one of the four of `draft_loss`.
       eta: how quickly "likelihood" changes from the divergence to the total variation as acceptance grows.
       coef: the factor of the mean, or of the single loss of "end_to_end".
       decay: depth k weighs decay^(k - 1) in the mean over depths; not read by "end_to_end".
-      aggregation: the denominators of a depth, see `SFT`.
 
     Raises:
       TypeError, ValueError: an option of another type or out of its range; an aggregation by a constant length.
 
     Example:
-      >>> from jaxppo.losses.draft import Draft
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3, 4], response_start=1)], row_length=4)
       >>> [float(n.tokens) for n in Normalizer.of(Draft(depths=2), batch)]
       [2.0, 1.0]
@@ -87,7 +87,7 @@ class Draft(OfDepths):
     def losses(self) -> int:
         return 1 if self.objective == "end_to_end" else super().losses
 
-    def shifted(self, batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None) -> RolloutBatch:
+    def shifted(self, batch: RolloutBatch, k: int, parallel: Parallel) -> RolloutBatch:
         """The batch with loss mask 1 where the masks of t and t + k are both 1."""
         later = shift_targets(batch, k, parallel)
         return dataclasses.replace(later, loss_mask=later.loss_mask * batch.loss_mask)
@@ -118,44 +118,35 @@ def draft_loss(
         likelihood           l KL(p || d_k) + (1 - l) (1 - a_k),   l = exp(-eta a_k), a constant
         end_to_end           1 - (1 / K_t) sum over j of a_1 ... a_j, the K_t depths of token t; one loss for all depths
 
-    A draft whose head has fewer columns than the policy's says with `draft_ids` which ids they are. Its probabilities
-    are of these ids, the policy's of its whole vocabulary, so a_k counts what the draft can never draw. -sum p log d_k
-    and KL, the sum of p log(p / d_k) - p + d_k, are over the draft's ids.
+    With `draft_ids` the draft's head has fewer columns than the policy's. Its probabilities are of these ids, the
+    policy's of its whole vocabulary, so a_k counts what the draft can never draw. -sum p log d_k and KL, the sum of
+    p log(p / d_k) - p + d_k, are over the draft's ids.
 
-    The vocabularies are processed together in blocks, as in `losses.distillation.distillation_loss`. The policy and its
-    head are constants: a head that both share gets a gradient through the draft only.
+    The policy and its head are constants: a head that both share gets a gradient through the draft only.
 
     Args:
-      hidden: for each depth the `[R, T, H]` states that its predictions are read from.
-      head: the draft's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or stacked.
+      hidden, head, parallel, normalizers, **options: the draft's, see `mtp_loss`.
       policy_hidden: `[R, T, G]`, the policy's final hidden states.
       policy_head: the policy's head, with the same columns and sharding, or with all ids of `draft_ids`.
       batch: `[R, T]`; only its sequences, loss mask and loss weights are read.
       loss: the objective and other options; by default `Draft()`.
-      parallel: the mesh; rows sharded over data, positions over context in its layout.
-      normalizers: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its micro-batches.
-      temperature: divides both models' logits. An `[R, T]` array belongs to the predicted tokens: depth k reads it at
-        t + k, where the policy predicts that token.
+      temperature: divides both models' logits; where it is an array, see `mtp_loss`.
       draft_ids: `i32[D]`, the id of each column of the draft's heads in the policy's vocabulary, in any order, as
         `losses.draft_ids` makes it. None if both have the same columns.
-      **options: see `HeadOptions`.
 
     Returns:
       The scalar f32 loss, and metrics: `draft_loss` (adds up over micro-batches), for each depth k
       `draft_{k}_acceptance`, the mean of a_k, and `draft_{k}_broken_rules` (see `policy_loss`).
 
     Raises:
-      TypeError, ValueError: no depth; a number of heads or normalizers that is not the number of depths; states
-        or heads that do not fit each other; ids outside the vocabulary, or an id twice. Under `jit` such ids make the
-        loss NaN.
+      TypeError, ValueError: as `mtp_loss`; states or heads that do not fit each other; ids outside the vocabulary, or
+        an id twice. Under `jit` such ids make the loss NaN.
 
     Example:
-      >>> from jaxppo.losses.draft import Draft, draft_loss
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3, 4], response_start=1)], row_length=4)
       >>> states = jnp.zeros((1, 1, 4, 2)), jnp.zeros((2, 8)), jnp.ones((1, 4, 2)), jnp.zeros((2, 8))
-      >>> loss, metrics = draft_loss(*states, batch, Draft(coef=1.0))
-      >>> round(float(loss), 4), round(float(metrics["draft_1_acceptance"].value), 4)  # log 8
-      (2.0794, 1.0)
+      >>> round(float(draft_loss(*states, batch, Draft(coef=1.0))[0]), 4)  # log 8
+      2.0794
 
     Total variation: Bebop 2026, https://arxiv.org/abs/2606.12370; likelihood: 2026, https://arxiv.org/abs/2602.23881.
     Decay: SpecForge, 0.8, as a sum that is not divided by W: times W in coef; Automodel divides. Soft cross-entropy is
@@ -164,17 +155,13 @@ def draft_loss(
     loss = Draft() if loss is None else loss
     if not isinstance(loss, Draft):
         raise TypeError(f"loss: got {type(loss).__name__}, expected Draft")
-    objective, policy = loss.objective, (policy_hidden, policy_head)
-    kinds = {"soft_cross_entropy": ("cross_entropy",), "likelihood": ("forward_kl",)}.get(objective, ())
-    batch = checked(batch)
-    heads = heads_of(hidden, head, normalizers, loss)
-    given = loss, hidden, heads, policy, batch, parallel, temperature, draft_ids, options
-    depths = _depths("draft_loss", kinds, *given)
-    if objective == "end_to_end":
+    given = (hidden, head), (policy_hidden, policy_head), batch, parallel, temperature, draft_ids, options
+    depths = _depths(loss, normalizers, *given)
+    if loss.objective == "end_to_end":
         parts = [(_end_to_end(depths), depths[0].batch)]
     else:
-        parts = [(_of_depth(depth, objective, loss.eta), depth.batch) for depth in depths]
-    numbers = {"coef": loss.coef} | ({"eta": loss.eta} if objective == "likelihood" else {})
+        parts = [(_of_depth(depth, loss), depth.batch) for depth in depths]
+    numbers = {"coef": loss.coef} | ({"eta": loss.eta} if loss.objective == "likelihood" else {})
     numbers |= {} if draft_ids is None else {"draft_ids": depths[0].sound}
     of_sum = ("broken_rules",), DivergenceLoss(loss.aggregation), parts, numbers, parallel, normalizers, loss.decay
     total, metrics = sum_of_depths("draft", *of_sum)
@@ -197,32 +184,22 @@ def draft_metrics(
 ) -> Metrics:
     """Metrics of a draft, forward only: its expected acceptance, and how often draft and policy agree on the top token.
 
-    The second is the acceptance under greedy decoding. Megatron's `acceptance_rate` is another number: how often the
-    draft's top token is the sampled one.
-
-    Args:
-      hidden, head, policy_hidden, policy_head, batch, parallel, temperature, **options: see `draft_loss`.
-      draft_ids: see `draft_loss`; the policy's top token is the one of its whole vocabulary.
+    Args and errors are those of `draft_loss`. The policy's top token is the one of its whole vocabulary.
 
     Returns:
-      For each depth k the means over its tokens `draft_{k}_acceptance`, of sum min(p, d_k), and `draft_{k}_agreement`.
-
-    Raises:
-      TypeError, ValueError: as `draft_loss`.
+      For each depth k the means over its tokens `draft_{k}_acceptance`, of sum min(p, d_k), and `draft_{k}_agreement`,
+      the acceptance under greedy decoding. Megatron's `acceptance_rate` is how often the top token is the sampled one.
 
     Example:
-      >>> from jaxppo.losses.draft import draft_metrics
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3, 4], response_start=1)], row_length=4)
       >>> states = jnp.ones((1, 1, 4, 1)), jnp.array([[0.0, 100.0]]), jnp.ones((1, 4, 1)), jnp.array([[0.0, 0.1]])
       >>> found = finalize_metrics(draft_metrics(*states, batch))
       >>> {name: round(float(x), 4) for name, x in found.items()}
       {'draft_1_acceptance': 0.525, 'draft_1_agreement': 1.0}
     """
-    loss, policy, batch = Draft(), (policy_hidden, policy_head), checked(batch)
-    heads = heads_of(hidden, head, None, loss)
-    given = loss, hidden, heads, policy, batch, parallel, temperature, draft_ids, options
+    given = (hidden, head), (policy_hidden, policy_head), batch, parallel, temperature, draft_ids, options
     found: Metrics = {}
-    for k, depth in enumerate(_depths("draft_metrics", None, *given), 1):
+    for k, depth in enumerate(_depths(None, None, *given), 1):
         found[f"draft_{k}_acceptance"] = _mean(1 - depth.apart, depth.batch, parallel)
         found[f"draft_{k}_agreement"] = _mean(depth.other, depth.batch, parallel)
     return found
@@ -232,74 +209,73 @@ class Depth(NamedTuple):
     """One depth: the batch with its mask, the total variation, and what else was asked for."""
 
     batch: RolloutBatch
+    sound: Any  # 0 where `draft_ids` are different ids of the vocabulary, else NaN
     apart: Float[Array, "R T"]
     other: Any = None  # the divergence that the objective reads; of metrics, whether the top tokens are the same
-    sound: Any = None  # 0 where `draft_ids` are different ids of the vocabulary, else NaN
 
 
 def _depths(
-    name: str,
-    kinds: tuple[str, ...] | None,
-    loss: Draft,
-    hidden: States,
-    heads: Sequence[Any],
+    loss: Draft | None,
+    normalizers: Sequence[Normalizer] | None,
+    draft: tuple[States, Heads],
     policy: tuple[Float[Array, "R T G"], Any],
     batch: RolloutBatch,
-    parallel: ParallelMesh | ShardAxes | None,
+    parallel: Parallel,
     temperature: float | Array,
     ids: Int[AnyArray, " D"] | None,
     options: HeadOptions,
 ) -> list[Depth]:
-    """Each depth k: the draft beside the policy k places later, by divergences, or without `kinds` by top tokens."""
+    """Each depth k: the draft beside the policy k places later; without a loss also whether they agree on the top."""
+    batch, of_depths = checked(batch), loss or Draft()
+    heads = heads_of(*draft, normalizers, of_depths)
     check_floating("policy_hidden", policy[0], 3, "[R, T, H]")
-    if policy[0].shape[:2] != batch.loss_mask.shape:
-        raise ValueError(f"policy_hidden: got shape {policy[0].shape}, expected {batch.loss_mask.shape} and H")
+    shape, tokens = policy[0].shape, batch.loss_mask.shape
+    check("policy_hidden", f"shape {shape}", shape[:2] == tokens, f"{tokens} and H")
     policy_hidden, policy_head = lax.stop_gradient((policy[0], as_head("policy_head", policy[1])))
     found = []
     for k, head in enumerate(heads, 1):
-        shifted = loss.shifted(batch, k, parallel)
+        shifted = of_depths.shifted(batch, k, parallel)
         later = shift_left(policy_hidden, parallel, k, 0, batch.segment_ids, batch.num_segments)
-        pair = (hidden[k - 1], head), (later, policy_head)
+        pair = (draft[0][k - 1], head), (later, policy_head)
         own = shift_temperature(temperature, batch, k, parallel)
         given = {"parallel": parallel, "temperature": own, "where": shifted.loss_mask > 0, "options": options}
-        found.append(_of_pair(name, kinds, pair, shifted, ids, given))
+        found.append(_of_pair(loss, pair, shifted, ids, given))
     return found
 
 
 def _of_pair(
-    name: str,
-    kinds: tuple[str, ...] | None,
+    loss: Draft | None,
     pair: tuple[tuple[Any, Any], tuple[Any, Any]],
     batch: RolloutBatch,
     ids: Int[AnyArray, " D"] | None,
     given: dict[str, Any],
 ) -> Depth:
     """One depth, from the hidden states and heads of the draft and of the policy."""
-    args: dict[str, Any] = {}
-    sound: Any = None
     if ids is None:
         spec = given["options"].get("hidden_spec")
         one, other = prepare_pair(*pair, names=("draft", "policy"), second_spec=spec, **given)
-        fn: Any = _compare if kinds is None else of_pair
+        fn: Any = of_pair if loss else _compare
+        args: dict[str, Any] = {}
+        sound: Any = None
     else:
-        of: dict[str, Any] = {"entropy": "none", "heads": 2, "top_k": int(kinds is None), **given}
-        one = prepare_head(*pair[0], jnp.zeros_like(batch.targets) if kinds is None else None, **of)
+        of: dict[str, Any] = {"entropy": "none", "heads": 2, "top_k": 0 if loss else 1, **given}
+        one = prepare_head(*pair[0], None if loss else jnp.zeros_like(batch.targets), **of)
         other = prepare_head(*pair[1], batch.targets, name="policy_head", logit_stats=("log_z",), **of)
-        ids = as_draft_ids(ids, other.call.vocab_size)
-        if ids.shape[0] != one.call.vocab_size:
-            raise ValueError(f"draft_ids: got {ids.shape[0]}, expected {one.call.vocab_size}, the columns of the draft")
+        ids, columns = as_draft_ids(ids, other.call.vocab_size), one.call.vocab_size
+        check("draft_ids", ids.shape[0], ids.shape[0] == columns, f"{columns}, the columns of the draft")
         fn, args, sound = _of_columns, {"draft_ids": ids}, sound_ids(jnp.asarray(ids), other.call.vocab_size)
-    static = DivergenceCall(one.call, other.call, ("total_variation", *(kinds or ())), 0.5)
-    count = 2 if kinds is None else 1 + len(kinds)
+    more = DIVERGENCES.get(loss.objective, ()) if loss else ()
+    static = DivergenceCall(one.call, other.call, ("total_variation", *more), 0.5)
+    name = "draft_loss" if loss else "draft_metrics"
 
-    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
-        return [one.specs, other.specs, *[P()] * len(args)], (p.tokens_spec,) * count
+    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
+        return [one.specs, other.specs, *[P()] * len(args)], p.tokens_spec
 
     inputs = {"hidden": one.inputs, "policy_hidden": other.inputs, **args}
     apart, *others = shard_call(name, fn, given["parallel"], inputs, specs, static)
     if sound is not None:
         apart += jnp.where(batch.loss_mask > 0, sound, 0)
-    return Depth(batch, apart, others[0] if others else None, sound)
+    return Depth(batch, sound, apart, *others)
 
 
 def _compare(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Inputs) -> tuple[jax.Array, jax.Array]:
@@ -322,12 +298,12 @@ def _of_columns(
     return *found, (ids[top] == its).astype(jnp.float32)
 
 
-def _of_depth(depth: Depth, objective: Objective, eta: Coefficient) -> Float[Array, "R T"]:
-    if depth.other is None:
+def _of_depth(depth: Depth, loss: Draft) -> Float[Array, "R T"]:
+    if loss.objective == "total_variation":
         return depth.apart
-    if objective == "soft_cross_entropy":
+    if loss.objective == "soft_cross_entropy":
         return depth.other
-    share = lax.stop_gradient(jnp.exp(-eta * (1 - depth.apart)))
+    share = lax.stop_gradient(jnp.exp(-loss.eta * (1 - depth.apart)))
     return share * depth.other + (1 - share) * depth.apart
 
 
@@ -343,7 +319,7 @@ def _end_to_end(depths: Sequence[Depth]) -> Float[Array, "R T"]:
     return jnp.where(number > 0, 1 - total / jnp.maximum(number, 1), 0)
 
 
-def _mean(x: Float[Array, "R T"], batch: RolloutBatch, parallel: ParallelMesh | ShardAxes | None) -> Metric:
+def _mean(x: Float[Array, "R T"], batch: RolloutBatch, parallel: Parallel) -> Metric:
     args = {"x": x, "mask": batch.loss_mask}
     return shard_call("draft_metrics", _mean_of_tokens, parallel, args, lambda p: ([p.tokens_spec] * 2, P()))
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from jaxppo.base.arrays import AnyArray, as_token_ids, check_array, check_count
+from jaxppo.base.arrays import AnyArray, as_token_ids, check, check_array, check_count
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.divergence import sound_ids
@@ -20,20 +20,16 @@ __all__ = ["draft_ids_of_counts", "draft_ids_of_d2t", "draft_targets"]
 
 
 def draft_ids_of_d2t(d2t: Int[AnyArray, " D"], vocab_size: int) -> Int[np.ndarray, " D"]:
-    """The ids that EAGLE-3's `d2t` stands for: id of column j = j + d2t[j].
+    """The ids, `i32[D]`, that EAGLE-3's `d2t` stands for: id of column j = j + d2t[j].
 
     Args:
       d2t: `i32[D]`, of a checkpoint; on the host.
       vocab_size: V, of the policy.
 
-    Returns:
-      `i32[D]`.
-
     Raises:
       TypeError, ValueError: no integers `[D]`; two columns of one id, or an id outside the vocabulary.
 
     Example:
-      >>> from jaxppo.losses.draft_ids import draft_ids_of_d2t
       >>> draft_ids_of_d2t(np.array([0, 1, 1, 4]), vocab_size=8).tolist()
       [0, 2, 3, 7]
 
@@ -41,34 +37,29 @@ def draft_ids_of_d2t(d2t: Int[AnyArray, " D"], vocab_size: int) -> Int[np.ndarra
     """
     check_array("d2t", d2t)
     check_count("vocab_size", vocab_size, least=1)
-    ids = np.arange(d2t.shape[0] if d2t.ndim else 0) + np.asarray(d2t, np.int64)
-    check_draft_ids("d2t", ids, vocab_size)
+    ids = np.arange(d2t.shape[-1] if d2t.ndim else 0) + np.asarray(d2t, np.int64)
+    _check_ids("d2t", ids, vocab_size)
     return ids.astype(np.int32)
 
 
 def draft_ids_of_counts(counts: Int[AnyArray, " V"], size: int) -> Int[np.ndarray, " D"]:
-    """The `size` ids that occur most often, rising; of equally many the lower ids.
+    """The ids, `i32[D]`, that occur most often, rising; of equally many the lower ids.
 
     Args:
-      counts: `i32[V]`, how often each id occurs, such as `np.bincount(tokens, minlength=V)` of what the policy drew; on
-        the host.
+      counts: `i32[V]`, how often each id occurs, on the host: `np.bincount(tokens, minlength=V)` of what was drawn.
       size: D, the columns that the draft's head will have.
-
-    Returns:
-      `i32[D]`.
 
     Raises:
       TypeError, ValueError: no integers `[V]`; D that is not 1 to V.
 
     Example:
-      >>> from jaxppo.losses.draft_ids import draft_ids_of_counts
       >>> draft_ids_of_counts(np.array([5, 0, 7, 5, 9]), 3).tolist()
       [0, 2, 4]
     """
     check_array("counts", counts)
     check_count("size", size, least=1)
-    if counts.ndim != 1 or size > counts.shape[0]:
-        raise ValueError(f"counts: got shape {counts.shape}, expected [V] with at least size={size} ids")
+    good = counts.ndim == 1 and size <= counts.shape[0]
+    check("counts", f"shape {counts.shape}", good, f"[V] with at least size={size} ids")
     return np.sort(np.argsort(-np.asarray(counts, np.int64), kind="stable")[:size]).astype(np.int32)
 
 
@@ -81,21 +72,18 @@ def draft_targets(
 ) -> RolloutBatch:
     """The batch with targets as columns of a draft's head: for `SFT` and `mtp_loss`, whose targets are columns.
 
-    A target that is not among the draft's ids loses its loss, since the draft cannot draw it.
-
     Args:
       batch, parallel: `[R, T]`, and the mesh.
       draft_ids: `i32[D]`, the id of each column.
       vocab_size: V, of the policy.
 
     Returns:
-      The batch with other targets and another loss mask.
+      The batch with such targets, and loss mask 0 where the target is not among the ids: the draft cannot draw it.
 
     Raises:
       TypeError, ValueError: ids that `draft_loss` would refuse. Under `jit` such ids make the mask NaN, and every loss.
 
     Example:
-      >>> from jaxppo.losses.draft_ids import draft_targets
       >>> batch = RolloutBatch.from_samples([Sample([1, 7, 3, 5], response_start=1)], row_length=4)
       >>> found = draft_targets(batch, jnp.array([0, 5, 7]), vocab_size=8)
       >>> found.targets[0, :3].tolist(), found.loss_mask[0].tolist()
@@ -106,7 +94,7 @@ def draft_targets(
     args = {"targets": batch.targets, "loss_mask": batch.loss_mask, "draft_ids": draft_ids}
 
     def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
-        return [p.tokens_spec, p.tokens_spec, jax.P()], (p.tokens_spec, p.tokens_spec)
+        return [p.tokens_spec, p.tokens_spec, jax.P()], p.tokens_spec
 
     targets, mask = shard_call("draft_targets", _as_columns, parallel, args, specs, vocab_size)
     return dataclasses.replace(batch, targets=targets, loss_mask=mask)
@@ -124,20 +112,17 @@ def _as_columns(
 def as_draft_ids(draft_ids: Any, vocab_size: int) -> Int[AnyArray, " D"]:
     """The ids as i32; those that are known outside of jit are checked."""
     check_array("draft_ids", draft_ids)
+    check("draft_ids", f"shape {draft_ids.shape}", draft_ids.ndim == 1, "[D]")
     if not isinstance(draft_ids, jax.core.Tracer) and getattr(draft_ids, "is_fully_addressable", True):
-        check_draft_ids("draft_ids", np.asarray(draft_ids), vocab_size)
-    elif draft_ids.ndim != 1:
-        raise ValueError(f"draft_ids: got shape {draft_ids.shape}, expected [D]")
+        _check_ids("draft_ids", np.asarray(draft_ids), vocab_size)
     return as_token_ids(draft_ids)
 
 
-def check_draft_ids(what: str, ids: np.ndarray, vocab_size: int) -> None:
+def _check_ids(what: str, ids: np.ndarray, vocab_size: int) -> None:
     """Raises unless these are different ids of the vocabulary."""
-    if ids.ndim != 1 or not ids.size:
-        raise ValueError(f"{what}: got shape {ids.shape}, expected [D]")
-    outside = ids[(ids < 0) | (ids >= vocab_size)]
-    if outside.size:
-        raise ValueError(f"{what}: got the id {outside[0]}, expected 0 to {vocab_size - 1}")
+    check(what, f"shape {ids.shape}", ids.ndim == 1 and ids.size > 0, "[D]")
     there, times = np.unique(ids, return_counts=True)
-    if times.max() > 1:
-        raise ValueError(f"{what}: got the id {there[times > 1][0]} twice, expected each once")
+    outside, twice = ids[(ids < 0) | (ids >= vocab_size)], there[times > 1]
+    for bad, how, expected in ((outside, "", f"0 to {vocab_size - 1}"), (twice, " twice", "each once")):
+        if bad.size:
+            raise ValueError(f"{what}: got the id {bad[0]}{how}, expected {expected}")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import Aggregation, Coefficient, check_aggregation, check_field, check_floating
+from jaxppo.base.arrays import Aggregation, Coefficient, check, check_aggregation, check_field, check_floating
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
@@ -29,8 +29,8 @@ class Features(TokenLoss[States]):
 
     An error e counts as e^2 / (2 beta) below beta, as |e| - beta / 2 beyond. `loss_from_stats` takes `States` as
     statistics; shift the policy's states first, `shift_left(hidden, parallel, 1, 0, segment_ids, num_segments)`, where
-    the draft predicts the next position's. The draft's cross-entropy is `draft_loss`; the published sum is this and 0.1
-    times that. The metric is `features`, the mean over tokens.
+    the draft predicts the next position's. The published sum is this and 0.1 times the cross-entropy of `draft_loss`.
+    The metric is `features`, the mean over tokens.
 
     Args:
       beta: where the square ends.
@@ -40,8 +40,6 @@ class Features(TokenLoss[States]):
       ValueError: a beta that is not above 0.
 
     Example:
-      >>> from jaxppo.losses import loss_from_stats
-      >>> from jaxppo.losses.features import Features, States
       >>> batch = RolloutBatch.from_samples([Sample([1, 2], response_start=1)], row_length=2)
       >>> states = States(jnp.array([[[0.5, 2.0], [0.0, 0.0]]]), jnp.zeros((1, 2, 2)))
       >>> float(loss_from_stats(states, batch, Features())[0])
@@ -66,8 +64,8 @@ class Features(TokenLoss[States]):
         shape = batch.loss_mask.shape
         for name, x in stats._asdict().items():
             check_floating(f"stats.{name}", x, 3, "[R, T, H]")
-            if x.shape != (*shape, stats.draft.shape[-1]):
-                raise ValueError(f"stats.{name}: got shape {x.shape}, expected {shape} and H, the same of both")
+            good = x.shape == (*shape, stats.draft.shape[-1])
+            check(f"stats.{name}", f"shape {x.shape}", good, f"{shape} and H, the same of both")
 
     def reads(self, stats: States | None, batch: RolloutBatch, segments: Segments) -> Reads:
         return {} if stats is None else {"draft_states": stats.draft, "policy_states": stats.policy}

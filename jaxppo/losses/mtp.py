@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import Aggregation, check_count, check_field, check_flag, needed
+from jaxppo.base.arrays import Aggregation, check, check_count, check_field, check_flag, needed
 from jaxppo.base.metrics import Metric, Metrics
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
@@ -22,7 +22,7 @@ from jaxppo.losses.compute import loss_of_stats
 from jaxppo.losses.sft import SFT
 from jaxppo.losses.token_loss import TokenLoss
 from jaxppo.sharding import ParallelMesh, ShardAxes, shift_left
-from jaxppo.step.aggregation import Normalizer
+from jaxppo.step.aggregation import Normalizer, Parallel
 
 __all__ = ["MTP", "mtp_loss", "shift_targets"]
 
@@ -40,18 +40,16 @@ class OfDepths:
         if self.depths is not None:
             check_count("depths", self.depths, least=1)
 
-    def shifted(self, batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None) -> RolloutBatch:
-        """The batch as depth k reads it."""
-        return shift_targets(batch, k, parallel)
-
     @property
     def losses(self) -> int:
         """How many losses with denominators of their own there are."""
         return needed("depths", self.depths, "a number, for the denominators of each depth")
 
-    def depth_batches(
-        self, micro_batches: RolloutBatch, parallel: ParallelMesh | ShardAxes | None
-    ) -> list[RolloutBatch]:
+    def shifted(self, batch: RolloutBatch, k: int, parallel: Parallel) -> RolloutBatch:
+        """The batch as depth k reads it."""
+        return shift_targets(batch, k, parallel)
+
+    def depth_batches(self, micro_batches: RolloutBatch, parallel: Parallel) -> list[RolloutBatch]:
         """The batch of each of these losses, for `Normalizer.of`."""
         return [self.shifted(micro_batches, k, parallel) for k in range(1, self.losses + 1)]
 
@@ -63,8 +61,8 @@ class MTP(OfDepths):
     Args:
       depths: the number of depths, needed by `Normalizer.of` alone; by default as many as the loss's `hidden` has.
       coef: the factor of the sum.
-      stop_trunk: no gradient into `hidden`: only heads learn. (To train a module between trunk and head but not the
-        trunk, stop the gradient at that module's input instead.)
+      stop_trunk: no gradient into `hidden`: only heads learn. (If a module between trunk and head is to learn, stop the
+        gradient at its input instead.)
       stop_head: no gradient into `head`.
       aggregation: the denominators of a depth, see `SFT`.
 
@@ -72,9 +70,7 @@ class MTP(OfDepths):
       TypeError, ValueError: an option of another type or out of its range.
 
     Example:
-      >>> from jaxppo.losses.mtp import MTP
-      >>> ids, one = jnp.array([[1, 1, 1, 1]]), jnp.array([[0]])
-      >>> batch = RolloutBatch(ids, ids, ids, jnp.arange(4)[None], jnp.array([[1.0, 1, 1, 0]]), one)
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3, 4], response_start=1)], row_length=4)
       >>> [float(n.tokens) for n in Normalizer.of(MTP(depths=2), batch)]
       [2.0, 1.0]
     """
@@ -123,15 +119,13 @@ def mtp_loss(
       `mtp_{k}_nll` and `mtp_{k}_accuracy` (means over its tokens) and `mtp_{k}_broken_rules` (see `policy_loss`).
 
     Raises:
-      ValueError: no depth; a number of heads or normalizers that is not the number of depths; more depths than shared
-        prefixes were packed for, see `RolloutBatch.from_samples`.
+      TypeError, ValueError: no depth; a number of heads or normalizers that is not the number of depths; more depths
+        than shared prefixes were packed for, see `RolloutBatch.from_samples`.
 
     Example:
-      >>> from jaxppo.losses.mtp import MTP, mtp_loss
-      >>> ids, places, mask = jnp.array([[1, 1, 1, 1]]), jnp.arange(4)[None], jnp.array([[1.0, 1, 1, 0]])
-      >>> batch = RolloutBatch(ids, jnp.array([[1, 2, 3, 0]]), ids, places, mask, jnp.array([[0]]))
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3, 4], response_start=1)], row_length=4)
       >>> loss, metrics = mtp_loss(jnp.zeros((1, 1, 4, 2)), jnp.zeros((2, 8)), batch, MTP(coef=0.5))
-      >>> round(float(loss), 4), float(metrics["mtp_1_nll"].count)  # half of log 8; 2 and 3 are predicted
+      >>> round(float(loss), 4), float(metrics["mtp_1_nll"].count)  # half of log 8; 3 and 4 are predicted
       (1.0397, 2.0)
 
     DeepSeek-V3, section 2.2, https://arxiv.org/abs/2412.19437
@@ -164,7 +158,7 @@ def sum_of_depths(
     loss: TokenLoss[Any],
     depths: Sequence[tuple[Any, RolloutBatch]],
     numbers: Mapping[str, Any],
-    parallel: ParallelMesh | ShardAxes | None,
+    parallel: Parallel,
     normalizers: Sequence[Normalizer] | None,
     decay: float = 1.0,
 ) -> tuple[Float[Array, ""], Metrics]:
@@ -182,9 +176,9 @@ def sum_of_depths(
 def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAxes | None = None) -> RolloutBatch:
     """The batch whose targets and loss mask at t are those of t + `by`, and 0 where that leaves the sequence.
 
-    If positions skip numbers (padding inside a sequence, see `RolloutBatch.from_padded`), t + `by` is not the token
-    `by` places later: the mask, and therefore the loss, is NaN there. The mask is also NaN if the batch's own mask is
-    set on padding or at the last position of a sequence, an error that no rule could find after the shift.
+    The mask, and therefore the loss, is NaN where positions skip numbers (padding inside a sequence, see
+    `RolloutBatch.from_padded`), and if the batch's own mask is set on padding or at the last position of a sequence, an
+    error that no rule could find after the shift.
 
     Args:
       batch, parallel: `[R, T]`, or micro-batches `[K, R, T]`; the mesh.
@@ -203,21 +197,18 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
     check_count("by", by)
     extras, batch = batch.extras if isinstance(batch, RolloutBatch) else {}, checked(batch, stacked=True)
     batch.check_layout(parallel)
-    if batch.parents is not None and by > batch.mtp_depths:
-        raise ValueError(
-            f"depths: got {by} for a batch with shared prefixes, expected at most {batch.mtp_depths}: "
-            "RolloutBatch.from_samples(..., share_prefixes=True, mtp_depths=)"
-        )
+    expected = f"at most {batch.mtp_depths}: RolloutBatch.from_samples(..., share_prefixes=True, mtp_depths=)"
+    good = batch.parents is None or by <= batch.mtp_depths
+    check("depths", f"{by} for a batch with shared prefixes", good, expected)
 
     def shift(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         targets, loss_mask, positions, segment_ids, weights = arrays
         moving = (targets, loss_mask.astype(jnp.float32), positions, weights)
         targets, mask, later, weights = shift_left(moving, parallel, by, 0, segment_ids, batch.num_segments)
-        gap = (mask > 0) & (later != positions + by)
-        inner = segment_ids > 0  # without the last position of each sequence, see below
+        inner = segment_ids > 0
         if not batch.real_last_targets:
             inner = shift_left(inner, parallel, 1, False, segment_ids, batch.num_segments)
-        unsound = (loss_mask != 0) & ~inner
+        gap, unsound = (mask > 0) & (later != positions + by), (loss_mask != 0) & ~inner
         return targets, jnp.where(gap | unsound, jnp.nan, mask), weights
 
     given = (batch.targets, batch.loss_mask, batch.positions, batch.segment_ids, batch.loss_weights)
@@ -226,9 +217,7 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
     return dataclasses.replace(batch, targets=targets, loss_mask=mask, loss_weights=weights, extras=extras)
 
 
-def shift_temperature(
-    temperature: float | Array, batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAxes | None
-) -> float | Array:
+def shift_temperature(temperature: float | Array, batch: RolloutBatch, by: int, parallel: Parallel) -> float | Array:
     """The temperature of each token `by` places later. A number, and what the head will refuse, stays unchanged."""
     if getattr(temperature, "shape", ()) != batch.loss_mask.shape:
         return temperature
@@ -240,18 +229,16 @@ def heads_of(hidden: States, head: Any, normalizers: Sequence[Normalizer] | None
     if not hasattr(hidden, "__len__"):
         raise TypeError(f"hidden: got {type(hidden).__name__}, expected the states of each depth")
     if normalizers is not None and (isinstance(normalizers, str) or not isinstance(normalizers, Sequence)):
-        raise TypeError(
-            f"normalizers: got {type(normalizers).__name__}, expected a list with one for each depth, or None"
-        )
+        kind = type(normalizers).__name__
+        raise TypeError(f"normalizers: got {kind}, expected a list with one for each depth, or None")
     depths = len(hidden)
-    if depths == 0:
-        raise ValueError("hidden: got no depths, expected at least one")
+    check("hidden", "no depths", depths > 0, "at least one")
     if loss.depths not in (None, depths):
         raise ValueError(f"hidden: got {depths} depths, expected {loss.depths}, those of {loss}")
     several = isinstance(head, (list, tuple)) or getattr(head, "ndim", 0) == 3
     heads = [*head] if several else [head] * depths
     losses = dataclasses.replace(loss, depths=depths).losses
     for name, given, count in (("head", heads, depths), ("normalizers", normalizers, losses)):
-        if given is not None and len(given) != count:
-            raise ValueError(f"{name}: got {len(given)}, expected {count} for the {depths} depths of hidden")
+        if given is not None:
+            check(name, len(given), len(given) == count, f"{count} for the {depths} depths of hidden")
     return heads

@@ -10,14 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import check_choice, needed
-from jaxppo.base.metrics import Terms, means
-from jaxppo.batch.reads import at_most_one, was_above_one
+from jaxppo.base.arrays import check, check_choice, needed
+from jaxppo.batch.reads import at_most_one
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
 from jaxppo.losses.policy_tokens import OfConfig, advantages_of, check_config
-from jaxppo.losses.token_loss import Losses, Reads, Step
-from jaxppo.losses.top_k_divergence import OfIds, mass, with_tail
+from jaxppo.losses.token_loss import Losses, Reads
+from jaxppo.losses.top_k_divergence import OfIds, with_tail
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.sharding import Segments
 
@@ -34,19 +33,17 @@ class ScoreCentering(OfConfig, OfIds):
         loss = sum over tokens of weight_t * A_t * sum over ids v of c_v log p_v
         c_v = q_v f(p_v / q_v) - a p_v
 
-    The c_v are constants. Without this term a weight other than p / q moves the policy even if all tokens have the same
-    advantage. f comes from the config's loss: it is 1 for `Reinforce`, min(r, 1 + clip_high) for `CISPO(clip_low=1)`, a
-    mask for `ProbabilityMask`. For f = r, as in a `PPO` that clips nothing, all c_v are 0. Only the part of the
-    gradient that is due to advantages is centred: a pull to the sampler stays.
+    The c_v are constants. f comes from the config's loss: it is 1 for `Reinforce`, min(r, 1 + clip_high) for
+    `CISPO(clip_low=1)`, a mask for `ProbabilityMask`. For f = r, as in a `PPO` that clips nothing, all c_v are 0. Only
+    the part of the gradient that is due to advantages is centred: a pull to the sampler stays.
 
     a p_v stands for the tokens that are not among the ids (the tail). They are treated as one token, which the policy
-    draws with probability 1 - sum p and the sampler with 1 - sum q, with sums over the ids of the position. rho is the
-    ratio of these two. The expected gradient of that token, (1 - sum q) f(1 / rho) grad log(1 - sum p), is
-    -a sum over v of p_v grad log p_v:
+    draws with probability 1 - sum p and the sampler with 1 - sum q, with sums over the ids of the position. The
+    expected gradient of that token, (1 - sum q) f(1 / rho) grad log(1 - sum p), is -a sum over v of p_v grad log p_v:
 
         rho = (1 - sum q) / (1 - sum p),   a = rho f(1 / rho)
 
-    Use the gradient of this term alone, as a part of a sum beside the config: its value means nothing. It is exact if
+    Use this term as a part of a sum beside the config: its value means nothing, only its gradient, which is exact if
     the ids are all that the sampler could draw. An id that the policy finds impossible makes the loss NaN. With
     `impossible_tokens="leave_out"` its c_v is 0, since drawing it has no policy loss.
 
@@ -58,23 +55,20 @@ class ScoreCentering(OfConfig, OfIds):
         `impossible_tokens` are read.
       tail: "bucket", or "renormalise" if the ids are the sampler's whole nucleus: p and q are then divided by their
         sums, and a is 0, since there is no tail. The log-probs of the policy loss then need the same `nucleus_ids`.
-      ids: the name of the extra of the batch that holds the sampler's top-k at each position, `i32[R, T, K]`, -1
-        padded.
-      log_probs: the name of the extra that holds the sampler's log-probs of these ids over the whole vocabulary;
-        rounded to bf16 they are capped as in `top_k_divergence`.
+      ids, log_probs: the names of the extras that hold the sampler's top-k and its log-probs of these ids over the
+        whole vocabulary, see `TopKDistillation`.
 
     Raises:
       TypeError, ValueError: the config's loss of a token depends on other tokens, or selects tokens; its ratio is over
         the trainer's old policy, whose log-probs of the ids are not known; it has an off-policy correction.
 
     Example:
-      >>> from jaxppo.losses import ScoreCentering, loss_from_stats
       >>> sampler = {"sampler_ids": [[0, 1, 2]], "sampler_log_probs": np.log([[0.5, 0.25, 0.25]])}
       >>> sample = Sample([1, 2], response_start=1, advantages=[1.0], extras=sampler)
       >>> batch = RolloutBatch.from_samples([sample], row_length=2)
       >>> loss = ScoreCentering(PolicyLossConfig(policy_losses.Reinforce(), ratio_to="current"), tail="renormalise")
+      >>> asked = {"ids": batch.extras["sampler_ids"], "where": batch.loss_mask > 0}
       >>> def centring(logits):
-      ...     asked = {"ids": batch.extras["sampler_ids"], "where": batch.loss_mask > 0}
       ...     return loss_from_stats(log_probs_from_logits(logits, batch.targets, **asked), batch, loss)[0]
       >>> jax.grad(centring)(jnp.zeros((1, 2, 3)))[0, 0].round(2)                              # q - p
       Array([ 0.17, -0.08, -0.08], dtype=float32)
@@ -87,19 +81,18 @@ class ScoreCentering(OfConfig, OfIds):
     ids: str = "sampler_ids"
     log_probs: str = "sampler_log_probs"
     rule: ClassVar[str] = "rollout_log_probs_of_ids"
+    sides: ClassVar[tuple[str, str]] = ("policy", "rollout")
 
     def __post_init__(self) -> None:
         check_config(self.config)
         check_choice("tail", self.tail, CenteringTail)
         self.check_names()
-        if not self.config.loss.token_local or self.config.loss.selects:
-            raise ValueError(f"config.loss: got {self.config.loss}, expected one whose tokens are each on their own")
-        if self.config.ratio_to == "old":
-            raise ValueError(
-                "config.ratio_to: got 'old', expected 'rollout' or 'current': only the sampler's ids are known"
-            )
-        if self.config.off_policy is not None:
-            raise ValueError("config.off_policy: got a correction, expected None: its weights of the ids are not known")
+        loss = self.config.loss
+        check("config.loss", loss, loss.token_local and not loss.selects, "one whose tokens are each on their own")
+        expected = "'rollout' or 'current': only the sampler's ids are known"
+        check("config.ratio_to", "'old'", self.config.ratio_to != "old", expected)
+        expected = "None: its weights of the ids are not known"
+        check("config.off_policy", "a correction", self.config.off_policy is None, expected)
 
     def check(self, batch: RolloutBatch) -> None:
         super().check(batch)
@@ -125,12 +118,6 @@ class ScoreCentering(OfConfig, OfIds):
             log_p, finite, drawn = log_p[..., :-1], finite[..., :-1], drawn[..., :-1]
             drawn = drawn - rest * jnp.exp(log_p)
         return {"centring": -jnp.where(has_id, lax.stop_gradient(drawn) * finite, 0).sum(axis=-1)}
-
-    def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
-        mask = step.batch.loss_mask
-        ids, log_p, log_q = self.of_ids(stats, step.batch)
-        found = means({"policy_mass": mass(log_p, ids), "rollout_mass": mass(log_q, ids)}, mask)
-        return found | {"rollout_capped": (was_above_one(log_q, ids != -1), mask, "sum")}
 
     def _slopes(
         self,

@@ -1,8 +1,4 @@
-"""Distillation from a teacher of whom only the top-k is known: K ids at each position, and their log-probs.
-
-The tokens without one of the K ids are the tail of both distributions. The tail is one more bucket, is renormalised
-away, or is left out.
-"""
+"""Distillation from a teacher of whom only the top-k is known: K ids at each position, and their log-probs."""
 
 from __future__ import annotations
 
@@ -20,7 +16,9 @@ from jaxppo.base.arrays import (
     MAX_LOG_PROB,
     MAX_SAMPLED,
     Aggregation,
+    check,
     check_aggregation,
+    check_alike,
     check_array,
     check_choice,
     check_count,
@@ -72,8 +70,8 @@ def top_k_divergence(
         renormalise      are dropped: p / sum p and q / sum q replace p, q:  at least 0
         leave_out        are dropped: the sums are over the raw p and q:     may be below 0
 
-    As beta goes to 0 or 1 the mixture tends to 0, not to one of the two KLs. So "jensen_shannon" refuses both; in place
-    of TRL's alpha = 0 and 1, use "forward_kl" and "reverse_kl". A bucket holds at least 1e-7, as f32 resolves no less.
+    As beta goes to 0 or 1 "jensen_shannon" tends to 0, not to one of the two KLs: use "forward_kl" and "reverse_kl" in
+    place of TRL's alpha = 0 and 1. A bucket holds at least 1e-7, as f32 resolves no less.
 
     Args:
       log_probs: `f32[..., K]`, the student's, over the whole vocabulary; `stats.id_log_probs`.
@@ -103,40 +101,37 @@ def top_k_divergence(
     DistiLLM, https://arxiv.org/abs/2402.03898; adaptive: Wu et al. 2024, https://arxiv.org/abs/2404.02657; both in ROLL
     """
     beta = checked_options(divergence, beta, tail)
-    for name, x in (("log_probs", log_probs), ("teacher_log_probs", teacher_log_probs)):
-        check_array(name, x)
-        if x.shape != log_probs.shape or not x.ndim or not x.shape[-1]:
-            raise ValueError(f"{name}: got shape {x.shape}, expected [..., K] as log_probs, {log_probs.shape}")
-    if ids is not None:
-        check_array("ids", ids, log_probs.shape, "that of log_probs")
+    arrays = {"log_probs": log_probs, "teacher_log_probs": teacher_log_probs}
+    check_alike(arrays if ids is None else {**arrays, "ids": ids})
+    check("log_probs", f"shape {log_probs.shape}", any(log_probs.shape[-1:]), "[..., K]")
     has_id = jnp.ones(log_probs.shape, bool) if ids is None else jnp.asarray(ids) != -1
     log_q = lax.stop_gradient(teacher_log_probs.astype(jnp.float32))
     log_q = at_most_one(jnp.where(log_q <= MAX_SAMPLED, log_q, jnp.nan), has_id)
     log_p, log_q = (with_tail(x.astype(jnp.float32), has_id, tail) for x in (log_probs, log_q))
     there = jnp.concatenate([has_id, jnp.ones_like(has_id[..., :1])], axis=-1) if tail == "bucket" else has_id
-    term = partial(_kl_terms, closed=tail != "leave_out")
+    kl = partial(_kl_terms, closed=tail != "leave_out")
 
     def mixture(log_a: Array, log_b: Array) -> Array:
         return jnp.logaddexp(log_a + jnp.log(beta), log_b + jnp.log1p(-beta))
 
     if divergence == "forward_kl":
-        found = term(log_q, log_p)
+        found = kl(log_q, log_p)
     elif divergence == "reverse_kl":
-        found = term(log_p, log_q)
+        found = kl(log_p, log_q)
     elif divergence == "skewed_forward_kl":
-        found = term(log_q, mixture(log_q, log_p))
+        found = kl(log_q, mixture(log_q, log_p))
     elif divergence == "skewed_reverse_kl":
-        found = term(log_p, mixture(log_p, log_q))
-    elif divergence == "adaptive_kl":
-        share = lax.stop_gradient(_head_share(jnp.exp(log_p), jnp.exp(log_q), there, beta))
-        found = share * term(log_q, log_p) + (1 - share) * term(log_p, log_q)
-    elif divergence == "mixed_kl":
-        ways = (beta, log_q, log_p), (1 - beta, log_p, log_q)
-        # a term with share 0 is left out, since an infinite divergence times 0 is NaN
-        found = sum((share * term(*of) for share, *of in ways if not is_zero(share)), jnp.float32(0))
-    else:
+        found = kl(log_p, mixture(log_p, log_q))
+    elif divergence == "jensen_shannon":
         log_m = mixture(log_q, log_p)
-        found = beta * term(log_q, log_m) + (1 - beta) * term(log_p, log_m)
+        found = beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
+    else:
+        share = beta
+        if divergence == "adaptive_kl":
+            share = lax.stop_gradient(_head_share(jnp.exp(log_p), jnp.exp(log_q), there, beta))
+        ways = (share, log_q, log_p), (1 - share, log_p, log_q)
+        # a term with share 0 is left out, since an infinite divergence times 0 is NaN
+        found = sum((share * kl(*of) for share, *of in ways if not is_zero(share)), jnp.float32(0))
     return jnp.where(there, found, 0).sum(axis=-1)
 
 
@@ -145,12 +140,11 @@ def checked_options(divergence: TopKDivergence, beta: float | Array, tail: Tail)
     check_choice("divergence", divergence, TopKDivergence)
     check_choice("tail", tail, Tail)
     if divergence == "jensen_shannon" and is_number(beta) and beta in (0, 1):
-        instead = "'forward_kl' or 'reverse_kl', since the mixture tends to 0 there"
-        raise ValueError(
-            f"beta: got {beta} with divergence='jensen_shannon', expected a number in (0, 1), or {instead}"
-        )
-    strictly = divergence == "jensen_shannon" or divergence.startswith("skewed")
-    return check_number("beta", beta, **({"above": 0, "below": 1} if strictly else {"least": 0, "most": 1}))
+        expected = "a number in (0, 1), or 'forward_kl' or 'reverse_kl', since the mixture tends to 0 there"
+        raise ValueError(f"beta: got {beta} with divergence='jensen_shannon', expected {expected}")
+    if divergence == "jensen_shannon" or divergence.startswith("skewed"):
+        return check_number("beta", beta, above=0, below=1)
+    return check_number("beta", beta, least=0, most=1)
 
 
 def with_tail(log_p: Float[Array, "*batch K"], has_id: Bool[Array, "*batch K"], tail: Tail) -> Float[Array, "..."]:
@@ -188,7 +182,7 @@ def _kl_terms(log_a: Float[Array, "..."], log_b: Float[Array, "..."], closed: bo
 def _head_share(
     p: Float[Array, "*batch K"], q: Float[Array, "*batch K"], there: Bool[Array, "*batch K"], beta: Any
 ) -> Float[Array, "*batch 1"]:
-    """The share of |q - p| that is not among the least likely tokens of q, which have at most beta together."""
+    """The share of |q - p| outside the least likely tokens of q, which have at most beta together."""
     q, gap = jnp.where(there, q, 0), jnp.where(there, jnp.abs(q - p), 0)
     order = jnp.argsort(q, axis=-1)
     least = jnp.cumsum(jnp.take_along_axis(q, order, axis=-1), axis=-1) <= beta
@@ -203,6 +197,7 @@ class OfIds(TokenLoss[TokenStats]):
     ids: str
     log_probs: str
     rule: ClassVar[str] = "teacher_log_probs"  # the name of the rule for these log-probs
+    sides: ClassVar[tuple[str, str]] = ("student", "teacher")  # whom the statistics and these log-probs are of
 
     @property
     def asks(self) -> Asks:
@@ -213,19 +208,18 @@ class OfIds(TokenLoss[TokenStats]):
         check_name("log_probs", self.log_probs)
 
     def check(self, batch: RolloutBatch) -> None:
+        what, of_log_probs = (f"batch.extras[{name!r}]" for name in (self.ids, self.log_probs))
         ids = extra_of(batch, self.ids, f"i32[R, T, K] for {self}")
-        check_array(f"batch.extras[{self.ids!r}]", ids, kind=KINDS["ids"])
-        ids = as_id_sets(f"batch.extras[{self.ids!r}]", ids, batch.loss_mask.shape)
+        check_array(what, ids, kind=KINDS["ids"])
+        as_id_sets(what, ids, batch.loss_mask.shape)
         given = extra_of(batch, self.log_probs, f"f32[R, T, K] for {self}")
-        of = f"that of {self.ids!r}"
-        check_array(f"batch.extras[{self.log_probs!r}]", given, ids.shape, of, KINDS["teacher_log_probs"])
+        check_array(of_log_probs, given, ids.shape, f"that of {self.ids!r}", KINDS["teacher_log_probs"])
 
     def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
         super().check_stats(stats, batch)
         how = "f32[R, T, K]: log_probs_from_hidden(..., ids=ids)"
-        own, shape = needed("stats.id_log_probs", stats.id_log_probs, how), batch.extras[self.ids].shape
-        if own.shape != shape:
-            raise ValueError(f"stats.id_log_probs: got shape {own.shape}, expected that of {self.ids!r}, {shape}")
+        own, shape = needed("stats.id_log_probs", stats.id_log_probs, how).shape, batch.extras[self.ids].shape
+        check("stats.id_log_probs", f"shape {own}", own == shape, f"that of {self.ids!r}, {shape}")
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
         found = {"ids": batch.extras[self.ids], self.rule: batch.extras[self.log_probs]}
@@ -242,13 +236,21 @@ class OfIds(TokenLoss[TokenStats]):
         own, given = (jnp.where(ids == -1, 0, x.astype(jnp.float32)) for x in log_probs)
         return ids, own, given
 
+    def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
+        """The probability of all ids together, of both sides, and at how many tokens rounding made it too large."""
+        ids, *log_probs = self.of_ids(stats, step.batch)
+        masses = (jnp.where(ids == -1, 0, jnp.exp(x)).sum(axis=-1) for x in log_probs)
+        found = means({f"{side}_mass": x for side, x in zip(self.sides, masses, strict=True)}, step.batch.loss_mask)
+        capped = was_above_one(log_probs[1], ids != -1)
+        return found | {f"{self.sides[1]}_capped": (capped, step.batch.loss_mask, "sum")}
+
 
 @dataclasses.dataclass(frozen=True)
 class TopKDistillation(OfIds):
     """`top_k_divergence` from a teacher's top-k over tokens: loss = sum over tokens of weight_t * D_t.
 
-    `loss_from_stats` takes statistics with these ids, from `log_probs_from_hidden(..., ids=)` or from logits. The
-    teacher's log-probs must be at the student's temperature. Different rows may have different teachers.
+    `loss_from_stats` takes statistics with these ids, from `log_probs_from_hidden(..., ids=)` or from logits. Different
+    rows may have different teachers.
 
     The metrics are `loss` (adds up over micro-batches), `divergence`, `teacher_mass` and `student_mass` (of the ids;
     means over tokens), `teacher_capped`, the number of tokens at which rounding brought a log-prob of the teacher above
@@ -259,13 +261,12 @@ class TopKDistillation(OfIds):
       aggregation, aggregation_norm: the denominators, see `token_weights`.
       ids: the name of the extra of the batch that holds the ids of a teacher's top-k, or of the student's own,
         `i32[R, T, K]`, -1 padded. They may be anything where this loss has no token. Parts that compare ids share them.
-      log_probs: the name of the extra that holds the teacher's log-probs of these ids, in any float dtype.
+      log_probs: the name of the extra that holds the teacher's log-probs of these ids, see `top_k_divergence`.
 
     Raises:
       ValueError: an option out of its range.
 
     Example:
-      >>> from jaxppo.losses import TopKDistillation, loss_from_hidden
       >>> from jaxppo.batch.extras import Extra
       >>> teacher = {"teacher_ids": Extra([[2, 0], [3, -1]], fill=-1), "teacher_log_probs": np.log([[0.5, 0.5]] * 2)}
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1, extras=teacher)], row_length=3)
@@ -293,15 +294,8 @@ class TopKDistillation(OfIds):
         return {"divergence": found}
 
     def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
-        ids, log_p, log_q = self.of_ids(stats, step.batch)
-        masses = {"teacher_mass": mass(log_q, ids), "student_mass": mass(log_p, ids)}
-        found = means({**self.terms(stats, step.batch, constants, step.segments), **masses}, step.batch.loss_mask)
-        return found | {"teacher_capped": (was_above_one(log_q, ids != -1), step.batch.loss_mask, "sum")}
-
-
-def mass(log_probs: Float[Array, "R T K"], ids: Int[Array, "R T K"]) -> Float[Array, "R T"]:
-    """The probability of all ids together."""
-    return jnp.where(ids == -1, 0, jnp.exp(log_probs)).sum(axis=-1)
+        terms = self.terms(stats, step.batch, constants, step.segments)
+        return super().metrics(stats, step, constants) | means(terms, step.batch.loss_mask)
 
 
 def check_top_k(
@@ -311,8 +305,7 @@ def check_top_k(
 
     Args:
       ids: `[..., K]`, -1 or in `[0, vocab_size)`, none twice at a position.
-      log_probs: `[..., K]`, where there is an id no NaN and at most 0, and their mass at most 1; as bf16 rounds them
-        they and the log of their mass may be up to 0.125.
+      log_probs: `[..., K]`, within the bounds of `top_k_divergence` where there is an id, and so is their mass.
       vocab_size: V.
 
     Raises:
@@ -327,14 +320,11 @@ def check_top_k(
     check_count("vocab_size", vocab_size, least=1)
     ids, log_probs = np.asarray(ids), np.asarray(log_probs)
     check_array("ids", ids)
-    check_array("log_probs", log_probs, kind=KINDS["teacher_log_probs"])
+    check_array("log_probs", log_probs, ids.shape, "that of ids", KINDS["teacher_log_probs"])
     log_probs = log_probs.astype(np.float64)
-    if ids.shape != log_probs.shape:
-        raise ValueError(f"log_probs: got shape {log_probs.shape}, expected that of ids, {ids.shape}")
     has_id, order = ids != -1, np.argsort(ids, axis=-1, kind="stable")
-    ordered = np.take_along_axis(ids, order, axis=-1)
     twice = np.zeros_like(has_id)
-    again = np.concatenate([np.zeros_like(has_id[..., :1]), ordered[..., 1:] == ordered[..., :-1]], axis=-1)
+    again = np.diff(np.take_along_axis(ids, order, axis=-1), axis=-1, prepend=-1) == 0
     np.put_along_axis(twice, order, again, axis=-1)
     mass = mass_of(log_probs, has_id, np)[..., None]
     rules = (

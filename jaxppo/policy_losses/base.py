@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, Literal, NotRequired, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Bounds, Coefficient, check_choice, check_field
+from jaxppo.base.arrays import Coefficient, check_choice, check_field
 from jaxppo.base.kl import MAX_LOG_RATIO, log_ratio
 from jaxppo.sharding import Segments
 
@@ -29,6 +29,15 @@ class Beside(TypedDict):
 
 class Loss:
     """A loss as a value, or a part of a sum of losses: what a dict of parts holds."""
+
+    def __post_init__(self) -> None:
+        """Checks the fields that `number` and `choice` made."""
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if "choices" in field.metadata:
+                check_choice(field.name, value, field.metadata["choices"])
+            elif "bounds" in field.metadata and not (value is None and field.default is None):
+                check_field(self, field.name, **field.metadata["bounds"])
 
 
 class PolicyLoss(Loss, abc.ABC):
@@ -60,15 +69,6 @@ class PolicyLoss(Loss, abc.ABC):
     token_local: ClassVar[bool] = False
     weighs_by_ratio: ClassVar[bool] = True
     selects: ClassVar[Literal["highest", "random"] | None] = None
-
-    def __post_init__(self) -> None:
-        """Checks the fields that `number` and `choice` made."""
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if "choices" in field.metadata:
-                check_choice(field.name, value, field.metadata["choices"])
-            elif "bounds" in field.metadata and not (value is None and field.default is None):
-                check_field(self, field.name, **field.metadata["bounds"])
 
     @abc.abstractmethod
     def __call__(
@@ -102,7 +102,7 @@ class PolicyLoss(Loss, abc.ABC):
         return jnp.ones(covariance.shape, bool)
 
 
-def number(default: float | None, **bounds: Unpack[Bounds]) -> Any:
+def number(default: float | None, **bounds: float | None) -> Any:
     """A field for a number in this range; None is off where it is the default."""
     return dataclasses.field(default=default, metadata={"bounds": bounds})
 

@@ -188,8 +188,7 @@ def places_of(axes: ShardAxes, row: Row) -> jax.Array:
 
 @functools.lru_cache
 def _exchange_tables(source: Layout, target: Layout, length: int, shards: int) -> tuple[np.ndarray, np.ndarray]:
-    """The local places that a shard sends to each receiver, `[C, C, m]`, and, for each place of a shard, the index of
-    what it keeps among the `C*m` received, `[C, T_local]`."""
+    """The local places that shards send to each other, `[C, C, m]`, and which of `C*m` received each place keeps."""
     row = Row(length, shards)
     came = source.place_of(target.position_at(np.arange(length), row), row).reshape(shards, row.local)
     senders = came // row.local

@@ -1,8 +1,7 @@
 """Preference losses: they learn from responses that people or a judge found better or worse, without sampling.
 
-A batch is like any other. Two samples with the same `group_id` are a pair, wherever they lie in the step's rows, and
-the one with the higher `reward` is the chosen one. `samples_of_pairs` makes samples from lists,
-`micro_batches_of_pairs` keeps both samples of a pair in one micro-batch.
+Two samples with the same `group_id` are a pair, wherever they lie in the step's rows, and the one with the higher
+`reward` is the chosen one.
 """
 
 from jaxppo.losses.preference.base import PairLoss, PreferenceLoss, Responses

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Coefficient, check_choice, check_field, needed
+from jaxppo.base.arrays import Coefficient, check, needed
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.pairs import Pairs
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Stats, Step, TokenLoss
+from jaxppo.policy_losses.base import choice, number
 from jaxppo.sharding import Segments
 
 Numbers = Float[Array, "*n"]
@@ -24,10 +25,7 @@ NLL = Literal["token_mean", "token_sum"]
 
 
 class OfPairs(TokenLoss[Stats]):
-    """A loss of samples or pairs: each of a sample's loss tokens gets the sample's loss, or that of its pair.
-
-    The mean over samples of the mean over their tokens is then the mean over samples, and over pairs.
-    """
+    """A loss of samples or pairs: each of a sample's loss tokens gets its loss, so that the mean is over samples."""
 
     aggregation = "sequence_mean_token_mean"
     asks = Asks("none")
@@ -38,10 +36,8 @@ class OfPairs(TokenLoss[Stats]):
         needed("batch.rewards", batch.rewards, "f32[R, S], higher for what was chosen; see samples_of_pairs")
         if self.paired:
             needed("batch.group_ids", batch.group_ids, "i32[R, S], one id for both samples of a pair")
-        if batch.loss_weights is not None:
-            raise ValueError(
-                "batch.loss_weights: got an array, expected None: a loss of whole samples is not one of tokens"
-            )
+        expected = "None: a loss of whole samples is not one of tokens"
+        check("batch.loss_weights", "an array", batch.loss_weights is None, expected)
 
     def reads(self, stats: Stats | None, batch: RolloutBatch, segments: Segments) -> Reads:
         rewards = {"sample_rewards": batch.rewards}
@@ -55,11 +51,8 @@ def pairs_of(batch: RolloutBatch, segments: Segments, tokens: Float[Array, "R S"
 
 
 def to_tokens(losses: Float[Array, "R S"], x: Float[Array, "R S"], segments: Segments) -> Losses:
-    """The loss of each sample at its positions.
-
-    It adds 0 * x, the array that the loss is a function of: where weights are NaN, the gradient is then NaN for samples
-    without a pair too.
-    """
+    """The loss of each sample at its positions, a function of x."""
+    # with 0 * x the gradient is NaN where weights are NaN, for samples without a pair too
     return {"preference": segments.spread(losses + 0 * x)}
 
 
@@ -79,23 +72,25 @@ def sample_terms(
 
 
 class Responses(NamedTuple):
-    """Responses as a preference loss sees them: sums over the loss tokens of each."""
+    """Responses as a preference loss sees them, by sums over the loss tokens of each.
+
+    Attributes:
+      log_prob: the sum of log_probs.
+      log_ratio: the sum of log_probs - ref_log_probs; that of log_probs where the loss reads no reference.
+      tokens: the number of loss tokens, at least 1.
+    """
 
     log_prob: Numbers
-    """The sum of log_probs."""
     log_ratio: Numbers
-    """The sum of log_probs - ref_log_probs; the sum of log_probs where the loss reads no reference."""
     tokens: Numbers
-    """The number of loss tokens, at least 1."""
 
 
 class PreferenceLoss(OfPairs[TokenStats]):
     """A preference loss: a frozen dataclass whose fields are its hyperparameters, which may be traced.
 
-    It is a mean over the step's pairs, or over its samples for `KTO`. Every sample with a loss token must be in one
-    pair, and both samples of a pair in one micro-batch: otherwise the loss is NaN. The batch needs `rewards`,
-    `group_ids` (not for `KTO`) and, where the loss has a reference, `ref_log_probs`, and no `loss_weights`. From hidden
-    states it takes two passes over the vocabulary.
+    It is a mean over the step's pairs, or over its samples for `KTO`, and NaN unless every sample with a loss token is
+    in one pair, whose two samples are in one micro-batch. The batch needs `rewards`, `group_ids` (not for `KTO`) and,
+    where the loss has a reference, `ref_log_probs`, and no `loss_weights`. From hidden states it takes two passes.
 
     The metrics are `loss` (adds up over micro-batches), means over chosen and rejected samples of the implied rewards,
     `chosen_reward` and `rejected_reward`, and of the mean log-probs, `chosen_log_prob` and `rejected_log_prob`; of
@@ -104,8 +99,7 @@ class PreferenceLoss(OfPairs[TokenStats]):
 
     Attributes:
       reference: the loss reads `ref_log_probs`.
-      paired: the loss compares the two samples of a pair. Otherwise each sample has its own loss, and those with a
-        reward above 0 are the desirable ones.
+      paired: the loss compares the two samples of a pair. Else those with a reward above 0 are the desirable ones.
     """
 
     reference: ClassVar[bool] = True
@@ -116,11 +110,11 @@ class PreferenceLoss(OfPairs[TokenStats]):
 
     @abc.abstractmethod
     def of_samples(self, x: Responses, chosen: Bool[Array, "R S"], pairs: Pairs | None) -> Float[Array, "R S"]:
-        """The loss of each sample, whose mean over the step's samples is the loss.
+        """The loss of each of this device's samples.
 
         Args:
-          x: the responses of this device's samples, `[R, S]`.
-          chosen: which samples were chosen, or are desirable.
+          x: their responses, `[R, S]`.
+          chosen: which of them were chosen, or are desirable.
           pairs: the pairs of the step, where the loss is `paired`.
         """
 
@@ -145,12 +139,9 @@ class PreferenceLoss(OfPairs[TokenStats]):
     def _read(
         self, stats: TokenStats, batch: RolloutBatch, segments: Segments
     ) -> tuple[Responses, Pairs | None, Bool[Array, "R S"]]:
-        """The responses of this device, the step's pairs where the loss has pairs, and which samples were chosen."""
-        log_ratios = log_probs = stats.log_probs
-        if self.reference:
-            log_ratios = log_probs - batch.ref_log_probs
+        log_ratios = stats.log_probs - batch.ref_log_probs if self.reference else stats.log_probs
         tokens = segments.sum(batch.loss_mask)
-        of = Responses(segments.sum(log_probs), segments.sum(log_ratios), jnp.maximum(tokens, 1))
+        of = Responses(segments.sum(stats.log_probs), segments.sum(log_ratios), jnp.maximum(tokens, 1))
         if self.paired:
             return of, *pairs_of(batch, segments, tokens)
         return of, None, batch.rewards > 0
@@ -158,20 +149,19 @@ class PreferenceLoss(OfPairs[TokenStats]):
 
 @dataclasses.dataclass(frozen=True)
 class PairLoss(PreferenceLoss):
-    """The base of losses on pairs. A subclass adds `__call__` and `reward`.
+    """The base of losses of pairs: a frozen dataclass with `__call__` and `reward`, see the example.
 
     Args:
       nll_coef: the coefficient of the chosen response's negative log-likelihood, which is added to the pair's loss.
       nll: "token_mean" is its mean over loss tokens; "token_sum" is the sum, NeMo-RL's default.
 
     Raises:
-      ValueError: a coefficient below 0, an unknown `nll`.
+      ValueError: a number out of its range, an unknown name; so do all losses of pairs.
 
     Example:
       >>> import dataclasses
-      >>> from jaxppo.losses import preference
       >>> @dataclasses.dataclass(frozen=True)
-      ... class Hinge(preference.PairLoss):
+      ... class Hinge(PairLoss):
       ...     def reward(self, x):
       ...         return 0.1 * x.log_ratio
       ...
@@ -181,12 +171,9 @@ class PairLoss(PreferenceLoss):
       Hinge(nll_coef=0.2, nll='token_mean')
     """
 
-    nll_coef: Coefficient = dataclasses.field(default=0.0, kw_only=True)
-    nll: NLL = dataclasses.field(default="token_mean", kw_only=True)
-
-    def __post_init__(self) -> None:
-        check_field(self, "nll_coef", least=0)
-        check_choice("nll", self.nll, NLL)
+    _: dataclasses.KW_ONLY
+    nll_coef: Coefficient = number(0.0, least=0)
+    nll: NLL = choice("token_mean", NLL)
 
     @abc.abstractmethod
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:

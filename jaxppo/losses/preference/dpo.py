@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Coefficient, check_choice, check_field, check_flag, is_number
+from jaxppo.base.arrays import Coefficient, check_flag, is_number
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.preference.base import Numbers, PairLoss, Responses, mean_log_prob, preferred
+from jaxppo.policy_losses.base import choice, number
 
 Link = Literal["sigmoid", "hinge", "robust", "exo", "nca", "apo_zero", "apo_down", "sppo", "discopop"]
 Ranks = Literal["pairs", "responses"]
@@ -49,6 +50,10 @@ LINKS: Mapping[Link, Callable[[Numbers, Numbers, Coefficient], Numbers]] = {
 }
 
 
+def _log_ratio(x: Responses, length_normalised: bool) -> Numbers:
+    return x.log_ratio / x.tokens if length_normalised else x.log_ratio
+
+
 @dataclasses.dataclass(frozen=True)
 class DPO(PairLoss):
     """Direct preference optimisation: -log sigmoid(beta D), D the chosen response's log-ratio less the rejected one's.
@@ -71,16 +76,13 @@ class DPO(PairLoss):
       beta: the strength of the pull to the reference.
       label_smoothing: the probability that a label is wrong, at most 0.5; read by "sigmoid", "robust" (below 0.5) and
         "exo".
-      link: one of the nine.
       length_normalised: use the means of log-ratios in place of their sums.
-      nll_coef, nll: see `PairLoss`; a coefficient of 1 is RPO's, TRL's `rpo_alpha`.
-
-    Raises:
-      ValueError: a number out of its range.
+      link: one of the above, or "sigmoid".
+      nll_coef, nll: see `PairLoss`, errors too; a coefficient of 1 is RPO's, TRL's `rpo_alpha`.
 
     Example:
       >>> import dataclasses
-      >>> from jaxppo.losses import loss_from_stats, preference
+      >>> from jaxppo.losses import preference
       >>> samples = preference.samples_of_pairs([[1]], chosen=[[2, 3]], rejected=[[4]])
       >>> batch = RolloutBatch.from_samples(samples, row_length=5)
       >>> batch = dataclasses.replace(batch, ref_log_probs=-np.ones((1, 5)))
@@ -95,16 +97,13 @@ class DPO(PairLoss):
     https://arxiv.org/abs/2405.00675; DiscoPOP: https://arxiv.org/abs/2406.08414
     """
 
-    beta: Coefficient = 0.1
-    label_smoothing: Coefficient = 0.0
+    beta: Coefficient = number(0.1, least=0)
+    label_smoothing: Coefficient = number(0.0, least=0, most=0.5)
     length_normalised: bool = False
-    link: Link = "sigmoid"
+    link: Link = choice("sigmoid", Link)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_field(self, "beta", least=0)
-        check_field(self, "label_smoothing", least=0, most=0.5)
-        check_choice("link", self.link, Link)
         e = self.label_smoothing if is_number(self.label_smoothing) else None
         if self.link == "robust" and e == 0.5:
             raise ValueError("label_smoothing: got 0.5, expected a number below 0.5 with link='robust'")
@@ -113,7 +112,7 @@ class DPO(PairLoss):
         check_flag("length_normalised", self.length_normalised)
 
     def reward(self, x: Responses) -> Numbers:
-        return self.beta * log_ratio_of(x, self.length_normalised)
+        return self.beta * _log_ratio(x, self.length_normalised)
 
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
         return LINKS[self.link](self.reward(chosen), self.reward(rejected), self.label_smoothing)
@@ -128,38 +127,28 @@ class IPO(PairLoss):
     Args:
       beta: a larger one keeps the policy nearer to the reference; the paper's tau.
       length_normalised: use the means of log-ratios; False takes the paper's sums.
-      nll_coef, nll: see `PairLoss`.
-
-    Raises:
-      ValueError: a number out of its range.
+      nll_coef, nll: see `PairLoss`, errors too.
 
     Example:
-      >>> from jaxppo.losses import preference
-      >>> preference.IPO().length_normalised
-      True
+      >>> IPO()
+      IPO(nll_coef=0.0, nll='token_mean', beta=0.1, length_normalised=True)
 
     Azar et al. 2023, https://arxiv.org/abs/2310.12036
     """
 
-    beta: Coefficient = 0.1
+    beta: Coefficient = number(0.1, above=0)
     length_normalised: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_field(self, "beta", above=0)
         check_flag("length_normalised", self.length_normalised)
 
     def reward(self, x: Responses) -> Numbers:
-        return self.beta * log_ratio_of(x, self.length_normalised)
+        return self.beta * _log_ratio(x, self.length_normalised)
 
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
-        better, worse = (log_ratio_of(x, self.length_normalised) for x in (chosen, rejected))
+        better, worse = (_log_ratio(x, self.length_normalised) for x in (chosen, rejected))
         return (better - worse - 1 / (2 * self.beta)) ** 2
-
-
-def log_ratio_of(x: Responses, length_normalised: bool) -> Numbers:
-    """The log-ratio of a response to the reference: the sum over its loss tokens, or their mean."""
-    return x.log_ratio / x.tokens if length_normalised else x.log_ratio
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,29 +159,19 @@ class SimPO(PairLoss):
       beta: multiplies the difference.
       margin: by how much the chosen response is to be ahead; the paper's gamma.
       label_smoothing: see `DPO`.
-      nll_coef, nll: see `PairLoss`; TRL calls the coefficient CPO-SimPO's `cpo_alpha`.
-
-    Raises:
-      ValueError: a number out of its range.
+      nll_coef, nll: see `PairLoss`, errors too; TRL calls the coefficient CPO-SimPO's `cpo_alpha`.
 
     Example:
-      >>> from jaxppo.losses import preference
-      >>> preference.SimPO().reference
-      False
+      >>> SimPO()
+      SimPO(nll_coef=0.0, nll='token_mean', beta=2.0, margin=0.5, label_smoothing=0.0)
 
     Meng et al. 2024, https://arxiv.org/abs/2405.14734
     """
 
     reference: ClassVar[bool] = False
-    beta: Coefficient = 2.0
-    margin: Coefficient = 0.5
-    label_smoothing: Coefficient = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_field(self, "beta", least=0)
-        check_field(self, "margin", least=0)
-        check_field(self, "label_smoothing", least=0, most=0.5)
+    beta: Coefficient = number(2.0, least=0)
+    margin: Coefficient = number(0.5, least=0)
+    label_smoothing: Coefficient = number(0.0, least=0, most=0.5)
 
     def reward(self, x: Responses) -> Numbers:
         return self.beta * mean_log_prob(x)
@@ -212,36 +191,28 @@ class ORPO(PairLoss):
 
     Args:
       beta: the coefficient of the odds; the paper's lambda.
-      nll_coef, nll: see `PairLoss`.
-
-    Raises:
-      ValueError: a number out of its range.
+      nll_coef, nll: see `PairLoss`, errors too.
 
     Example:
-      >>> from jaxppo.losses import preference
-      >>> preference.ORPO().nll_coef
-      1.0
+      >>> ORPO()
+      ORPO(nll_coef=1.0, nll='token_mean', beta=0.1)
 
     Hong et al. 2024, https://arxiv.org/abs/2403.07691
     """
 
     reference: ClassVar[bool] = False
-    beta: Coefficient = 0.1
-    nll_coef: Coefficient = dataclasses.field(default=1.0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_field(self, "beta", least=0)
+    beta: Coefficient = number(0.1, least=0)
+    _: dataclasses.KW_ONLY
+    nll_coef: Coefficient = number(1.0, least=0)
 
     def reward(self, x: Responses) -> Numbers:
         return self.beta * mean_log_prob(x)
 
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
-        def log_odds(x: Responses) -> Numbers:
-            mean = jnp.minimum(mean_log_prob(x), -1e-6)  # a mean log-prob of 0 has infinite odds
-            return mean - jnp.log(-jnp.expm1(mean))
-
-        return -self.beta * jax.nn.log_sigmoid(log_odds(chosen) - log_odds(rejected))
+        # a mean log-prob of 0 has infinite odds
+        means = (jnp.minimum(mean_log_prob(x), -1e-6) for x in (chosen, rejected))
+        better, worse = (mean - jnp.log(-jnp.expm1(mean)) for mean in means)
+        return -self.beta * _log_sigmoid(better - worse)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,28 +227,18 @@ class AOT(PairLoss):
       beta: the strength of the pull to the reference.
       label_smoothing: see `DPO`.
       ranks: what is sorted: "pairs" (TRL's "aot") or "responses" ("aot_unpaired").
-      nll_coef, nll: see `PairLoss`.
-
-    Raises:
-      ValueError: a number out of its range, an unknown `ranks`.
+      nll_coef, nll: see `PairLoss`, errors too.
 
     Example:
-      >>> from jaxppo.losses import preference
-      >>> preference.AOT().ranks
-      'pairs'
+      >>> AOT()
+      AOT(nll_coef=0.0, nll='token_mean', beta=0.1, label_smoothing=0.0, ranks='pairs')
 
     Melnyk et al. 2024, https://arxiv.org/abs/2406.05882
     """
 
-    beta: Coefficient = 0.1
-    label_smoothing: Coefficient = 0.0
-    ranks: Ranks = "pairs"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_field(self, "beta", least=0)
-        check_field(self, "label_smoothing", least=0, most=0.5)
-        check_choice("ranks", self.ranks, Ranks)
+    beta: Coefficient = number(0.1, least=0)
+    label_smoothing: Coefficient = number(0.0, least=0, most=0.5)
+    ranks: Ranks = choice("pairs", Ranks)
 
     def check(self, batch: RolloutBatch) -> None:
         super().check(batch)

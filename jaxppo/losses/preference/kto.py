@@ -32,16 +32,14 @@ class KTO(PreferenceLoss):
     Args:
       reference_point: z, see `kto_reference_point`; 0 is TRL's "apo_zero_unpaired".
       beta: how quickly gains and losses level off.
-      desirable_weight: w of the desirable samples.
-      undesirable_weight: w of the others.
+      desirable_weight, undesirable_weight: w of the desirable samples, and of the others.
 
     Raises:
       ValueError: a number out of its range.
 
     Example:
-      >>> from jaxppo.losses import preference
-      >>> preference.KTO(reference_point=0.3).beta
-      0.1
+      >>> KTO(reference_point=0.3)
+      KTO(reference_point=0.3, beta=0.1, desirable_weight=1.0, undesirable_weight=1.0)
 
     Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306
     """
@@ -70,12 +68,11 @@ def kto_reference_point(
 ) -> Float[Array, ""]:
     """The z of `KTO`: max(0, the mean over samples of the sum of log_prob - ref_log_prob), a constant.
 
-    The samples are prompts with other prompts' responses, see `mismatched_samples`. z is one number of the whole step,
-    computed before it: its log-probs are those of `compute_log_probs` with the parameters of the step.
+    z is one number of the whole step, computed before it, with the log-probs of `compute_log_probs`.
 
     Args:
-      stats: `f32[R, T]`, or `[K, R, T]`, of the mismatched samples, under the policy.
-      mismatched: their batch; needs `ref_log_probs`.
+      stats: `f32[R, T]`, or `[K, R, T]`, of `mismatched`, under the policy.
+      mismatched: the batch of `mismatched_samples`; needs `ref_log_probs`.
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
@@ -86,10 +83,9 @@ def kto_reference_point(
       ValueError: no reference log-probs, shapes that differ, one micro-batch of a step.
 
     Example:
-      >>> from jaxppo.losses import preference
       >>> sample = Sample([1, 2, 3], response_start=1, ref_log_probs=[-2.0, -3.0])
       >>> batch = RolloutBatch.from_samples([sample], row_length=3)
-      >>> float(preference.kto_reference_point(TokenStats(jnp.array([[-1.5, -2.0, 0.0]])), batch))
+      >>> float(kto_reference_point(TokenStats(jnp.array([[-1.5, -2.0, 0.0]])), batch))
       1.5
     """
     mismatched = checked(mismatched, stacked=True, prefix="mismatched.")

@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import Coefficient, check_array, check_field
+from jaxppo.base.arrays import Coefficient, check_array
 from jaxppo.base.metrics import Terms
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.preference.base import Numbers, OfPairs, pairs_of, preferred, sample_terms, to_tokens
 from jaxppo.losses.token_loss import Losses, Reads, Step
+from jaxppo.policy_losses.base import number
 from jaxppo.sharding import Segments
 
 Scores = Float[Array, "R T"]
@@ -23,12 +24,9 @@ class BradleyTerry(OfPairs[Scores]):
     """-log sigmoid(s_chosen - s_rejected - margin (r_chosen - r_rejected)) + centring (s_chosen + s_rejected)^2.
 
     s are the reward model's scores. r are the batch's rewards, whose difference tells how much better one response is.
-    The loss is the mean over the step's pairs, as in `PreferenceLoss`; a sample needs a loss token to count.
-    `loss_from_stats` takes the output of the model's scalar head, `[R, T]`, as statistics; a sample's score stands at
-    its last position.
-
-    The metrics are `loss`, `chosen_reward` and `rejected_reward` (mean scores), `reward_margin`, `accuracy` and
-    `broken_rules`, as `PreferenceLoss` has them.
+    The loss and its metrics are means as in `PreferenceLoss`: scores are the rewards, there are no log-probs, and a
+    sample needs a loss token to count. `loss_from_stats` takes the output of the model's scalar head, `[R, T]`, as
+    statistics; a sample's score stands at its last position.
 
     Args:
       margin: the coefficient of that difference; 0 uses only which response is better.
@@ -38,7 +36,7 @@ class BradleyTerry(OfPairs[Scores]):
       ValueError: a number below 0.
 
     Example:
-      >>> from jaxppo.losses import loss_from_stats, preference
+      >>> from jaxppo.losses import preference
       >>> samples = preference.samples_of_pairs([[1]], chosen=[[2, 3]], rejected=[[4]])
       >>> batch = RolloutBatch.from_samples(samples, row_length=5)
       >>> scores = jnp.array([[0.0, 0.0, 2.0, 0.0, 1.0]])
@@ -51,12 +49,8 @@ class BradleyTerry(OfPairs[Scores]):
     """
 
     of_head: ClassVar[bool] = False
-    margin: Coefficient = 0.0
-    centring: Coefficient = 0.0
-
-    def __post_init__(self) -> None:
-        check_field(self, "margin", least=0)
-        check_field(self, "centring", least=0)
+    margin: Coefficient = number(0.0, least=0)
+    centring: Coefficient = number(0.0, least=0)
 
     def __call__(self, chosen: Numbers, rejected: Numbers, distance: Numbers) -> Numbers:
         """The loss of each pair, from its two scores and the difference of its rewards."""
@@ -85,7 +79,6 @@ class BradleyTerry(OfPairs[Scores]):
 
 def _scores(stats: Scores, batch: RolloutBatch, segments: Segments) -> Float[Array, "R S"]:
     """The score at the last position of each sequence."""
-    inside = (batch.segment_ids > 0).astype(jnp.float32)
-    positions = batch.positions.astype(jnp.float32)
+    inside, positions = (x.astype(jnp.float32) for x in (batch.segment_ids > 0, batch.positions))
     is_last = (inside > 0) & (positions == segments.spread(segments.max(positions, inside)))
     return segments.sum(jnp.where(is_last, stats.astype(jnp.float32), 0))

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from jaxppo.base.arrays import check_count, check_number
+from jaxppo.base.arrays import check, check_count, check_number
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.samples import Sample, as_tokens, check_samples
 from jaxppo.sharding import ParallelMesh, check_parallel, multihost
@@ -30,19 +30,17 @@ def samples_of_pairs(
 
     Args:
       prompts, chosen, rejected: token ids of each prompt, and of the better and the worse response to it.
-      margins: how much better each chosen response is, above 0; 1 by default. They become the rewards of the chosen
-        samples; rejected samples have the reward 0.
+      margins: how much better each chosen response is, above 0; by default 1.
       first_id: the group id of the first pair; the next pairs have the next ids. Hosts of one run need different ids.
 
     Returns:
-      Samples with `group_id`, `reward` and `response_start`.
+      Samples with `group_id`, `response_start` and `reward`: the margin for chosen ones, else 0.
 
     Raises:
       ValueError: lists of other lengths, an empty response or prompt, a margin that is not above 0.
 
     Example:
-      >>> from jaxppo.losses import preference
-      >>> samples = preference.samples_of_pairs([[1, 2]], chosen=[[3]], rejected=[[4, 5]])
+      >>> samples = samples_of_pairs([[1, 2]], chosen=[[3]], rejected=[[4, 5]])
       >>> [(x.tokens, x.group_id, x.reward) for x in samples]
       [([1, 2, 3], 0, 1.0), ([1, 2, 4, 5], 0, 0.0)]
     """
@@ -55,34 +53,27 @@ def samples_of_pairs(
     check_count("first_id", first_id)
     found = []
     for i in range(len(prompts)):
-        margin = 1.0 if margins is None else margins[i]
-        check_number(f"margins[{i}]", margin, above=0)
-        ids = {name: as_tokens(f"{name}[{i}]", x[i]).tolist() for name, x in lists.items()}
-        for name, tokens in ids.items():
-            if not tokens:
-                raise ValueError(f"{name}[{i}]: got no token, expected at least one")
-        prompt = ids["prompts"]
-        for name, reward in (("chosen", margin), ("rejected", 0.0)):
-            found.append(Sample(prompt + ids[name], len(prompt), reward=reward, group_id=first_id + i))
+        margin = 1.0 if margins is None else check_number(f"margins[{i}]", margins[i], above=0)
+        prompt, *responses = (as_tokens(f"{name}[{i}]", x[i]).tolist() for name, x in lists.items())
+        for name, tokens in zip(lists, (prompt, *responses), strict=True):
+            check(f"{name}[{i}]", "no token", bool(tokens), "at least one")
+        for tokens, reward in zip(responses, (margin, 0.0), strict=True):
+            found.append(Sample(prompt + tokens, len(prompt), reward=reward, group_id=first_id + i))
     return found
 
 
 def mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
-    """Pairs each prompt with the response of the next sample of another group, for `kto_reference_point`.
+    """As many samples, of each prompt with the response of the next sample of another group: `kto_reference_point`'s.
 
     Args:
-      samples: at least two groups of them; only tokens, prompts and group ids are read.
-
-    Returns:
-      As many samples, without rewards and log-probs.
+      samples: at least two groups of them; only tokens, prompts, masks and group ids are read.
 
     Raises:
       ValueError: a sample without a group id where no other tells them apart.
 
     Example:
-      >>> from jaxppo.losses import preference
       >>> samples = [Sample([1, 2], 1, group_id=0), Sample([5, 6, 7], 1, group_id=1)]
-      >>> [x.tokens for x in preference.mismatched_samples(samples)]
+      >>> [x.tokens for x in mismatched_samples(samples)]
       [[1, 6, 7], [5, 2]]
     """
     check_samples(samples)
@@ -102,27 +93,20 @@ def mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
 def micro_batches_of_pairs(
     samples: Sequence[Sample], micro_batches: int, *, parallel: ParallelMesh | None = None, **options: Any
 ) -> RolloutBatch:
-    """Samples of pairs packed into K micro-batches, both samples of a pair in one of them; numpy arrays.
-
-    Groups are dealt out so that micro-batches hold about as many tokens, longest first.
+    """Samples of pairs as micro-batches `[K, R, T]` of about as many tokens, both of a pair in one; numpy arrays.
 
     Args:
       samples: see `samples_of_pairs`; group ids tell which belong together.
       micro_batches: K.
-      parallel: the mesh, see `RolloutBatch.from_samples`.
-      **options: those of `RolloutBatch.from_samples`, such as `row_length` and `rows`, of each micro-batch.
-
-    Returns:
-      `[K, R, T]`.
+      parallel, **options: see `RolloutBatch.from_samples`; `rows` are those of each micro-batch.
 
     Raises:
       ValueError: fewer groups than micro-batches, a sample without a group id, no `rows` where several processes pack,
         what `from_samples` raises.
 
     Example:
-      >>> from jaxppo.losses import preference
-      >>> samples = preference.samples_of_pairs([[1], [2]], chosen=[[3, 4], [5]], rejected=[[6], [7]])
-      >>> batches = preference.micro_batches_of_pairs(samples, 2, row_length=8)
+      >>> samples = samples_of_pairs([[1], [2]], chosen=[[3, 4], [5]], rejected=[[6], [7]])
+      >>> batches = micro_batches_of_pairs(samples, 2, row_length=8)
       >>> batches.group_ids[batches.group_ids >= 0].tolist()
       [0, 0, 1, 1]
     """
@@ -138,25 +122,26 @@ def micro_batches_of_pairs(
     if micro_batches > len(groups):
         raise ValueError(f"micro_batches: got {micro_batches}, expected 1 to {len(groups)}, the number of pairs")
     check_parallel(parallel, "ParallelMesh or None")
-    first, several = 0, parallel is not None and multihost.spans_processes(parallel)
-    if several and parallel:
-        if options.get("rows") is None:
-            raise ValueError("rows: got None, expected the rows of each micro-batch, since several processes pack them")
-        first = multihost.numbers_before(parallel, len(samples))
-    sizes = {group: sum(len(samples[i].tokens) for i in members) for group, members in groups.items()}
+    hosts = parallel if parallel is not None and multihost.spans_processes(parallel) else None
+    if hosts and options.get("rows") is None:
+        raise ValueError("rows: got None, expected the rows of each micro-batch, since several processes pack them")
+    first = multihost.numbers_before(hosts, len(samples)) if hosts else 0
     parts: list[list[Sample]] = [[] for _ in range(micro_batches)]
     tokens = [0] * micro_batches
-    for group in sorted(groups, key=lambda x: -sizes[x]):
+    sizes = {group: sum(len(samples[i].tokens) for i in members) for group, members in groups.items()}
+    for group in sorted(groups, key=lambda x: -sizes[x]):  # the longest first, each to the part with the fewest tokens
         least = min(range(micro_batches), key=lambda k: (bool(parts[k]), tokens[k]))
         tokens[least] += sizes[group]
         for i in groups[group]:
             sample_id = first + i if samples[i].sample_id is None else samples[i].sample_id
             parts[least].append(dataclasses.replace(samples[i], sample_id=sample_id))
 
-    packed = [RolloutBatch.from_samples(part, parallel=parallel, **options) for part in parts]
-    rows, segments = (max(x.sample_ids.shape[axis] for x in packed) for axis in (0, 1))
-    if any(x.sample_ids.shape != (rows, segments) for x in packed):  # pack again, all in one shape
-        alike = {**options, "num_segments": segments} | ({} if several else {"rows": rows, "buckets": None})
-        packed = [RolloutBatch.from_samples(part, parallel=parallel, **alike) for part in parts]
-    stacked: RolloutBatch = jax.tree.map(lambda *x: np.stack(x), *packed)
+    def packed(**sizes: int | None) -> list[RolloutBatch]:
+        return [RolloutBatch.from_samples(part, parallel=parallel, **{**options, **sizes}) for part in parts]
+
+    found = packed()
+    rows, segments = (max(x.sample_ids.shape[axis] for x in found) for axis in (0, 1))
+    if any(x.sample_ids.shape != (rows, segments) for x in found):  # pack again, all in one shape
+        found = packed(num_segments=segments, **({} if hosts else {"rows": rows, "buckets": None}))
+    stacked: RolloutBatch = jax.tree.map(lambda *x: np.stack(x), *found)
     return dataclasses.replace(stacked, micro_batches=micro_batches)
