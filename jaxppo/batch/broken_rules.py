@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo.base.arrays import PER_SEGMENT
+from jaxppo.base.arrays import PER_SEGMENT, check
 from jaxppo.base.metrics import Composite, Metric
 from jaxppo.batch.pairs import Pairs
 from jaxppo.batch.reads import NUMBERS
@@ -26,15 +26,10 @@ BITS, FIRST = 8, 3  # `broken_rules` holds the numbers of the first 3 rules, 8 b
 
 @dataclasses.dataclass(frozen=True)
 class Broken:
-    """How often rules are broken, on all devices together.
+    """How often rules are broken, on all devices together."""
 
-    Args:
-      numbers: of the rules that this loss has, from 1.
-      counts: `f32[n]`, of each.
-    """
-
-    numbers: tuple[int, ...]
-    counts: Float[Array, " n"]
+    numbers: tuple[int, ...]  # of the rules that this loss has, from 1
+    counts: Float[Array, " n"]  # of each
 
     @property
     def any(self) -> Bool[Array, ""]:
@@ -74,13 +69,7 @@ def count_broken(
 ) -> Broken:
     """Per-shard: for each rule that has something to check, how often all devices' entries break it.
 
-    Args:
-      arrays: as in `View`; None for absent ones.
-      numbers: the traced numbers of the loss by name.
-      segments: the sequences of the rows.
-      real_last_targets: see `View`, also for the others.
-      vocab_size: V.
-      adapters: A.
+    `numbers` are the traced ones of the loss, by name; for the others see `View`. Absent arrays are None.
     """
     existing = {name: x for name, x in arrays.items() if x is not None}
     unsound = [~jnp.isfinite(x).reshape(*x.shape[:2], -1).all(-1) for n, x in existing.items() if n not in KNOWN]
@@ -125,17 +114,15 @@ def explain_broken_rules(broken_rules: int | float | Array) -> list[str]:
       ['loss_mask_on_padding: expected 0 where segment_ids is 0']
     """
     x = broken_rules
-    if isinstance(x, bool) or not isinstance(x, (int, float, np.number, np.ndarray, jax.Array)):
-        got = type(x).__name__
-        raise TypeError(f'broken_rules: got {got}, expected a number, such as metrics["broken_rules"].value')
-    if np.shape(x) != ():
-        raise TypeError(f"broken_rules: got shape {np.shape(x)}, expected a number; of one step, not of several")
+    numeric = isinstance(x, (int, float, np.number, np.ndarray, jax.Array)) and not isinstance(x, bool)
+    if not numeric or np.shape(x) != ():
+        got = f"shape {np.shape(x)}" if numeric else type(x).__name__
+        raise TypeError(f'broken_rules: got {got}, expected a number, such as metrics["broken_rules"].value of a step')
     number = float(x)
     bits = int(number) if 0 <= number < 1 << BITS * FIRST and number.is_integer() else -1  # -1 names no rule
     named = [bits >> BITS * i & (1 << BITS) - 1 for i in range(FIRST)]
-    if max(named) > len(ON_DEVICE):
-        expected = f"an integer that names rules 1 to {len(ON_DEVICE)} in {FIRST} times {BITS} bits"
-        raise ValueError(f"broken_rules: got {number:g}, expected {expected}")
+    expected = f"an integer that names rules 1 to {len(ON_DEVICE)} in {FIRST} times {BITS} bits"
+    check("broken_rules", f"{number:g}", max(named) <= len(ON_DEVICE), expected)
     rules = [ON_DEVICE[i - 1] for i in named if i]
     return [f"{rule.name}: expected {rule.expected.format(S='S', V='V - 1')}" for rule in rules]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array
 
-from jaxppo.base.arrays import INTEGERS, OPTIONAL, PER_SEGMENT, REQUIRED, check_array, check_count, check_fits
+from jaxppo.base.arrays import INTEGERS, OPTIONAL, PER_SEGMENT, REQUIRED, check, check_array, check_count, check_fits
 from jaxppo.batch.broken_rules import raise_first
 from jaxppo.batch.extras import check_extras
 from jaxppo.batch.rules import View
@@ -17,12 +17,9 @@ from jaxppo.sharding import check_row_length, in_order, physical_places, segment
 
 
 def arrays_of(fields: Mapping[str, Any], *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Array]:
-    """The arrays of a batch that are not None, but its extras; raises where a shape or a dtype is wrong.
+    """The arrays among a batch's fields, without the extras; raises where one has a wrong shape or dtype.
 
-    Args:
-      fields: the fields of the batch, by name, unchecked.
-      stacked: micro-batches may be stacked, `[K, R, T]`.
-      prefix: stands before the names of arrays in errors.
+    With `stacked`, micro-batches may be stacked, `[K, R, T]`. The prefix stands before the names of arrays in errors.
     """
     arrays = {name: fields[name] for name in (*REQUIRED, *OPTIONAL) if fields[name] is not None or name in REQUIRED}
     for name, x in arrays.items():
@@ -30,14 +27,13 @@ def arrays_of(fields: Mapping[str, Any], *, stacked: bool = False, prefix: str =
         if name in INTEGERS:
             check_fits(prefix + name, x)
     rows = arrays["loss_mask"].shape
-    if len(rows) != 2 and not (stacked and len(rows) == 3):
-        expected = "[R, T], or [K, R, T]" if stacked else "[R, T], one micro-batch"
-        raise ValueError(f"{prefix.rstrip('.') or 'batch'}: got a loss mask of shape {rows}, expected {expected}")
+    expected = "[R, T], or [K, R, T]" if stacked else "[R, T], one micro-batch"
+    good = len(rows) == 2 or (stacked and len(rows) == 3)
+    check(prefix.rstrip(".") or "batch", f"a loss mask of shape {rows}", good, expected)
     segments = (*rows[:-1], *(arrays["sample_ids"].shape[-1:] or ("S",)))
     for name, x in arrays.items():
         shape, of = (segments, "segments of sample_ids") if name in PER_SEGMENT else (rows, "positions of loss_mask")
-        if x.shape != shape:
-            raise ValueError(f"{prefix}{name}: got shape {x.shape}, expected {shape}, as the rows and {of}")
+        check(prefix + name, f"shape {x.shape}", x.shape == shape, f"{shape}, as the rows and {of}")
     check_extras(fields["extras"], rows, prefix)
     return arrays
 
@@ -45,11 +41,7 @@ def arrays_of(fields: Mapping[str, Any], *, stacked: bool = False, prefix: str =
 def check_entries(batch: Any, arrays: Mapping[str, Array], vocab_size: Any, counts: Array | None) -> None:
     """Raises at the first entry of the batch's arrays that breaks a rule, see `RolloutBatch.validate`.
 
-    Args:
-      batch: a `RolloutBatch`.
-      arrays: its arrays, as `arrays_of` returns them.
-      vocab_size: V.
-      counts: `[*K, R, S]`, the loss tokens of each sequence according to the normalizer; None without one.
+    `counts`, `[*K, R, S]`, are the loss tokens of each sequence according to the normalizer; None without one.
     """
     check_count("vocab_size", vocab_size, least=1)
     rows = {name: np.asarray(x).reshape(-1, x.shape[-1]) for name, x in arrays.items()}
@@ -86,8 +78,6 @@ def _check_padding(segments: np.ndarray, lengths: np.ndarray, layout: str, shard
     first = np.concatenate([np.zeros_like(lengths[:, :1]), -(-lengths // multiple) * multiple], axis=1).cumsum(1)
     for row, slot in zip(*np.nonzero((lengths > 0) & (multiple > 1)), strict=True):
         start = int(np.argmax(segments[row] == slot + 1))
-        if start != first[row, slot]:
-            raise ValueError(
-                f"segment_ids: got {slot + 1} at row {row}, position {start}, expected sequences padded to multiples "
-                f"of {multiple} for layout {layout!r}"
-            )
+        expected = f"sequences padded to multiples of {multiple} for layout {layout!r}"
+        got = f"{slot + 1} at row {row}, position {start}"
+        check("segment_ids", got, start == first[row, slot], expected)

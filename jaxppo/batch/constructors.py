@@ -8,10 +8,10 @@ from typing import Any, Self, Unpack, overload
 from jaxtyping import Float, Int
 
 from jaxppo.base.arrays import AnyArray
-from jaxppo.batch.extras import nested
+from jaxppo.batch.extras import PREFIX
 from jaxppo.batch.packed import Packing, RowSizes, packed_samples
 from jaxppo.batch.packs import Aligned, rows_of_packs
-from jaxppo.batch.rows import PaddedArrays, RowArrays, padded_rows, placed_rows
+from jaxppo.batch.rows import RowArrays, layout_of, padded_rows, placed_rows
 from jaxppo.batch.samples import Sample
 from jaxppo.sharding import ParallelMesh
 
@@ -23,8 +23,10 @@ class Constructors:
     def _packed(cls, parallel: ParallelMesh | None, arrays: Mapping[str, Any], **static: Any) -> Self:
         """A batch of these arrays, whose rows lie in the mesh's context layout."""
         make: Any = cls
-        layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
-        return make(**nested(arrays), **static, context_layout=layout, context_shards=shards)
+        named = {name: x for name, x in arrays.items() if not name.startswith(PREFIX)}
+        extras = {name.removeprefix(PREFIX): x for name, x in arrays.items() if name not in named}
+        layout, shards = layout_of(parallel)
+        return make(**named, extras=extras, **static, context_layout=layout, context_shards=shards)
 
     @overload
     @classmethod
@@ -50,8 +52,9 @@ class Constructors:
     ) -> Self | tuple[Self, Self]:
         """Packs samples into rows in the mesh's context layout, with targets and masks; numpy arrays.
 
-        Where the mesh spans several processes, each packs its own samples, and all must call this together: they agree
-        on sizes and, unless samples have them, on sample ids. `put` then makes global arrays.
+        Rows are balanced over devices by the tokens that carry loss. Where the mesh spans several processes, each packs
+        its own samples, and all must call this together: they agree on sizes and, unless samples have them, on sample
+        ids. `put` then makes global arrays.
 
         Args:
           samples: at least one sample; an optional value must be given in all of them or in none.
@@ -60,19 +63,15 @@ class Constructors:
           share_prefixes: store a prefix that prompts have in common once, as a segment that the samples continue. The
             model's attention must then follow `paths`. No loss, metric or gradient changes.
           mtp_depths: with share_prefixes, the most depths that `mtp_loss` will have.
-          twin: for each sample another prompt with the same response, such as a teacher's prompt that holds a hint. A
-            second batch is then packed, in which each response token is at the same place, on the same device, so that
-            log-probs, hidden states and masks of either batch go with the other. Padding stands before the shorter
-            prompt, and row_length must hold the longer one. The twin's optional values are its own, sample ids are not.
-          rows: R, the rows of the batch, or of each micro-batch. By default the fewest that the data axes divide.
-          buckets: values of R. The smallest that is large enough is taken, so that batches share few programs.
-          micro_batches: K, the number of micro-batches; with max_tokens, the least number of them.
-          max_tokens: the most positions of a micro-batch that one device may hold, padding included; R and K follow.
-          num_segments: S, the most sequences in a row. By default the power of two that holds the fullest row.
+          twin: for each sample another prompt with the same response, such as a teacher's prompt that holds a hint. In
+            the twin's batch each response token is at the same place, on the same device, so that log-probs, hidden
+            states and masks of either batch go with the other. Padding stands before the shorter prompt, and row_length
+            must hold the longer one. The twin's optional values are its own, sample ids are not.
+          **sizes: rows, buckets, micro_batches, max_tokens and num_segments, which fix R, K and S: see
+            `jaxppo.sharding.pack`.
 
         Returns:
-          The batch, `[R, T]`, or `[K, R, T]` with micro_batches or max_tokens; with twin, the batch and its twin. Rows
-          are balanced over devices by the tokens that carry loss.
+          The batch, `[R, T]`, or `[K, R, T]` with micro_batches or max_tokens; with twin, the batch and its twin.
 
         Raises:
           ValueError: the errors of `jaxppo.sharding.pack`; a value that only some samples have; a sample id of two
@@ -103,23 +102,19 @@ class Constructors:
         attention_mask: Float[AnyArray, "B T"] | None = None,
         pad_id: int | None = None,
         parallel: ParallelMesh | None = None,
-        **arrays: Unpack[PaddedArrays],
+        **arrays: Unpack[RowArrays],
     ) -> Self:
         """A batch from prompts and completions padded to `[B, P]` and `[B, C]`, as in Tunix and TRL; works under jit.
-
-        Completions are right-padded. For left-padded completions give `attention_mask`: without it their padding counts
-        as tokens, and the first token of the completion is predicted at the wrong position. With `pad_id` the function
-        notices that mistake.
 
         Row b holds `concatenate([prompt_ids[b], completion_ids[b]])` as one sequence, and no token moves: hidden states
         of a model that ran on it fit the batch, if the layout of `parallel` is contiguous. A token is predicted at the
         last token before it, across any padding between the two. Without `attention_mask`, the tokens are those of
         `prompt_mask` and the completion up to its last token with mask 1; a 0 before that one is a token without loss,
-        such as a tool's output.
+        such as a tool's output. The padding of left-padded completions would count as tokens.
 
         Args:
           prompt_ids: `i32[B, P]`, padded on either side.
-          completion_ids: `i32[B, C]`, right-padded.
+          completion_ids: `i32[B, C]`, right-padded unless there is an `attention_mask`.
           completion_mask: `[B, C]`, 0 or 1, 1 for the tokens to train on.
           prompt_mask: `[B, P]`, 1 on tokens, 0 on padding; by default all are tokens.
           attention_mask: `[B, P + C]`, 1 on tokens; needed if padding lies elsewhere than described above.
@@ -127,7 +122,8 @@ class Constructors:
             later is refused, and so is without `prompt_mask` a prompt that begins or ends with it; both make losses
             NaN under jit. Rows of padding alone are legal.
           parallel: the mesh that the batch is for; B is a multiple of its data size.
-          **arrays: the other arrays of the batch, see `PaddedArrays`.
+          **arrays: the other arrays of the batch, see `RowArrays`: `[B, C]` per token, `[B]` per sequence, advantages
+            and loss_weights in either shape.
 
         Returns:
           A batch with R = B, T = P + C and S = 1. A completion token that trains without a token before it makes losses
@@ -146,12 +142,8 @@ class Constructors:
           >>> batch.targets.tolist(), batch.loss_mask.tolist(), batch.positions.tolist()
           ([[0, 6, 7, 8, 0, 0]], [[0.0, 0.0, 1.0, 1.0, 0.0, 0.0]], [[0, 0, 1, 2, 3, 0]])
         """
-        given: dict[str, Any] = {
-            "prompt_ids": prompt_ids,
-            "completion_ids": completion_ids,
-            "completion_mask": completion_mask,
-        }
-        given |= {"prompt_mask": prompt_mask, "attention_mask": attention_mask}
+        given: dict[str, Any] = {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
+        given |= {"completion_mask": completion_mask, "prompt_mask": prompt_mask, "attention_mask": attention_mask}
         return cls._packed(parallel, padded_rows(given, arrays, pad_id, parallel))
 
     @classmethod
@@ -168,9 +160,9 @@ class Constructors:
     ) -> Self:
         """A batch from packed rows whose arrays are aligned to tokens, as in Tunix's packed batches; works under jit.
 
-        Every per-token array moves one position to the left, to the position that predicts the token: `loss_mask[t]` of
-        the result is that of token t + 1 if it is in the same sequence, and 0 at a sequence's last position. Nothing
-        predicts the first token of a sequence; its mask and values are dropped.
+        Every per-token array moves to the position that predicts the token: `loss_mask[t]` of the result is that of
+        token t + 1 if it is in the same sequence, and 0 at a sequence's last position. Nothing predicts the first token
+        of a sequence; its mask and values are dropped.
 
         Args:
           tokens: `i32[R, T]`, rows in logical order.
@@ -213,24 +205,15 @@ class Constructors:
         """A batch from packed rows whose targets are already shifted, as in MaxText; works under jit.
 
         Values only move into the mesh's layout. A sequence of n + 1 tokens has n positions here. Its last position has
-        a real target too, which is not among the row's tokens, and may carry loss.
+        a real target too, not among the row's tokens, and may carry loss.
 
         Args:
-          tokens: `i32[R, T]`, rows in logical order (MaxText's `inputs`).
-          targets: `i32[R, T]`, the token after `tokens[t]` (its `targets`).
-          segment_ids: `i32[R, T]`, 0 is padding, 1..S the sequences of that row (its `inputs_segmentation`).
-          positions: `i32[R, T]`, the place of a token in its sequence, from 0 (its `inputs_position`).
+          tokens: MaxText's `inputs`; this and what is not listed here: see `from_token_aligned`.
+          targets: `i32[R, T]`, the token after `tokens[t]`; its `targets`.
+          segment_ids: its `inputs_segmentation`.
+          positions: its `inputs_position`.
           loss_mask: `[R, T]`, 0 or 1, 1 where `targets[t]` trains.
-          num_segments: S; needed under jit, by default the largest segment id.
-          parallel: the mesh that the batch is for; R is a multiple of its data size.
-          **arrays: the other arrays of the batch, see `RowArrays`; a per-token value stands at the position that
-            predicts its token.
-
-        Returns:
-          A batch in the mesh's layout.
-
-        Raises:
-          TypeError, ValueError: as `from_token_aligned`.
+          **arrays: see `RowArrays`; a per-token value stands at the position that predicts its token.
 
         Example:
           >>> import jax.numpy as jnp
@@ -269,7 +252,7 @@ class Constructors:
             or repeat the last one. Tokens behind the last sequence are padding.
           loss_mask: shaped as tokens, 0 or 1, 1 where a token trains; 0 outside the sequences.
           aligned: where a per-token value stands: "token", at the token that it is about (verl's loss mask), or
-            "target", at the position that predicts that token (Megatron's). With "token" all of them move.
+            "target", at the position that predicts that token (Megatron's).
           cu_seqlens_padded: the cumulative lengths with padding, where the pack has padding between sequences. Sequence
             i begins at `cu_seqlens_padded[i]` then, and `cu_seqlens` gives the lengths alone.
           targets: shaped as tokens, the token after each, Megatron's `labels`, with aligned="target". A last position
@@ -277,8 +260,7 @@ class Constructors:
           row_length: T, at least what the sequences need; by default N, rounded up to what the layout needs.
           num_segments: S of the batch; by default that of `cu_seqlens`.
           parallel: the mesh that the batch is for; R is a multiple of its data size.
-          **arrays: the other arrays of the batch, see `RowArrays`: per token shaped as tokens, per sequence `[S]` or
-            `[R, S]`.
+          **arrays: see `RowArrays`; per token shaped as tokens, per sequence `[S]` or `[R, S]`.
 
         Returns:
           A batch `[R, T]` in the mesh's layout. Under jit, cumulative lengths that are out of order or do not fit make
@@ -296,6 +278,6 @@ class Constructors:
           ([[5, 6, 7, 8, 9, 0]], [[1, 1, 1, 2, 2, 0]], [[1.0, 1.0, 0.0, 1.0, 0.0, 0.0]])
         """
         packs: dict[str, Any] = {"tokens": tokens, "cu_seqlens": cu_seqlens, "loss_mask": loss_mask}
-        packs |= {"cu_seqlens_padded": cu_seqlens_padded, "targets": targets}
+        packs |= {"cu_seqlens_padded": cu_seqlens_padded} | ({} if targets is None else {"targets": targets})
         made = rows_of_packs(packs, arrays, aligned, row_length, num_segments, parallel)
         return cls._packed(parallel, made, real_last_targets=targets is not None)

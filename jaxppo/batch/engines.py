@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxppo.base.arrays import MAX_SAMPLED
-from jaxppo.batch.token_sets import TokenSets
+from jaxppo.base.arrays import MAX_SAMPLED, check
+from jaxppo.batch.token_sets import TokenSets, integers
 
 Truncated = Literal["train", "mask"]
 ENDS = ("stop", "tool_calls", "length")
@@ -25,8 +25,13 @@ class Turn(NamedTuple):
     nucleus: TokenSets | None  # for each token of the completion, the ids that could be drawn
 
 
-def joined(turns: Sequence[Turn], loss_mask: Any, truncated: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `Sample` of several turns, see `Sample.from_vllm`."""
+def sample_fields(
+    output: Any, read: Callable[[str, Any], Turn], loss_mask: Any, truncated: str, fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The fields of a `Sample` of one output or of several turns, see `Sample.from_vllm`."""
+    one = not isinstance(output, Sequence) or isinstance(output, str)
+    turns = [read(f"output[{i}]", turn) for i, turn in enumerate([output] if one else output)]
+    check("output", "no turns", len(turns) > 0, "at least one")
     tokens = list(turns[0].prompt)
     start = len(tokens)
     sampled: list[float] = [0.0] * start
@@ -45,11 +50,9 @@ def joined(turns: Sequence[Turn], loss_mask: Any, truncated: str, fields: Mappin
     mask = np.asarray(sampled, np.float32)
     if loss_mask is not None:
         given = np.asarray(loss_mask)
-        if given.shape != (len(tokens) - start,) or not np.isin(given, (0, 1)).all():
-            raise ValueError(
-                f"loss_mask: got shape {given.shape}, expected 0 and 1 for each of the {len(tokens) - start} tokens "
-                "after the first prompt"
-            )
+        good = given.shape == mask[start:].shape and bool(np.isin(given, (0, 1)).all())
+        expected = f"0 and 1 for each of the {len(tokens) - start} tokens after the first prompt"
+        check("loss_mask", f"shape {given.shape}", good, expected)
         mask[start:] *= given
     mask *= _weight(turns[-1].finish_reason, truncated)
     rewarded = fields.get("reward") is None or turns[-1].finish_reason in ENDS
@@ -75,43 +78,25 @@ def _added(turn: int, so_far: list[int], prompt: list[int]) -> list[int]:
 
 
 def _weight(finish_reason: str | None, truncated: str) -> float:
-    if truncated not in ("train", "mask"):
-        raise ValueError(f"truncated: got {truncated!r}, expected 'train' or 'mask'")
-    if finish_reason in ENDS and (finish_reason != "length" or truncated == "train"):
-        return 1.0
-    if truncated == "mask":
-        return 0.0
-    raise ValueError(
-        f"finish_reason: got {finish_reason!r}, expected 'stop' or 'length'; truncated='mask' keeps others"
-    )
+    check("truncated", repr(truncated), truncated in ("train", "mask"), "'train' or 'mask'")
+    ended, expected = finish_reason in ENDS, "'stop' or 'length'; truncated='mask' keeps others"
+    check("finish_reason", repr(finish_reason), ended or truncated == "mask", expected)
+    return float(ended and (finish_reason != "length" or truncated == "train"))
 
 
-def as_turns(output: Any) -> list[Any]:
-    """One request's output, or those of several turns."""
-    one = not isinstance(output, Sequence) or isinstance(output, str)
-    turns = [output] if one else list(output)
-    if not turns:
-        raise ValueError("output: got no turns, expected at least one")
-    return turns
-
-
-def _get(x: Any, name: str) -> Any:
-    """An entry of a dictionary, or an attribute of one of the engine's objects; None if it is missing."""
-    return x.get(name) if isinstance(x, Mapping) else getattr(x, name, None)
+def _get(x: Any, *names: str) -> Any:
+    """The first that exists of these entries of a dictionary, or attributes of one of the engine's objects, or None."""
+    found = (x.get(name) if isinstance(x, Mapping) else getattr(x, name, None) for name in names)
+    return next((value for value in found if value is not None), None)
 
 
 def _ids(where: str, x: Any) -> list[int]:
-    if x is None:
-        raise ValueError(f"{where}: got None, expected token ids")
-    array = np.asarray(x)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise TypeError(f"{where}: got {array.dtype}{list(array.shape)}, expected a list of token ids")
-    return [int(i) for i in array]
+    check(where, None, x is not None, "token ids")
+    return integers(where, np.asarray(x)).tolist()
 
 
 def _log_probs(where: str, values: Sequence[Any], length: int) -> list[float]:
-    if len(values) != length:
-        raise ValueError(f"{where}: got {len(values)} log-probs, expected {length}, one a sampled token")
+    check(where, f"{len(values)} log-probs", len(values) == length, f"{length}, one a sampled token")
     for i, value in enumerate(values):
         number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
         if not number or not value <= MAX_SAMPLED:
@@ -121,8 +106,7 @@ def _log_probs(where: str, values: Sequence[Any], length: int) -> list[float]:
 
 
 def _one_a_token(where: str, sets: TokenSets, completion: list[int]) -> TokenSets:
-    if len(sets) != len(completion):
-        raise ValueError(f"{where}: got {len(sets)} sets, expected {len(completion)}, one a token")
+    check(where, f"{len(sets)} sets", len(sets) == len(completion), f"{len(completion)}, one a token")
     return sets
 
 
@@ -131,10 +115,8 @@ def _one_a_token(where: str, sets: TokenSets, completion: list[int]) -> TokenSet
 
 def vllm_turn(where: str, output: Any, choice: int | None) -> Turn:
     """A `RequestOutput`, or the answer of vLLM's completions, chat and generate endpoints; `where` stands in errors."""
-    choices = _get(output, "outputs")
-    choices = _get(output, "choices") if choices is None else choices
-    if choices is None:
-        raise ValueError(f"{where}: got {_keys(output)}, expected 'outputs' or 'choices'")
+    choices = _get(output, "outputs", "choices")
+    check(where, _keys(output), choices is not None, "'outputs' or 'choices'")
     if choice is not None and (isinstance(choice, bool) or not isinstance(choice, (int, np.integer))):
         raise TypeError(f"choice: got {choice!r}, expected the index of a completion, or None")
     found = list(choices) if choice is None else [c for c in choices if _get(c, "index") == choice]
@@ -144,8 +126,7 @@ def vllm_turn(where: str, output: Any, choice: int | None) -> Turn:
     one = found[0]
     prompt, ids = _get(output, "prompt_token_ids"), _get(one, "token_ids")
     prompt = _get(one, "prompt_token_ids") if prompt is None else prompt
-    if ids is None:
-        raise ValueError(f"{where}: got no token_ids, expected them; endpoints return them for return_token_ids=True")
+    check(where, "no token_ids", ids is not None, "them; endpoints return them for return_token_ids=True")
     completion = _ids(f"{where}.token_ids", ids)
     log_probs = _vllm_log_probs(f"{where}.logprobs", _get(one, "logprobs"), completion)
     nucleus, of_mask = _get(one, "sampling_mask"), f"{where}.sampling_mask"
@@ -174,28 +155,25 @@ def _vllm_log_probs(where: str, found: Any, completion: list[int]) -> list[float
 # SGLang
 
 _MASK, _MASK_LOG_PROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
+_FLAT = (f"{_MASK}_token_ids", f"{_MASK}_lengths")
 
 
 def sglang_turn(where: str, output: Any) -> Turn:
     """The result of /generate or `Engine.generate`, with the request's `input_ids` beside it; `where` is its name."""
     meta = _get(output, "meta_info")
-    if meta is None:
-        raise ValueError(f"{where}: got {_keys(output)}, expected 'meta_info'")
+    check(where, _keys(output), meta is not None, "'meta_info'")
     triples, ids = meta.get("output_token_logprobs"), _get(output, "output_ids")
-    if triples is None and ids is None:
-        raise ValueError(f"{where}: got neither output_ids nor output_token_logprobs, expected the sampled token ids")
+    there = triples is not None or ids is not None
+    check(where, "neither output_ids nor output_token_logprobs", there, "the sampled token ids")
     log_probs, completion = None, [] if ids is None else _ids(f"{where}.output_ids", ids)
     if triples is not None:
         of_triples = [int(triple[1]) for triple in triples]
-        if ids is not None and of_triples[: len(completion)] != completion:  # ids may lack the token that stopped it
-            raise ValueError(f"{where}.output_ids: got other tokens than output_token_logprobs has, expected the same")
-        count = meta.get("completion_tokens", len(of_triples))
-        if count != len(of_triples):
-            raise ValueError(
-                f"{where}.output_token_logprobs: got {len(of_triples)} tokens, expected completion_tokens {count}"
-            )
-        completion = of_triples
-        log_probs = _log_probs(f"{where}.output_token_logprobs", [triple[0] for triple in triples], len(completion))
+        same = of_triples[: len(completion)] == completion  # ids may lack the token that stopped it
+        check(f"{where}.output_ids", "other tokens than output_token_logprobs has", same, "the same")
+        completion, of_log_probs = of_triples, f"{where}.output_token_logprobs"
+        count = meta.get("completion_tokens", len(completion))
+        check(of_log_probs, f"{len(completion)} tokens", count == len(completion), f"completion_tokens {count}")
+        log_probs = _log_probs(of_log_probs, [triple[0] for triple in triples], len(completion))
     nucleus = _sampling_mask(where, meta, completion)
     if nucleus is not None:
         log_probs = _sampling_log_probs(where, meta, completion, nucleus)
@@ -210,61 +188,66 @@ def _sglang_prompt(where: str, output: Any, meta: Mapping[str, Any]) -> list[int
     count, given = meta.get("prompt_tokens"), _get(output, "input_ids")
     if given is None and meta.get("input_token_logprobs") is not None:
         given = [triple[1] for triple in meta["input_token_logprobs"]]
-    if given is None:
-        raise ValueError(f"{where}.input_ids: got None, expected the prompt's token ids, which SGLang does not return")
-    prompt = _ids(f"{where}.input_ids", given)
-    if count is not None and count != len(prompt):
-        raise ValueError(
-            f"{where}.input_ids: got {len(prompt)} tokens, expected {count}, the prompt_tokens of meta_info"
-        )
+    where = f"{where}.input_ids"
+    check(where, None, given is not None, "the prompt's token ids, which SGLang does not return")
+    prompt = _ids(where, given)
+    good = count is None or count == len(prompt)
+    check(where, f"{len(prompt)} tokens", good, f"{count}, the prompt_tokens of meta_info")
     return prompt
 
 
 def _sampling_mask(where: str, meta: Mapping[str, Any], completion: list[int]) -> TokenSets | None:
-    """The ids that could be drawn at each token, of a request with `return_sampling_mask`."""
-    given = meta.get(_MASK)
-    if given is None:
-        # the number of sets stays in meta_info where the sets themselves went to a store
-        lonely = [name for name in (_MASK_LOG_PROBS, f"{_MASK}_token_ids") if meta.get(name) is not None]
+    """The ids that could be drawn at each token, of a request with `return_sampling_mask`.
+
+    They are one list a token, or flat as SGLang's store of outputs has them, with the number of each token's ids.
+    """
+    given, flat, lengths = (meta.get(name) for name in (_MASK, *_FLAT))
+    if given is None and (flat is None or lengths is None):
+        # the number of sets stays in meta_info where the sets themselves went to the store
+        lonely = [name for name in (_MASK_LOG_PROBS, *_FLAT) if meta.get(name) is not None]
         lonely += [f"{_MASK}_length"] if meta.get(f"{_MASK}_length") else []
-        if lonely:
-            raise ValueError(f"{where}.{lonely[0]}: got it without the mask, expected {_MASK} too, one list a token")
+        for name in lonely:
+            expected = f"expected {_MASK} too, or {' and '.join(_FLAT)} as the output store has them"
+            raise ValueError(f"{where}.{name}: got it without the mask, {expected}")
         return None
-    sets = _one_a_token(f"{where}.{_MASK}", TokenSets.of(f"{where}.{_MASK}", given), completion)
+    if given is None:
+        offsets = np.cumsum([0, *_ids(f"{where}.{_FLAT[1]}", lengths)])
+        sets = TokenSets.flat(f"{where}.{_FLAT[0]}", flat, offsets)
+    else:
+        sets = TokenSets.of(f"{where}.{_MASK}", given)
+    _one_a_token(f"{where}.{_MASK}", sets, completion)
     for i, (token, found) in enumerate(zip(completion, sets.tolist(), strict=True)):
-        if token not in found:
-            raise ValueError(f"{where}.{_MASK}[{i}]: got ids without the sampled {token}, expected it among them")
+        check(f"{where}.{_MASK}[{i}]", f"ids without the sampled {token}", token in found, "it among them")
     return sets
 
 
 def _sampling_log_probs(
     where: str, meta: Mapping[str, Any], completion: list[int], nucleus: TokenSets
 ) -> list[float] | None:
-    """The log-probs within the mask: of the sampled tokens, or of all ids of the mask, one list a token."""
-    given, where = meta.get(_MASK_LOG_PROBS), f"{where}.{_MASK_LOG_PROBS}"
+    """The log-probs within the mask: of the sampled tokens, or of all ids of the mask, flat or one list a token."""
+    given: Any = meta.get(_MASK_LOG_PROBS)
+    where = f"{where}.{_MASK_LOG_PROBS}"
     if given is None and meta.get("output_token_logprobs") is None:
         return None
-    if given is None:
-        raise ValueError(
-            f"{where}: got None beside a sampling mask, expected the log-probs within the mask; those of "
-            "output_token_logprobs are of the whole vocabulary"
-        )
+    within = "the log-probs within the mask; those of output_token_logprobs are of the whole vocabulary"
+    check(where, "None beside a sampling mask", given is not None, within)
+    if len(given) == nucleus.token_ids.size != len(completion):
+        given = np.split(np.asarray(given), nucleus.offsets[1:-1])
     if len(given) == len(completion) and all(np.ndim(x) == 1 for x in given):
         sizes, expected = [len(x) for x in given], nucleus.sizes.tolist()
-        if sizes != expected:
-            raise ValueError(f"{where}: got {sizes} log-probs, expected {expected}, one an id of the mask")
+        check(where, f"{sizes} log-probs", sizes == expected, f"{expected}, one an id of the mask")
         given = [x[ids.index(token)] for x, ids, token in zip(given, nucleus.tolist(), completion, strict=True)]
     return _log_probs(where, given, len(completion))
 
 
 def _nucleus(where: str, meta: Mapping[str, Any], completion: list[int]) -> TokenSets | None:
     """The ids that could be drawn at each token, from flat ids and offsets, lists or base64 of int32."""
-    names = ("top_p_token_ids", "top_p_token_offsets")
-    given = [(f"{where}.{name}", meta[name]) for name in names if meta.get(name) is not None]
+    names = ("top_p_token_ids", "top_p_token_offsets")  # or top_p_kept_..., as slime's engine also calls them
+    found = [(f"{where}.{name}", _get(meta, name, name.replace("top_p", "top_p_kept"))) for name in names]
+    given = [(name, x) for name, x in found if x is not None]
     if not given:
         return None
-    if len(given) == 1:
-        raise ValueError(f"{where}: got one of top_p_token_ids and top_p_token_offsets, expected both")
+    check(where, f"one of {' and '.join(names)}", len(given) == 2, "both")
     flat, offsets = (
         np.frombuffer(base64.b64decode(x), "<i4")
         if isinstance(x, (str, bytes))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxppo.base.arrays import INTEGERS, as_token_ids, check_array, check_choice, is_number
+from jaxppo.base.arrays import INTEGERS, as_token_ids, check, check_array, check_choice, is_number
 
 At = Literal["predicting", "input"]
 Places = tuple[tuple[str, "At", float], ...]  # the name, place and fill of each extra among a constructor's arrays
@@ -47,8 +47,7 @@ class Extra:
 
     def __post_init__(self) -> None:
         check_choice("at", self.at, At)
-        if not is_number(self.fill):
-            raise ValueError(f"fill: got {self.fill!r}, expected a finite number")
+        check("fill", repr(self.fill), is_number(self.fill), "a finite number")
 
 
 def as_extras(extras: Any) -> dict[str, Extra]:
@@ -66,24 +65,11 @@ def check_names(extras: Any) -> None:
             raise TypeError(f"extras: got the name {name!r}, expected a string")
 
 
-def flat(extras: Any) -> tuple[dict[str, Any], Places]:
-    """The arrays under the names that constructors give them, and where they stand."""
-    found = as_extras(extras)
-    places = tuple((PREFIX + name, x.at, x.fill) for name, x in found.items())
-    return {PREFIX + name: x.values for name, x in found.items()}, places
-
-
 def in_kind(name: str, x: Any) -> Any:
     """An array of a batch in i32 or f32, by its name; an extra that holds no integers stays as it is."""
     if name in INTEGERS or (name.startswith(PREFIX) and jnp.issubdtype(x.dtype, jnp.integer)):
         return x if x.dtype == jnp.int32 else as_token_ids(x)
     return x if x.dtype == jnp.float32 or name.startswith(PREFIX) else x.astype(jnp.float32)
-
-
-def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """A constructor's arrays with the extras in a dict of their own."""
-    extras = {name.removeprefix(PREFIX): x for name, x in arrays.items() if name.startswith(PREFIX)}
-    return {name: x for name, x in arrays.items() if not name.startswith(PREFIX)} | {"extras": extras}
 
 
 def check_extras(extras: Any, rows: tuple[int, ...], prefix: str) -> None:
@@ -92,8 +78,8 @@ def check_extras(extras: Any, rows: tuple[int, ...], prefix: str) -> None:
     for name, x in (extras or {}).items():
         what = f"{prefix}extras[{name!r}]"
         check_array(what, x)
-        if x.shape[: len(rows)] != rows:
-            raise ValueError(f"{what}: got shape {x.shape}, expected {rows} and more, as the positions of loss_mask")
+        good = x.shape[: len(rows)] == rows
+        check(what, f"shape {x.shape}", good, f"{rows} and more, as the positions of loss_mask")
 
 
 def as_values(what: str, values: Any, length: int) -> np.ndarray:
@@ -105,8 +91,7 @@ def as_values(what: str, values: Any, length: int) -> np.ndarray:
     number = found.dtype.kind in "iufb" or found.dtype.name == "bfloat16"
     if found.size and not number:
         raise TypeError(f"{what}: got {found.dtype}, expected numbers")
-    if found.shape[:1] != (length,):
-        raise ValueError(f"{what}: got shape {found.shape}, expected {length} and more, one for each token")
+    check(what, f"shape {found.shape}", found.shape[:1] == (length,), f"{length} and more, one for each token")
     if found.dtype.itemsize == 2 and found.dtype.kind not in "iu":
         return found
     return found.astype(np.int32 if found.dtype.kind in "iu" else np.float32)
@@ -120,6 +105,5 @@ def check_name(what: str, name: Any) -> None:
 
 def extra_of(batch: Any, name: str, expected: str) -> Any:
     """An extra of the batch by name; raises where it has none."""
-    if name not in batch.extras:
-        raise ValueError(f"batch.extras: got {sorted(batch.extras)}, expected {name!r} among them, {expected}")
+    check("batch.extras", sorted(batch.extras), name in batch.extras, f"{name!r} among them, {expected}")
     return batch.extras[name]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jaxppo.base.arrays import check_count
-from jaxppo.batch.placing import put_into
+from jaxppo.base.arrays import check, check_count
+from jaxppo.batch.placing import placed
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.samples import Sample, check_samples
 from jaxppo.batch.token_sets import TokenSets
@@ -32,8 +32,8 @@ def pack_nucleus_ids(
 
     Args:
       recorded: `recorded[i][j]`: the token ids that the sampler could draw at response token j of samples[i]; ragged,
-        in any order, negative ids ignored. Or recorded[i] has flat `token_ids` and `offsets`, which is faster. An
-        empty set, as for tokens that a tool wrote, keeps only the sampled token. None takes each sample's `nucleus`.
+        in any order, negative ids ignored, empty for tokens that a tool wrote. Or recorded[i] has flat `token_ids` and
+        `offsets`, which is faster. None takes each sample's `nucleus`.
       samples: the samples that the batch was made from.
       batch: `[R, T]` or `[K, R, T]`, in any layout.
       width: the static size of the last dimension; by default the power of two that holds the largest nucleus.
@@ -56,27 +56,26 @@ def pack_nucleus_ids(
     if width is not None:
         check_count("width", width, least=1)
     if recorded is None:
-        if missing := [i for i, sample in enumerate(samples) if sample.nucleus is None]:
-            raise ValueError(f"samples[{missing[0]}].nucleus: got None, expected the recorded ids of each token")
+        for i, sample in enumerate(samples):
+            check(f"samples[{i}].nucleus", None, sample.nucleus is not None, "the recorded ids of each token")
         recorded = [sample.nucleus for sample in samples if sample.nucleus is not None]
     if not isinstance(recorded, Sequence) or isinstance(recorded, str):
         raise TypeError(f"recorded: got {type(recorded).__name__}, expected the sets of each sample, or None")
-    if len(recorded) != len(samples):
-        raise ValueError(f"recorded: got {len(recorded)} samples, expected {len(samples)}, as many as samples")
+    good = len(recorded) == len(samples)
+    check("recorded", f"{len(recorded)} samples", good, f"{len(samples)}, as many as samples")
     nuclei = {}
     for i, (sample, of_sample) in enumerate(zip(samples, recorded, strict=True)):
         sets = TokenSets.of(f"recorded[{i}]", of_sample).without_negative()
-        expected = len(sample.tokens) - sample.start
-        if len(sets) != expected:
-            raise ValueError(f"recorded[{i}]: got {len(sets)} nuclei, expected {expected}, one a response token")
+        count = len(sample.tokens) - sample.start
+        check(f"recorded[{i}]", f"{len(sets)} nuclei", len(sets) == count, f"{count}, one a response token")
         nuclei[i if sample.sample_id is None else sample.sample_id] = sets
     widest = max(int(sets.sizes.max(initial=0)) for sets in nuclei.values())
     if width is None:
         width = 1 << max(widest - 1, 0).bit_length()
-    if widest > width:
-        raise ValueError(f"width: got {width}, expected at least {widest}, the size of the largest nucleus")
-    ids = np.unique(batch.sample_ids).tolist()
-    if missing := [i for i in ids if i >= 0 and i not in nuclei]:
-        raise ValueError(f"samples: got none with sample_id {missing[0]}, expected all samples of the batch")
-    padded = {i: nuclei[i].padded(width) for i in ids if i >= 0}
-    return put_into(np.full((*batch.segment_ids.shape, width), -1, np.int32), batch, padded, "predicting")
+    check("width", width, widest <= width, f"at least {widest}, the size of the largest nucleus")
+    ids = [i for i in np.unique(batch.sample_ids).tolist() if i >= 0]
+    for i in ids:
+        check("samples", f"none with sample_id {i}", i in nuclei, "all samples of the batch")
+    if not ids:  # the rows of a process of a pod may all be padding
+        return np.full((*batch.segment_ids.shape, width), -1, np.int32)
+    return placed(batch, {i: nuclei[i].padded(width) for i in ids}, "predicting", -1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
 from typing import Any, Required, TypedDict
+
+import numpy as np
 
 from jaxppo.base.arrays import check, check_count, check_flag
 from jaxppo.batch.same_prompts import check_groups, check_groups_of_hosts
@@ -16,8 +19,7 @@ from jaxppo.batch.samples import (
     check_samples,
     whole_pieces,
 )
-from jaxppo.batch.twins import at_ends, check_twin
-from jaxppo.sharding import ParallelMesh, check_parallel, multihost, pack
+from jaxppo.sharding import Packed, ParallelMesh, check_parallel, multihost, pack, segment_multiple
 
 
 class RowSizes(TypedDict, total=False):
@@ -57,34 +59,32 @@ def packed_samples(
         check_count("mtp_depths", mtp_depths)
         check("mtp_depths", mtp_depths, share_prefixes or mtp_depths == 0, "0 without share_prefixes=True")
         if twin is not None:
-            check_twin(samples, twin, share_prefixes, parallel)
-        masks = [sample.mask for sample in samples]
-        pieces, places = whole_pieces(samples), [range(len(sample.tokens)) for sample in samples]
-        if twin is not None:  # a sample and its twin have the same room, that of the longer
-            places = [max(room, range(len(other.tokens)), key=len) for room, other in zip(places, twin, strict=True)]
+            _check_twin(samples, twin, share_prefixes, parallel)
+        pieces = whole_pieces(samples)
         if share_prefixes:
             from jaxppo.batch.prefixes import shared_pieces  # imported here because few programs share prefixes
 
             pieces = shared_pieces(samples, row_length, sizes.get("num_segments"), mtp_depths, parallel)
-            places = [range(piece.start, piece.stop) for piece in pieces]
+        places = [range(piece.start, piece.stop) for piece in pieces]
+        if twin is not None:  # a sample and its twin have the same room, that of the longer
+            places = [max(room, range(len(other.tokens)), key=len) for room, other in zip(places, twin, strict=True)]
     packed = pack(
         places,
         row_length=row_length,
         parallel=parallel,
-        loads=[0.0 if piece.shared else float(masks[piece.sample].sum()) for piece in pieces],
+        loads=[0.0 if piece.shared else float(samples[piece.sample].mask.sum()) for piece in pieces],
         bundles=[piece.bundle for piece in pieces],
         **sizes,
     )
-    hosts = parallel if parallel is not None and multihost.spans_processes(parallel) else None
+    hosts = parallel if parallel and multihost.spans_processes(parallel) else None
     first = multihost.numbers_before(hosts, len(samples)) if hosts else 0
     ids = [first + i if s.sample_id is None else int(s.sample_id) for i, s in enumerate(samples)]
     with multihost.together(parallel):
         check_sample_ids(ids)
-        if twin is None:
-            made = [batch_arrays(samples, masks, pieces, packed, ids, trees=share_prefixes)]
-        else:
-            both = (samples, masks), (twin, [other.mask for other in twin])
-            made = [batch_arrays(x, of_x, whole_pieces(x), at_ends(packed, x), ids) for x, of_x in both]
+        each = [(samples, pieces, packed)]
+        if twin is not None:
+            each = [(x, whole_pieces(x), _at_ends(packed, x)) for x in (samples, twin)]
+        made = [batch_arrays(*of_batch, ids, share_prefixes) for of_batch in each]
     if hosts:
         check_groups_of_hosts(prompts)
         check_sample_ids_of_hosts(ids, hosts)
@@ -98,6 +98,36 @@ def packed_samples(
     return [{**arrays, "micro_batches": packed.micro_batches} for arrays in made]
 
 
+def _check_twin(
+    samples: Sequence[Sample], twin: Sequence[Sample], share_prefixes: bool, parallel: ParallelMesh | None
+) -> None:
+    """Raises unless the twin has the samples' responses, and both can be packed with these at the same positions."""
+    check_samples(twin, "twin")
+    check("twin", f"{len(twin)} samples", len(twin) == len(samples), f"{len(samples)}, one for each of samples")
+    for i, (sample, other) in enumerate(zip(samples, twin, strict=True)):
+        mine, theirs = (np.asarray(x.tokens)[x.start :] for x in (sample, other))
+        here, as_in = f"in sample {i}", f"as in samples[{i}]"
+        good = len(mine) == len(theirs)
+        check("twin", f"a response of {len(theirs)} tokens {here}", good, f"that of samples[{i}], {len(mine)} tokens")
+        if (mine != theirs).any():
+            at = int(np.argmax(mine != theirs))
+            got = f"{theirs[at]} as response token {at} of sample {i}"
+            raise ValueError(f"twin: got {got}, expected {mine[at]}, {as_in}")
+        good = other.sample_id in (None, sample.sample_id)
+        check("twin", f"sample_id {other.sample_id} {here}", good, f"{sample.sample_id}, {as_in}")
+    check("share_prefixes", share_prefixes, not share_prefixes, "False with a twin, whose prompts are other ones")
+    if parallel is not None:
+        good = segment_multiple(parallel.context_layout, parallel.context_size) == 1
+        expected = "another: it places the tokens of a sequence by the sequence's length, which differs between twins"
+        check("parallel", f"context layout {parallel.context_layout!r} with a twin", good, expected)
+
+
+def _at_ends(packed: Packed, samples: Sequence[Sample]) -> Packed:
+    """The places of samples that end where their rooms end; what is free before the shorter one stays padding."""
+    lengths = np.array([len(sample.tokens) for sample in samples], np.int32)
+    return dataclasses.replace(packed, lengths=lengths, start=packed.start + packed.lengths - lengths)
+
+
 _shapes: dict[str, set[tuple[int, int, int]]] = {}  # (K, R, S) of the batches so far, for each set of options
 _warned = False
 
@@ -105,11 +135,9 @@ _warned = False
 def _warn_of_many_shapes(options: str, shape: tuple[int, int, int], buckets: int) -> None:
     """Warns once a process, when equal options have led to a third shape: each compiles a jitted step again."""
     global _warned
-    if _warned:
-        return
     made = _shapes.setdefault(options, set())
     made.add(shape)
-    if len(made) <= max(2, buckets):
+    if _warned or len(made) <= max(2, buckets):
         return
     _warned = True
     sizes = dict(zip("KRS", map(set, zip(*made, strict=True)), strict=True))

@@ -1,7 +1,4 @@
-"""One assertion: the hidden states of a sample do not depend on how a batch was packed.
-
-Users import it from `jaxppo.sharding.testing`. It lies here because it makes batches.
-"""
+"""`jaxppo.sharding.testing.assert_packing_invariant`, which lies here because it makes batches."""
 
 from __future__ import annotations
 
@@ -12,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxppo.base.arrays import check
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.sharding import LAYOUTS, ParallelMesh, check_parallel, logical_positions
+from jaxppo.sharding import LAYOUTS, Packed, ParallelMesh, check_parallel, logical_positions, unpack
 
 _ADVICE = (
     "none of these; attention must stay within a segment and positions begin anew in each: follow batch.paths and "
     "batch.positions, see docs/your_model.md"
 )
-Piece = tuple[np.ndarray, int]
-"""The tokens of a sequence, and the places that it takes in its row."""
+Piece = tuple[np.ndarray, int]  # the tokens of a sequence, and the places that it takes in its row
 
 
 def assert_packing_invariant(
@@ -34,19 +31,19 @@ def assert_packing_invariant(
 ) -> dict[str, float]:
     """Checks that a model's hidden states of a sample do not depend on how the sample is packed.
 
-    It packs one sample of random tokens in several ways, and compares the hidden states of its tokens: beside other
-    samples, at another place in the row, in a row of twice the length, in each context layout, and beside padding with
-    other ids. A model that is blind to segments fails. Its loss does not show it: `ppo_kl` is 0 and `ratio_mean` is 1,
-    since old and new log-probs are equally wrong. For each context shard, or two without a mesh, rows have 8 or 16
-    tokens, and positions are below 4.
+    It packs a sample of random tokens beside other samples, at another place in the row, in a row of twice the length,
+    in each context layout, and beside padding with other ids, and compares the hidden states of its tokens. A model
+    that is blind to segments fails. Its loss does not show it: `ppo_kl` is 0 and `ratio_mean` is 1, since old and new
+    log-probs are equally wrong. For each context shard, or two without a mesh, rows have 8 or 16 tokens, and positions
+    are below 4.
 
     Args:
       hidden_fn: `hidden_fn(params, batch)` gives the final hidden states `[R, T, H]`, in the batch's order; jitted, if
         it shall be.
       params: the first argument of hidden_fn.
       vocab_size: V; random tokens are below it.
-      parallel: the mesh that hidden_fn runs on. Batches are then packed for it and put on it, in its context layout
-        alone. Without a mesh hidden_fn runs on rows in the order of every layout on two shards.
+      parallel: the mesh that hidden_fn runs on, with batches in its context layout alone. Without a mesh hidden_fn
+        runs on rows in the order of every layout on two shards.
       tolerance: the largest difference that is rounding, as a share of the largest hidden state; by default 1e-4, and
         0.03 for hidden states of 16 bits.
       seed: of the random tokens.
@@ -56,8 +53,7 @@ def assert_packing_invariant(
 
     Raises:
       AssertionError: names everything that the hidden states depend on, and by how much.
-      TypeError: `parallel` is not a `ParallelMesh` or None.
-      ValueError: hidden states of another shape, or that are not finite.
+      TypeError, ValueError: another `parallel`; hidden states of another shape, or that are not finite.
 
     Example:
       >>> from jaxppo.sharding.testing import assert_packing_invariant
@@ -93,14 +89,14 @@ def assert_packing_invariant(
         padding = np.random.default_rng((seed, others)).integers(0, vocab_size, (rows, length), dtype=np.int32)
         # the rows after the first hold a sequence each, which is other in each comparison of what lies beside
         beside = [(other_before, other_after)[others % 2], ours]
-        batch, mine = _batch([pieces, *[beside] * (rows - 1)], padding, layout, shards, at=ours)
+        batch, placed = _batch([pieces, *[beside] * (rows - 1)], padding, layout, shards)
         found = hidden_fn(params, batch.put(parallel) if parallel else batch)
-        if found.shape[:2] != batch.tokens.shape or found.ndim != 3:
-            raise ValueError(f"hidden_fn: got shape {found.shape}, expected {batch.tokens.shape} and the hidden size")
+        good = found.ndim == 3 and found.shape[:2] == batch.tokens.shape
+        check("hidden_fn", f"shape {found.shape}", good, f"{batch.tokens.shape} and the hidden size")
         dtypes.add(jnp.dtype(found.dtype))
-        states = np.asarray(found[0].astype(jnp.float32), np.float64)[mine]
-        if not np.isfinite(states).all():
-            raise ValueError("hidden_fn: got hidden states that are not finite, expected finite ones")
+        at = next(i for i, piece in enumerate(pieces) if piece is ours)
+        states = unpack(found.astype(jnp.float32), placed)[at].astype(np.float64)
+        check("hidden_fn", "hidden states that are not finite", bool(np.isfinite(states).all()), "finite ones")
         return states
 
     dtypes: set[Any] = set()
@@ -129,26 +125,21 @@ def assert_packing_invariant(
 
 
 def _batch(
-    rows: Sequence[Sequence[Piece]], padding: np.ndarray, layout: str, shards: int, at: Piece
-) -> tuple[RolloutBatch, np.ndarray]:
-    """The rows in the order of a layout, and where the tokens of the piece `at` are in the first."""
-    tokens, (count, length) = padding.copy(), padding.shape
-    segment_ids, positions, mine = (np.zeros((count, length), np.int32) for _ in range(3))
-    sizes = np.zeros((count, max(map(len, rows))), np.int64)
-    for row, pieces in enumerate(rows):
-        start = 0
-        for slot, piece in enumerate(pieces):
-            ids, places = piece
-            where = slice(start, start + len(ids))
-            tokens[row, where], segment_ids[row, where], positions[row, where] = ids, slot + 1, np.arange(len(ids))
-            mine[row, where] = (piece is at) * (1 + np.arange(len(ids)))
-            sizes[row, slot], start = len(ids), start + places
-    order = np.broadcast_to(logical_positions(layout, length, shards, sizes), padding.shape)
-    tokens, segment_ids, positions, mine = (
-        np.take_along_axis(x, order, axis=1) for x in (tokens, segment_ids, positions, mine)
-    )
-    numbers = np.arange(sizes.size, dtype=np.int32).reshape(sizes.shape)
-    arrays: dict[str, Any] = {"tokens": tokens, "targets": tokens, "segment_ids": segment_ids, "positions": positions}
-    arrays |= {"loss_mask": np.zeros(padding.shape, np.float32), "sample_ids": np.where(sizes > 0, numbers, -1)}
-    found = np.argsort(mine[0], kind="stable")[-len(at[0]) :]
-    return RolloutBatch(**arrays, context_layout=layout, context_shards=shards), found
+    rows: Sequence[Sequence[Piece]], padding: np.ndarray, layout: str, shards: int
+) -> tuple[RolloutBatch, Packed]:
+    """The rows in the order of a layout, and the places of their sequences."""
+    ids = [tokens for row in rows for tokens, _ in row]
+    lengths = np.array([len(tokens) for tokens in ids], np.int32)
+    row = np.repeat(np.arange(len(rows)), [len(pieces) for pieces in rows])
+    slot = np.concatenate([np.arange(len(pieces)) for pieces in rows])
+    start = np.concatenate([np.cumsum([0, *(places for _, places in pieces[:-1])]) for pieces in rows])
+    sizes = np.zeros((len(rows), slot.max() + 1), np.int64)
+    sizes[row, slot] = lengths
+    order = np.broadcast_to(logical_positions(layout, padding.shape[1], shards, sizes), padding.shape)
+    packed = Packed(lengths, row, slot, start, sizes.shape[1], len(rows), None, order)
+    segment_ids = packed.segment_ids
+    tokens = np.where(segment_ids > 0, packed.place(ids), np.take_along_axis(padding, order, axis=1))
+    arrays: dict[str, Any] = {"tokens": tokens, "targets": tokens, "segment_ids": segment_ids}
+    arrays |= {"positions": packed.positions, "loss_mask": np.zeros(padding.shape, np.float32)}
+    arrays |= {"sample_ids": packed.place_segments(range(len(ids)), -1, np.int32)}
+    return RolloutBatch(**arrays, context_layout=layout, context_shards=shards), packed

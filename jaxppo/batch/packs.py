@@ -10,21 +10,20 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jaxppo.base.arrays import IDS, PER_SEGMENT, check_choice, check_count
+from jaxppo.base.arrays import IDS, PER_SEGMENT, check, check_choice, check_count
 from jaxppo.batch.extras import PREFIX, Places
 from jaxppo.batch.rows import (
-    Names,
     RowArrays,
     Wrong,
     aligned_rows,
+    all_arrays,
     check_on_host,
     check_row_array,
-    check_row_dtype,
-    known,
+    layout_of,
     of_whole_rows,
     taken,
 )
-from jaxppo.sharding import ParallelMesh, check_parallel, row_multiple, segment_multiple
+from jaxppo.sharding import ParallelMesh, row_multiple, segment_multiple
 
 Aligned = Literal["token", "target"]
 ENDS = ("cu_seqlens", "cu_seqlens_padded")
@@ -40,43 +39,37 @@ def rows_of_packs(
 ) -> dict[str, Array]:
     """See `RolloutBatch.from_cu_seqlens`; each pack becomes one row."""
     check_choice("aligned", aligned, Aligned)
-    check_parallel(parallel, "ParallelMesh or None")
-    more, places = known(arrays, RowArrays)
-    flat = np.ndim(packs["tokens"]) == 1
-    given = {name: _one_row(name, x, flat) for name, x in {**packs, **more}.items() if x is not None}
-    for name in ("tokens", "cu_seqlens", "loss_mask"):
-        check_row_dtype(name, given.get(name))
+    layout, shards = layout_of(parallel)
+    given, places = all_arrays(packs, arrays)
+    flat = np.ndim(given["tokens"]) == 1
+    given = {name: _one_row(name, x, flat) for name, x in given.items()}
     (R, N), S = np.shape(given["tokens"]), np.shape(given["cu_seqlens"])[1] - 1
-    if S < 1:
-        raise ValueError(f"cu_seqlens: got shape {np.shape(packs['cu_seqlens'])}, expected [S + 1] or [R, S + 1]")
+    check("cu_seqlens", f"shape {np.shape(packs['cu_seqlens'])}", S > 0, "[S + 1] or [R, S + 1]")
     for name, x in given.items():
         check_row_array(name, x, ((R, S + 1 if name in ENDS else S if name in PER_SEGMENT else N),))
     if "targets" in given and aligned == "token":
         raise ValueError("aligned: got 'token' with targets, expected 'target': targets stand where they are predicted")
     num_segments = S if num_segments is None else num_segments
     check_count("num_segments", num_segments, least=S)
-    layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
     if row_length is None:
         row_length = -(-N // row_multiple(layout, shards)) * row_multiple(layout, shards)
     check_count("row_length", row_length, least=1)
     multiple = segment_multiple(layout, shards) if shards > 1 else 1
     check_on_host(lambda x: _wrong(np, x, row_length, multiple), given, (*ENDS, "loss_mask"))
     # on the host, so that packs of any number of tokens and sequences share a program
-    wider = {"cu_seqlens": num_segments - S, "cu_seqlens_padded": num_segments - S}
-    wider |= dict.fromkeys(PER_SEGMENT, num_segments - S)
+    wider = dict.fromkeys((*ENDS, *PER_SEGMENT), num_segments - S)
     given = {name: _widened(x, wider.get(name, max(0, row_length - N)), name in ENDS) for name, x in given.items()}
-    static = (aligned, multiple, places)
-    return of_whole_rows("RolloutBatch.from_cu_seqlens", _unpacked, row_length, given, static, parallel)
+    options = (aligned, multiple, places)
+    return of_whole_rows("RolloutBatch.from_cu_seqlens", _unpacked, row_length, given, options, parallel)
 
 
 def _one_row(name: str, x: Any, flat: bool) -> Any:
     """`[R, n]`; a flat array is the only pack."""
-    check_row_dtype(name, x)
     if name.startswith(PREFIX):
         return x[None] if flat else x
-    if np.ndim(x) not in (1, 2) or 0 in np.shape(x):
-        size = "S + 1" if name in ENDS else "S" if name in PER_SEGMENT else "N"
-        raise ValueError(f"{name}: got shape {np.shape(x)}, expected [{size}] or [R, {size}], each at least 1")
+    size = "S + 1" if name in ENDS else "S" if name in PER_SEGMENT else "N"
+    good = np.ndim(x) in (1, 2) and 0 not in np.shape(x)
+    check(name, f"shape {np.shape(x)}", good, f"[{size}] or [R, {size}], each at least 1")
     return x if np.ndim(x) == 2 else x[None]
 
 
@@ -86,10 +79,10 @@ def _widened(x: Any, by: int, ends: bool) -> Any:
     return xp.pad(x, ((0, 0), (0, by), *more), constant_values=-1 if ends else 0) if by else x
 
 
-def _unpacked(axes: Any, static: tuple[int, tuple[Aligned, int, Places], Names], *packs: Array) -> dict[str, Array]:
-    length, (aligned, multiple, extras), names = static
+def _unpacked(
+    axes: Any, length: int, aligned: Aligned, multiple: int, extras: Places, arrays: dict[str, Array]
+) -> dict[str, Array]:
     fills = {what: fill for what, _, fill in extras}
-    arrays = dict(zip(names, packs, strict=True))
     bad = [wrong for _, wrong, _, _ in _wrong(jnp, arrays, length, multiple)]
     ends = [arrays.pop(name) for name in ENDS if name in arrays]
     starts, lengths, _, sizes = _places(jnp, ends, arrays["tokens"].shape[1], multiple)

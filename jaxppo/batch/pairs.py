@@ -16,18 +16,12 @@ class Pairs:
     """The pairs of a step, over all data shards; per-shard code. Tables have one value for each pair, see `ById`.
 
     Two samples with loss tokens and the same group id are a pair. The sample with the higher reward is the chosen one.
-
-    Args:
-      by_id: the samples by group.
-      chosen: `bool[N]`, which of all devices' samples were chosen.
-      rejected: `bool[N]`, which of all devices' samples were rejected.
-      alone: `bool[R, S]`, which of this device's samples with loss tokens are not in exactly one pair.
     """
 
-    by_id: ById
-    chosen: Bool[Array, " N"]
+    by_id: ById  # the samples by group
+    chosen: Bool[Array, " N"]  # which of all devices' samples were chosen
     rejected: Bool[Array, " N"]
-    alone: Bool[Array, "R S"]
+    alone: Bool[Array, "R S"]  # which of this device's samples with loss tokens are not in exactly one pair
 
     @classmethod
     def of(

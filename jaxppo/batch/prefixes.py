@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxppo.base.arrays import check
 from jaxppo.batch.samples import Piece, Sample
 from jaxppo.sharding import ParallelMesh, check_row_length, segment_multiple
 
@@ -39,30 +40,22 @@ class _Limits(NamedTuple):
 
 
 def shared_pieces(
-    samples: Sequence[Sample],
-    row_length: int,
-    num_segments: int | None,
-    mtp_depths: int,
-    parallel: ParallelMesh | None,
+    samples: Sequence[Sample], row_length: int, num_segments: int | None, mtp_depths: int, parallel: ParallelMesh | None
 ) -> list[Piece]:
     """Splits samples into shared prefixes and branches: the segments to pack, one tree after another.
 
     A prefix is shared as far as the prompts of two samples agree, except for its last 1 + mtp_depths tokens. Each
     branch begins with a copy of those, so that every prediction from there, at any depth, has a position of its own.
-    Responses are never shared, since their values belong to one sample.
-
-    Returns:
-      The pieces; those of a tree are neighbours, each after its parent.
+    Responses are never shared, since their values belong to one sample. The pieces of a tree are neighbours, each after
+    its parent.
     """
     layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
     check_row_length(row_length, layout, shards)
     limits = _Limits(row_length, segment_multiple(layout, shards), num_segments or len(samples) * 2)
     for i, sample in enumerate(samples):
-        if limits.places(len(sample.tokens)) > row_length:
-            raise ValueError(
-                f"samples: got {len(sample.tokens)} tokens ({limits.places(len(sample.tokens))} with the layout's "
-                f"padding) in sample {i}, expected at most row_length={row_length}"
-            )
+        count, places = len(sample.tokens), limits.places(len(sample.tokens))
+        got = f"{count} tokens ({places} with the layout's padding) in sample {i}"
+        check("samples", got, places <= row_length, f"at most row_length={row_length}")
     root = _trie(samples, 1 + mtp_depths)
     _leave_out(root, limits)
     above = _above(root, limits)
@@ -138,7 +131,7 @@ def _split(root: _Node, limits: _Limits) -> list[_Node]:
         own = limits.places(node.stop - parent.stop)
         below = [part for child in node.children for part in parts.pop(child)]
         places, segments = above[node]
-        bins = _first_fit(below, limits.row_length - places, limits.segments - segments) if below else [[]]
+        bins = _first_fit(below, limits.row_length - places, limits.segments - segments)
         parts[node] = [
             dataclasses.replace(
                 node,

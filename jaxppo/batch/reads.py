@@ -16,15 +16,10 @@ from jaxppo.base.arrays import MAX_LOG_PROB, MAX_SAMPLED
 
 
 class Kind(NamedTuple):
-    """What the values of an array may be.
+    """What the values of an array may be."""
 
-    Args:
-      expected: the condition in words.
-      bad: where values break it, of (x, numpy or jax.numpy).
-    """
-
-    expected: str
-    bad: Callable[[Any, Any], Any]
+    expected: str  # in words
+    bad: Callable[[Any, Any], Any]  # where x breaks it, of (x, numpy or jax.numpy)
 
 
 LOG_PROBS = Kind(

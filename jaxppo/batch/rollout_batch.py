@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-from jaxppo.base.arrays import OPTIONAL, PER_SEGMENT, REQUIRED, spec_of
+from jaxppo.base.arrays import OPTIONAL, PER_SEGMENT, REQUIRED, check, spec_of
 from jaxppo.base.pytree import register
 from jaxppo.batch.checks import arrays_of, check_entries
 from jaxppo.batch.constructors import Constructors
@@ -20,18 +20,8 @@ from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, check_parallel, i
 
 FLAGS = ("real_last_targets", "weighted_denominators")
 _STATIC = ("context_layout", "context_shards", "micro_batches", "mtp_depths", *FLAGS)
-# The default of arrays that a batch may lack. To type checkers they are there: whoever reads one has put it there, and
-# a function that is given None says which array is missing.
+# To type checkers, arrays that a batch may lack are there: a function that is given None says which one is missing.
 _ABSENT: Any = None
-
-
-class StepCounts(Protocol):
-    """The part of a `Normalizer` that `RolloutBatch.validate` reads."""
-
-    @property
-    def counts(self) -> Float[Array, "R S"]: ...
-
-    def check_step(self, batch: RolloutBatch) -> None: ...
 
 
 @register(static=_STATIC)
@@ -64,10 +54,9 @@ class RolloutBatch(Constructors):
       policy_versions: `i32[R, T]`, the version of the policy that drew `targets[t]`; see `jaxppo.step.staleness`.
       loss_weights: `f32[R, T]`, at least 0; they multiply a token's whole loss, penalties included.
       rewards: `f32[R, S]`, one for each sequence, NaN for none.
-      parents: `i32[R, S]`, the segment that each segment continues, numbered as in segment_ids; 0 for none. A prefix
-        that samples share is a segment with the sample id -1. See `jaxppo.batch.trees`.
-      extras: `[R, T, ...]` by name, arrays of your own, such as a teacher's ids, that a loss reads by name; in any
-        dtype, and not differentiated. Constructors place them as their `jaxppo.batch.extras.Extra` says.
+      parents: `i32[R, S]`, the segment that each segment continues, 0 for none; see `jaxppo.batch.trees`.
+      extras: `[R, T, ...]` by name, arrays of your own, such as a teacher's ids, in any dtype, not differentiated; see
+        `jaxppo.batch.extras.Extra`.
       context_layout: the layout of the rows; static, like all fields below.
       context_shards: the number of context shards that the rows were packed for.
       micro_batches: K, if the batch is a step of K micro-batches, or one of them.
@@ -136,32 +125,26 @@ class RolloutBatch(Constructors):
 
     def check_layout(self, parallel: ParallelMesh | ShardAxes | None) -> None:
         """Raises ValueError where there are no rows, or their context layout is not the mesh's."""
-        if 0 in (*self.segment_ids.shape, self.num_segments):
-            raise ValueError(
-                f"batch: got rows of shape {self.segment_ids.shape} with {self.num_segments} segments, expected at "
-                "least one row, position and segment"
-            )
+        shape, count = self.segment_ids.shape, self.num_segments
+        got = f"rows of shape {shape} with {count} segments"
+        check("batch", got, 0 not in (*shape, count), "at least one row, position and segment")
         check_parallel(parallel)
         layout, shards = "contiguous", 1
         if parallel is not None:
             layout, shards = parallel.context_layout, parallel.size(parallel.context)
-        if _order(self.context_layout, self.context_shards) != _order(layout, shards):
+        own = self.context_layout, self.context_shards
+        if own != (layout, shards) and not (in_order(*own) and in_order(layout, shards)):
             advice = "give the batch's constructor and this call the same parallel="
             if shards == 1:
                 advice = "this call lacks parallel=, the mesh that the batch was packed for, or a mesh with its shards"
-            raise ValueError(
-                f"batch: got rows packed for context layout {self.context_layout!r} over {self.context_shards} shards, "
-                f"expected {layout!r} over {shards}, as this call has them; {advice}"
-            )
+            got = f"rows packed for context layout {own[0]!r} over {own[1]} shards"
+            raise ValueError(f"batch: got {got}, expected {layout!r} over {shards}, as this call has them; {advice}")
 
     def put(self, parallel: ParallelMesh) -> RolloutBatch:
         """The batch on the devices of a mesh: rows over data, positions over context.
 
-        Where the mesh spans several processes, each brings the rows of its own data shards, as `from_samples` packs
-        them, and all must call this together.
-
-        Args:
-          parallel: the mesh that the batch was made for.
+        Where the mesh, for which the batch was made, spans several processes, each brings the rows of its own data
+        shards, as `from_samples` packs them, and all must call this together.
 
         Returns:
           The same batch, of global `jax.Array`s.
@@ -214,12 +197,12 @@ class RolloutBatch(Constructors):
         """
         return placed(self, values, at, fill)
 
-    def validate(self, vocab_size: int | None = None, *, normalizer: StepCounts | None = None) -> None:
+    def validate(self, vocab_size: int | None = None, *, normalizer: Any = None) -> None:
         """Checks values on the host, beside shapes and dtypes. A batch from `from_samples` passes.
 
         Args:
           vocab_size: V; required, since no array of the batch shows it.
-          normalizer: the normalizer that will be used with the batch, to be checked too.
+          normalizer: the `Normalizer` that will be used with the batch, to be checked too; None for none.
 
         Raises:
           TypeError: an array of another kind of dtype.
@@ -251,8 +234,3 @@ class RolloutBatch(Constructors):
     def _named(self) -> dict[str, Array]:
         """The arrays that exist, without the extras."""
         return {name: x for name in (*REQUIRED, *OPTIONAL) if (x := getattr(self, name)) is not None}
-
-
-def _order(layout: str, shards: int) -> tuple[str, int]:
-    """The layout and the shards, normalised so that they are equal exactly where the orders of positions are."""
-    return ("contiguous", 1) if in_order(layout, shards) else (layout, shards)

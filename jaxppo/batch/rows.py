@@ -21,12 +21,13 @@ from jaxppo.base.arrays import (
     LOG_PROBS,
     PER_SEGMENT,
     AnyArray,
+    check,
     check_array,
     check_count,
     check_fits,
     check_ids,
 )
-from jaxppo.batch.extras import PREFIX, Extra, Places, flat, in_kind
+from jaxppo.batch.extras import PREFIX, Extra, Places, as_extras, in_kind
 from jaxppo.sharding import (
     ParallelMesh,
     Segments,
@@ -38,27 +39,12 @@ from jaxppo.sharding import (
     shard_call,
 )
 
-Names = tuple[str, ...]  # the names of a constructor's arrays
-
-
-class PaddedArrays(TypedDict, total=False):
-    """The optional arrays of `RolloutBatch.from_padded`: `[B, C]`, aligned to tokens, or `[B]`."""
-
-    advantages: Float[AnyArray, " B"] | Float[AnyArray, "B C"] | None
-    old_log_probs: Float[AnyArray, "B C"] | None
-    ref_log_probs: Float[AnyArray, "B C"] | None
-    rollout_log_probs: Float[AnyArray, "B C"] | None
-    values: Float[AnyArray, "B C"] | None
-    returns: Float[AnyArray, "B C"] | None
-    policy_versions: Int[AnyArray, "B C"] | None
-    loss_weights: Float[AnyArray, "B C"] | Float[AnyArray, " B"] | None
-    rewards: Float[AnyArray, " B"] | None
-    group_ids: Int[AnyArray, " B"] | None
-    extras: Mapping[str, Extra | Shaped[AnyArray, "B C ..."]]
-
 
 class RowArrays(TypedDict, total=False):
-    """The optional arrays of the constructors from rows: `[R, T]` per token, `[R, S]` per sequence."""
+    """The optional arrays of the constructors: `[R, T]` per token, `[R, S]` per sequence.
+
+    `from_padded` takes them as `[B, C]`, aligned to tokens, and `[B]`: advantages and loss_weights in either shape.
+    """
 
     advantages: Float[AnyArray, "R T"] | None
     old_log_probs: Float[AnyArray, "R T"] | None
@@ -75,23 +61,22 @@ class RowArrays(TypedDict, total=False):
 
 
 # what constructors take beside the arrays of a batch
-_MASKS = ("prompt_mask", "attention_mask")  # may be None
-_INPUTS = {"prompt_ids", "completion_ids", "completion_mask", *_MASKS, "cu_seqlens", "cu_seqlens_padded"}
+_MAY_BE_NONE = ("prompt_mask", "attention_mask", "cu_seqlens_padded")
+_INPUTS = {"prompt_ids", "completion_ids", "completion_mask", "cu_seqlens", *_MAY_BE_NONE}
 
+# an argument, `bool[R]` where it is wrong, what a wrong row has got, and what is expected
 Wrong = Iterator[tuple[str, Any, Callable[[int], str], str]]
-"""An argument, `bool[R]` where it is wrong, what a wrong row has got, and what is expected."""
 
 
 def padded_rows(
-    padded: Mapping[str, Any], arrays: PaddedArrays, pad_id: int | None, parallel: ParallelMesh | None
+    padded: Mapping[str, Any], arrays: RowArrays, pad_id: int | None, parallel: ParallelMesh | None
 ) -> dict[str, Array]:
     """See `RolloutBatch.from_padded`."""
-    more, places = known(arrays, PaddedArrays)
-    given = {name: x for name, x in padded.items() if x is not None or name not in _MASKS} | more
+    given, places = all_arrays(padded, arrays)
     (B, C), (_, P) = _shape("completion_ids", given["completion_ids"]), _shape("prompt_ids", given["prompt_ids"])
     shapes: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(given, ((B, C),))
     shapes |= {"prompt_ids": ((B, P),), "prompt_mask": ((B, P),), "attention_mask": ((B, P + C),)}
-    shapes |= {"advantages": ((B, C), (B,)), "loss_weights": ((B, C), (B,)), "rewards": ((B,),), "group_ids": ((B,),)}
+    shapes |= {"advantages": ((B, C), (B,)), "loss_weights": ((B, C), (B,)), **dict.fromkeys(PER_SEGMENT, ((B,),))}
     shapes |= {what: ((B, P + C if at == "input" else C),) for what, at, _ in places}
     for what, x in given.items():
         check_row_array(what, x, shapes[what])
@@ -123,12 +108,12 @@ def _misplaced(x: Mapping[str, Any], pad_id: int | None) -> Wrong:
 
 def check_on_host(wrong: Callable[[dict[str, Any]], Wrong], given: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raises at the first row that is wrong, if these arrays are on the host; under jit the loss mask becomes NaN."""
-    read = [given[name] for name in names if name in given]
-    if all(not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True) for x in read):
-        for name, bad, got, expected in wrong({**given, **{n: np.asarray(given[n]) for n in names if n in given}}):
+    read = {name: given[name] for name in names if name in given}
+    if all(not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True) for x in read.values()):
+        on_host = {name: np.asarray(x) for name, x in read.items()}
+        for name, bad, got, expected in wrong({**given, **on_host}):
             if bad.any():
-                row = int(np.argmax(bad))
-                raise ValueError(f"{name}: got {got(row)}, expected {expected}")
+                raise ValueError(f"{name}: got {got(int(np.argmax(bad)))}, expected {expected}")
 
 
 def placed_rows(
@@ -136,62 +121,66 @@ def placed_rows(
 ) -> dict[str, Array]:
     """See `RolloutBatch.from_token_aligned`; if the rows hold targets, see `from_target_aligned`."""
     name = "RolloutBatch.from_target_aligned" if "targets" in rows else "RolloutBatch.from_token_aligned"
-    optional, places = known(arrays, RowArrays)
-    given: dict[str, Any] = {**rows, **optional}
-    (R, T), ids = _shape("tokens", rows["tokens"]), rows["segment_ids"]
-    check_row_dtype("segment_ids", ids)
+    given, places = all_arrays(rows, arrays)
+    (R, T), ids = _shape("tokens", given["tokens"]), given["segment_ids"]
     if num_segments is None:
         if isinstance(ids, jax.core.Tracer):
             raise ValueError("num_segments: got None under jit, expected S, the most sequences that a row may hold")
         num_segments = max(1, int(np.max(np.asarray(ids))))
     check_count("num_segments", num_segments, least=1)
     most = 0 if isinstance(ids, jax.Array) else int(np.max(np.asarray(ids)))  # losses check ids on devices
-    if most > num_segments:
-        raise ValueError(f"num_segments: got {num_segments}, expected at least {most}, the largest of segment_ids")
+    check("num_segments", num_segments, most <= num_segments, f"at least {most}, the largest of segment_ids")
     for what, x in given.items():
         check_row_array(what, x, ((R, num_segments if what in PER_SEGMENT else T),))
-    return of_whole_rows(name, _aligned, T, given, (num_segments, places), parallel)
+    return of_whole_rows(name, aligned_rows, T, given, (num_segments, places), parallel)
 
 
-def known(arrays: Mapping[str, Any], names: type) -> tuple[dict[str, Any], Places]:
-    """The optional arrays that exist, extras by their long names among them, and where the extras stand."""
+def all_arrays(own: Mapping[str, Any], arrays: RowArrays) -> tuple[dict[str, Any], Places]:
+    """The arrays of a constructor that exist, extras by their long names among them, and where the extras stand."""
     for name in arrays:
-        if name not in names.__annotations__:
-            raise TypeError(f"{name}: got an unknown array, expected one of {', '.join(names.__annotations__)}")
-    extras, places = flat(arrays.get("extras"))
-    return {name: x for name, x in arrays.items() if x is not None and name != "extras"} | extras, places
+        if name not in RowArrays.__annotations__:
+            raise TypeError(f"{name}: got an unknown array, expected one of {', '.join(RowArrays.__annotations__)}")
+    extras = as_extras(arrays.get("extras"))
+    given = {name: x for name, x in own.items() if x is not None or name not in _MAY_BE_NONE}
+    given |= {name: x for name, x in arrays.items() if x is not None and name != "extras"}
+    given |= {PREFIX + name: x.values for name, x in extras.items()}
+    for name, x in given.items():
+        _check_dtype(name, x)
+    return given, tuple((PREFIX + name, x.at, x.fill) for name, x in extras.items())
+
+
+def _check_dtype(name: str, x: Any) -> None:
+    if not hasattr(x, "dtype"):  # to JAX a list is a tree of scalars
+        raise TypeError(f"{name}: got {'None' if x is None else type(x).__name__}, expected an array")
+    whole = name in INTEGERS or name.endswith("_ids") or name.startswith("cu_seqlens")
+    whole = whole and not name.startswith(PREFIX)
+    kinds = (jnp.integer,) if whole else (jnp.integer, jnp.floating, jnp.bool_)
+    if not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
+        raise TypeError(f"{name}: got {x.dtype}, expected {'integers' if whole else 'numbers'}")
+    if whole and name not in IDS:
+        check_fits(name, x)
+
+
+def layout_of(parallel: ParallelMesh | None) -> tuple[str, int]:
+    """The context layout of a batch for this mesh, and the number of its context shards."""
+    check_parallel(parallel, "ParallelMesh or None")
+    return (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
 
 
 def _shape(name: str, x: Any) -> tuple[int, int]:
-    check_row_dtype(name, x)
-    if np.ndim(x) != 2 or 0 in np.shape(x):
-        raise ValueError(f"{name}: got shape {np.shape(x)}, expected two dimensions, each at least 1")
+    good = np.ndim(x) == 2 and 0 not in np.shape(x)
+    check(name, f"shape {np.shape(x)}", good, "two dimensions, each at least 1")
     return np.shape(x)
 
 
 def check_row_array(name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
-    check_row_dtype(name, x)
     is_extra = name.startswith(PREFIX)
-    if (np.shape(x)[:2] if is_extra else np.shape(x)) not in shapes:
-        more = " and more" if is_extra else ""
-        raise ValueError(f"{name}: got shape {np.shape(x)}, expected {' or '.join(map(str, shapes))}{more}")
+    good = (np.shape(x)[:2] if is_extra else np.shape(x)) in shapes
+    check(name, f"shape {np.shape(x)}", good, " or ".join(map(str, shapes)) + " and more" * is_extra)
     if name in IDS:
         check_ids(name, x)
     if name in LOG_PROBS:
         check_array(name, x)
-
-
-def check_row_dtype(name: str, x: Any) -> None:
-    if not hasattr(x, "dtype"):  # to JAX a list is a tree of scalars
-        raise TypeError(f"{name}: got {'None' if x is None else type(x).__name__}, expected an array")
-    integer = jnp.issubdtype(x.dtype, jnp.integer)
-    named = name in INTEGERS or name.endswith("_ids") or name.startswith("cu_seqlens")
-    if named and not integer and not name.startswith(PREFIX):
-        raise TypeError(f"{name}: got {x.dtype}, expected integers")
-    if not (integer or x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.floating)):
-        raise TypeError(f"{name}: got {x.dtype}, expected numbers")
-    if named and name not in IDS and not name.startswith(PREFIX):
-        check_fits(name, x)
 
 
 def of_whole_rows(
@@ -199,34 +188,30 @@ def of_whole_rows(
     fn: Callable[..., dict[str, Array]],
     length: int,
     given: dict[str, Array],
-    option: Hashable,
+    options: tuple[Hashable, ...],
     parallel: ParallelMesh | None,
 ) -> dict[str, Array]:
-    """Runs fn on the whole rows of each data shard and brings its results into the mesh's layout.
+    """Runs the per-shard `fn(axes, length, *options, arrays)`, whose results are in the mesh's layout, on whole rows.
 
-    Args:
-      name: the public function's name, for errors.
-      fn: a per-shard function, `fn(axes, (length, option, names), *arrays)`.
-      length: T.
-      given: arrays by name.
-      option: the static argument of fn.
-      parallel: the mesh.
+    `name` is the public function's, for errors, and `options` are static.
     """
-    check_parallel(parallel, "ParallelMesh or None")
-    layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
+    layout, shards = layout_of(parallel)
     check_row_length(length, layout, shards, "row length")
-    if shards > 1 and segment_multiple(layout, shards) > 1 and "cu_seqlens" not in given:
-        raise ValueError(
-            f"parallel: got context layout {layout!r} in {name}, expected another: its rows are packed for it, by "
-            "RolloutBatch.from_samples or from_cu_seqlens"
-        )
+    good = shards == 1 or segment_multiple(layout, shards) == 1 or "cu_seqlens" in given
+    expected = "another: its rows are packed for it, by RolloutBatch.from_samples or from_cu_seqlens"
+    check("parallel", f"context layout {layout!r} in {name}", good, expected)
     made = {"tokens", "targets", "segment_ids", "positions", "loss_mask", "sample_ids", *given} - _INPUTS
 
     def specs(p: ParallelMesh) -> tuple[list[PartitionSpec], dict[str, PartitionSpec]]:
         of_made = {what: p.rows_spec if what in PER_SEGMENT else p.tokens_spec for what in made}
         return [p.rows_spec] * len(given), of_made
 
-    return shard_call(name, fn, parallel, given, specs, (length, option, tuple(given)))
+    return shard_call(name, _with_names, parallel, given, specs, (fn, length, options, tuple(given)))
+
+
+def _with_names(axes: ShardAxes, static: tuple[Any, ...], *given: Array) -> dict[str, Array]:
+    fn, length, options, names = static
+    return fn(axes, length, *options, dict(zip(names, given, strict=True)))
 
 
 def as_batch(axes: ShardAxes, length: int, num_segments: int, arrays: dict[str, Array]) -> dict[str, Array]:
@@ -250,11 +235,6 @@ def taken(x: Array, places: Array, where: Array | None = None, fill: float = 0) 
     return found if where is None else jnp.where(where.reshape(wide), found, jnp.full_like(found, fill))
 
 
-def _aligned(axes: ShardAxes, static: tuple[int, tuple[int, Places], Names], *given: Array) -> dict[str, Array]:
-    length, (num_segments, places), names = static
-    return aligned_rows(axes, length, num_segments, places, dict(zip(names, given, strict=True)))
-
-
 def aligned_rows(
     axes: ShardAxes, length: int, num_segments: int, places: Places, arrays: dict[str, Array]
 ) -> dict[str, Array]:
@@ -274,9 +254,9 @@ def _at_predictors(arrays: dict[str, Array], places: Places, after: Array, follo
     return {w: x if w in stay else taken(x, after, follows, fills.get(w, 0)) for w, x in arrays.items()}
 
 
-def _padded(axes: ShardAxes, static: tuple[int, tuple[int | None, Places], Names], *given: Array) -> dict[str, Array]:
-    length, (pad_id, places), names = static
-    arrays = dict(zip(names, given, strict=True))
+def _padded(
+    axes: ShardAxes, length: int, pad_id: int | None, places: Places, arrays: dict[str, Array]
+) -> dict[str, Array]:
     misplaced = [bad for _, bad, _, _ in _misplaced(arrays, pad_id)]
     prompt, completion, mask = (arrays.pop(name) for name in ("prompt_ids", "completion_ids", "completion_mask"))
     P, stay = prompt.shape[1], [what for what, at, _ in places if at == "input"]

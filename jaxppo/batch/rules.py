@@ -24,26 +24,19 @@ from jaxppo.batch.trees import has_branches, out_of_order, starts
 class View:
     """The arrays that rules read: on the host in logical order, in a loss one device's shards.
 
-    Args:
-      arrays: those that exist, by the names of `PER_TOKEN` and of the rules below; "lasts" `[R, T]`, the last position
-        of each position's sequence; "normalizer", the counts of the given normalizer, "loss_tokens" `[R, S]`, what they
-        should be, and "denominators", its other numbers; "alone", the samples that lack their pair; on the host also
-        the rest of the batch, and "lengths" `[R, S]`, the positions of each segment.
-      num_segments: S.
-      real_last_targets: the last position of a sequence has a real target.
-      cut: sequences may continue on other devices, unseen here, because a caller passed its own shards.
-      vocab_size: None where it is not known.
-      xp: numpy or jax.numpy.
-      adapters: the number of the head's adapters.
+    `arrays` are those that exist, by the names of `PER_TOKEN` and of the rules below; "lasts" `[R, T]`, the last
+    position of each position's sequence; "normalizer", the counts of the given normalizer, "loss_tokens" `[R, S]`, what
+    they should be, and "denominators", its other numbers; "alone", the samples that lack their pair; on the host also
+    the rest of the batch, and "lengths" `[R, S]`, the positions of each segment.
     """
 
     arrays: Mapping[str, Any]
     num_segments: int
-    real_last_targets: bool
-    cut: bool
-    vocab_size: int | None
-    xp: ModuleType
-    adapters: int = 0
+    real_last_targets: bool  # the last position of a sequence has a real target
+    cut: bool  # sequences may continue on other devices, unseen here, because a caller passed its own shards
+    vocab_size: int | None  # None where it is not known
+    xp: ModuleType  # numpy or jax.numpy
+    adapters: int = 0  # those of the head
 
     def __getitem__(self, name: str) -> Any:
         return self.arrays[name]
@@ -72,21 +65,11 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One rule.
-
-    Args:
-      name: the name of the rule in explanations.
-      expected: the condition in words, for errors and explanations.
-      bad: of the view and an array, where it breaks the rule; None where there is nothing to check.
-      arrays: the names of the arrays that the rule checks; by default the one of its own name.
-      structural: whether other rules are meaningful only if this one holds.
-    """
-
     name: str
-    expected: str
-    bad: Callable[[View, Any], Any]
-    arrays: tuple[str, ...] = ()
-    structural: bool = False
+    expected: str  # the condition in words, for errors and explanations
+    bad: Callable[[View, Any], Any]  # where an array breaks it; None where there is nothing to check
+    arrays: tuple[str, ...] = ()  # that it checks; by default the one of its own name
+    structural: bool = False  # other rules are meaningful only if this one holds
 
     def broken(self, v: View) -> Iterator[tuple[str, Any]]:
         """The names of the checked arrays that exist, and where they break the rule."""
@@ -111,9 +94,8 @@ def _without_rollout(v: View, x: Any) -> Any:
 
 def _of_another_step(v: View, counted: Any) -> Any:
     found = v["loss_tokens"]
-    return (found > counted if v.cut else found != counted) & ~v.xp.isnan(
-        found
-    )  # a mask of NaN breaks a rule of its own
+    # a mask of NaN breaks a rule of its own
+    return (found > counted if v.cut else found != counted) & ~v.xp.isnan(found)
 
 
 def _without_sample(v: View, mask: Any) -> Any:

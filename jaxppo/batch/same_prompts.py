@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxppo.base.arrays import check
 from jaxppo.batch.samples import Sample
 from jaxppo.sharding import multihost
 
-Prompts = dict[int, list[np.ndarray]]
-"""By group id, the prompts of the samples of one rollout."""
+Prompts = dict[int, list[np.ndarray]]  # by group id, the prompts of the samples of one rollout
+_EXPECTED = "ids that are equal for the samples of one prompt only"
 
 
 def check_groups(samples: Sequence[Sample]) -> Prompts:
@@ -30,12 +31,10 @@ def check_groups(samples: Sequence[Sample]) -> Prompts:
     for group, rollouts in groups.items():
         for members in rollouts.values():
             prompts = [np.asarray(samples[i].tokens[: samples[i].start], np.int32) for i in members]
-            if not any(_begins_alike(a, b) for a in prompts for b in known.setdefault(group, prompts)):
-                raise ValueError(
-                    f"group_id: got {group} for different prompts in samples {next(iter(rollouts.values()))[0]} and "
-                    f"{members[0]}, expected ids that are equal for the samples of one prompt only; parts of one "
-                    "rollout may differ, with a rollout_id"
-                )
+            first = next(iter(rollouts.values()))[0]
+            same = any(_begins_alike(a, b) for a in prompts for b in known.setdefault(group, prompts))
+            got = f"{group} for different prompts in samples {first} and {members[0]}"
+            check("group_id", got, same, f"{_EXPECTED}; parts of one rollout may differ, with a rollout_id")
     return known
 
 
@@ -53,8 +52,6 @@ def check_groups_of_hosts(known: Prompts) -> None:
     for of_host in multihost.gather(np.array(begins, np.int64).reshape(-1, 3)):
         for group in np.unique(of_host[:, 0]).tolist():
             found = set(map(tuple, of_host[of_host[:, 0] == group].tolist()))
-            if not found & seen.setdefault(group, found):
-                raise ValueError(
-                    f"group_id: got {group} for different prompts on several hosts, expected ids that are equal for "
-                    "the samples of one prompt only; add an offset of its own on each host"
-                )
+            same = not found.isdisjoint(seen.setdefault(group, found))
+            got = f"{group} for different prompts on several hosts"
+            check("group_id", got, same, f"{_EXPECTED}; add an offset of its own on each host")

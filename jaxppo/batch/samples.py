@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import DTypeLike
 
-from jaxppo.base.arrays import INTEGERS, LOG_PROBS, PER_TOKEN_VALUES, check_array, is_nan, is_number
+from jaxppo.base.arrays import INTEGERS, LOG_PROBS, PER_TOKEN_VALUES, check, check_array, is_nan, is_number
 from jaxppo.batch.extras import PREFIX, Extra, as_extras, as_values
 from jaxppo.batch.token_sets import TokenSets
 from jaxppo.sharding import Packed, ParallelMesh, multihost
@@ -39,14 +40,9 @@ class Sample:
       sample_id: the unique number of the sample in the step; by default its index among the samples.
       group_id: equal for the samples of one prompt; estimators that compare samples, like `advantages.grpo`, need it.
       rollout_id: equal for all parts of one trajectory; by default each sample is a trajectory of its own.
-      advantages: `f32[n - response_start]`, like the arrays that follow.
-      old_log_probs: under the policy at the start of the step.
-      ref_log_probs: under the reference policy.
-      rollout_log_probs: as the sampler reported them.
-      values: the critic's.
-      returns: the critic's targets.
+      advantages: `[n - response_start]`, like old_log_probs, ref_log_probs, rollout_log_probs, values, returns and
+        policy_versions; what they mean: see `RolloutBatch`.
       nucleus: the ids that the sampler could draw at each response token, ragged, for `pack_nucleus_ids`.
-      policy_versions: integers, the version of the policy that drew each token; see `jaxppo.step.staleness`.
       loss_weights: factors of each token's whole loss, at least 0; a single number for the whole response.
       extras: arrays of your own by name, see `jaxppo.batch.extras.Extra`.
 
@@ -93,9 +89,8 @@ class Sample:
         answer, are not trained on. Log-probs are vLLM's `logprobs` and the nucleus its `sampling_mask`, if asked for.
 
         Args:
-          output: a `RequestOutput`, or as a dictionary: {"prompt_token_ids", "outputs": [{"index", "token_ids",
-            "logprobs", "finish_reason"}]}; or an endpoint's answer with return_token_ids=True: {"choices": [...]}. A
-            list of them for several turns.
+          output: a `RequestOutput`, or a dictionary as below; or an endpoint's answer with return_token_ids=True:
+            {"choices": [...]}. A list of them for several turns.
           choice: the index of the completion, if a request had several.
           loss_mask: 0 or 1 for each token after the first prompt; 0 excludes more tokens from training.
           truncated: "train" on a sample that was cut at its length limit, or "mask" it, and aborted ones too.
@@ -104,8 +99,8 @@ class Sample:
 
         Raises:
           TypeError, ValueError: a missing entry, ids that are not integers, a turn whose prompt does not begin with the
-            turns before, log-probs for only some turns or tokens, a log-prob that is NaN, above 0 by more than bf16
-            rounds (0.125) or no number, a last turn that was aborted or is not finished.
+            turns before, log-probs for only some turns or tokens, a log-prob that is no number, or above 0 by more than
+            bf16 rounds (0.125), a last turn that was aborted or is not finished.
 
         Example:
           >>> sampled = {"index": 0, "token_ids": [7, 8], "logprobs": [{7: -0.5}, {8: -1.5}], "finish_reason": "stop"}
@@ -113,19 +108,13 @@ class Sample:
           >>> sample.tokens, sample.mask.tolist(), sample.rollout_log_probs
           ([5, 6, 7, 8], [0.0, 0.0, 1.0, 1.0], [-0.5, -1.5])
         """
-        from jaxppo.batch.engines import as_turns, joined, vllm_turn
+        from jaxppo.batch.engines import sample_fields, vllm_turn
 
-        turns = [vllm_turn(f"output[{i}]", turn, choice) for i, turn in enumerate(as_turns(output))]
-        return cls(**joined(turns, loss_mask, truncated, fields))
+        return cls(**sample_fields(output, partial(vllm_turn, choice=choice), loss_mask, truncated, fields))
 
     @classmethod
     def from_sglang(
-        cls,
-        output: Any,
-        *,
-        loss_mask: Sequence[float] | None = None,
-        truncated: Truncated = "train",
-        **fields: Any,
+        cls, output: Any, *, loss_mask: Sequence[float] | None = None, truncated: Truncated = "train", **fields: Any
     ) -> Sample:
         """The sample of one SGLang output, or of the outputs of several turns, as `from_vllm`.
 
@@ -135,47 +124,44 @@ class Sample:
             `return_sampling_mask`, the nucleus is `output_token_sampling_mask`, and log-probs are those within it,
             `output_token_sampling_logprobs`. A nucleus may also come as top_p_token_ids and top_p_token_offsets, which
             slime's engine returns. A list for several turns.
-          loss_mask: see `from_vllm`, also for the other arguments.
-
-        Raises:
-          TypeError, ValueError: see `from_vllm`; counts of tokens that differ from those of meta_info.
+          loss_mask: see `from_vllm`, also for the other arguments and for errors.
 
         Example:
           >>> meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [(-0.5, 7, None)]}
           >>> Sample.from_sglang({"input_ids": [5, 6], "meta_info": meta}).tokens
           [5, 6, 7]
         """
-        from jaxppo.batch.engines import as_turns, joined, sglang_turn
+        from jaxppo.batch.engines import sample_fields, sglang_turn
 
-        turns = [sglang_turn(f"output[{i}]", turn) for i, turn in enumerate(as_turns(output))]
-        return cls(**joined(turns, loss_mask, truncated, fields))
+        return cls(**sample_fields(output, sglang_turn, loss_mask, truncated, fields))
 
     def __post_init__(self) -> None:
         length = as_tokens("tokens", self.tokens).size
         self._check_mask(length)
         start = self.start
         for name in ("sample_id", "group_id", "rollout_id"):
-            _check_id(name, getattr(self, name))
+            if (value := getattr(self, name)) is not None:
+                _check_id(name, value)
         if self.reward is not None and not is_number(self.reward) and not is_nan(self.reward):
             got = _shown(self.reward)
             raise TypeError(f"reward: got {got}, expected one finite number for the whole response, or None or NaN")
         if is_number(self.loss_weights):
             object.__setattr__(self, "loss_weights", np.full(length - start, self.loss_weights, np.float32))
         for name in PER_TOKEN_VALUES:
-            _check_values(name, getattr(self, name), length - start)
+            if (values := getattr(self, name)) is not None:
+                _check_values(name, values, length - start)
         if self.extras is not None:
-            extras = {
-                name: dataclasses.replace(
-                    x, values=as_values(f"extras[{name!r}]", x.values, length if x.at == "input" else length - start)
-                )
-                for name, x in as_extras(self.extras).items()
-            }
+            extras = as_extras(self.extras)
+            for name, x in extras.items():
+                count = length if x.at == "input" else length - start
+                extras[name] = dataclasses.replace(x, values=as_values(f"extras[{name!r}]", x.values, count))
             object.__setattr__(self, "extras", extras)
         sets = self.nucleus
-        if sets is not None and not isinstance(sets, TokenSets | Sequence):
-            raise TypeError(f"nucleus: got {type(sets).__name__}, expected a list of ids for each token")
-        if sets is not None and len(sets) != length - start:
-            raise ValueError(f"nucleus: got {len(sets)} sets of ids, expected {length - start}, one a response token")
+        if sets is not None:
+            if not isinstance(sets, TokenSets | Sequence):
+                raise TypeError(f"nucleus: got {type(sets).__name__}, expected a list of ids for each token")
+            good = len(sets) == length - start
+            check("nucleus", f"{len(sets)} sets of ids", good, f"{length - start}, one a response token")
 
     @property
     def mask(self) -> Float[np.ndarray, " n"]:
@@ -196,15 +182,14 @@ class Sample:
     def _check_mask(self, length: int) -> None:
         if self.loss_mask is not None:
             mask = _as_array("loss_mask", self.loss_mask)
-            if mask.shape != (length,):
-                raise ValueError(f"loss_mask: got shape {mask.shape}, expected {(length,)} like tokens")
+            check("loss_mask", f"shape {mask.shape}", mask.shape == (length,), f"{(length,)} like tokens")
             if mask.dtype.kind not in "bifu" or not np.isin(mask, (0, 1)).all():
                 raise ValueError(f"loss_mask: got {_shown(self.loss_mask)}, expected 0 and 1")
         start = self.start
-        if not isinstance(start, (int, np.integer)) or isinstance(start, bool) or not min(1, length) <= start <= length:
-            raise ValueError(f"response_start: got {start}, expected 1 to {length}, the number of tokens")
-        if self.mask[:start].any():
-            raise ValueError(f"loss_mask: got 1 at token {int(np.argmax(self.mask > 0))}, expected 0 before {start}")
+        good = _is_whole(start) and min(1, length) <= start <= length
+        check("response_start", start, good, f"1 to {length}, the number of tokens")
+        early = np.flatnonzero(self.mask[:start])
+        check("loss_mask", f"1 at token {early.min(initial=start)}", early.size == 0, f"0 before {start}")
 
 
 def _shown(x: object) -> str:
@@ -222,8 +207,7 @@ def _as_array(name: str, x: object) -> np.ndarray:
 def as_tokens(name: str, tokens: object) -> Int[np.ndarray, " n"]:
     """The token ids as an array; raises unless they are integers that fit i32. `name` stands in errors."""
     array = _as_array(name, tokens)
-    if array.ndim != 1:
-        raise ValueError(f"{name}: got shape {array.shape}, expected [n]")
+    check(name, f"shape {array.shape}", array.ndim == 1, "[n]")
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name}: got {array.dtype} {_shown(tokens)}, expected integers")
     if array.size and (array.min() < 0 or array.max() > MAX_ID):
@@ -231,17 +215,18 @@ def as_tokens(name: str, tokens: object) -> Int[np.ndarray, " n"]:
     return array
 
 
+def _is_whole(x: object) -> TypeGuard[int]:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
 def _check_id(name: str, value: Any) -> None:
     expected = f"0 to {MAX_ID}; number the ids of a step"
-    if value is not None and (not isinstance(value, (int, np.integer)) or isinstance(value, bool)):
+    if not _is_whole(value):
         raise TypeError(f"{name}: got {_shown(value)}, expected an integer from {expected}")
-    if value is not None and not 0 <= value <= MAX_ID:
-        raise ValueError(f"{name}: got {value}, expected {expected}")
+    check(name, value, 0 <= value <= MAX_ID, expected)
 
 
 def _check_values(name: str, values: object, length: int) -> None:
-    if values is None:
-        return
     array = _as_array(name, values)
     if name in LOG_PROBS and jnp.issubdtype(array.dtype, jnp.floating):
         check_array(name, array)
@@ -250,8 +235,7 @@ def _check_values(name: str, values: object, length: int) -> None:
         raise TypeError(f"{name}: got {what}, {_shown(values)}, expected numbers, or None for all of them")
     if name in INTEGERS and array.dtype.kind not in "iu" and array.size:
         raise TypeError(f"{name}: got {array.dtype}, {_shown(values)}, expected integers")
-    if array.shape != (length,):
-        raise ValueError(f"{name}: got shape {array.shape}, expected {(length,)}, one for each response token")
+    check(name, f"shape {array.shape}", array.shape == (length,), f"{(length,)}, one for each response token")
 
 
 class Piece(NamedTuple):
@@ -271,15 +255,10 @@ def whole_pieces(samples: Sequence[Sample]) -> list[Piece]:
 
 
 def batch_arrays(
-    samples: Sequence[Sample],
-    masks: Sequence[np.ndarray],
-    pieces: Sequence[Piece],
-    packed: Packed,
-    ids: Sequence[int],
-    trees: bool = False,
+    samples: Sequence[Sample], pieces: Sequence[Piece], packed: Packed, ids: Sequence[int], trees: bool
 ) -> dict[str, np.ndarray | None]:
-    """The arrays of a `RolloutBatch`, by name, from samples with these masks and ids, packed in pieces."""
-    tokens = [np.asarray(sample.tokens, np.int32) for sample in samples]
+    """The arrays of a `RolloutBatch`, by name, from samples with these ids, packed in pieces."""
+    tokens, masks = [np.asarray(sample.tokens, np.int32) for sample in samples], [sample.mask for sample in samples]
 
     def of_segments(values: Sequence[Any] | None, fill: int, dtype: DTypeLike) -> np.ndarray | None:
         if values is None:
@@ -310,11 +289,10 @@ def batch_arrays(
         arrays[name] = None if values is None else packed.place(values, 0, kind, before_response)
     for name, given in _extras_of(samples).items():
         dtype, at_input = np.result_type(*(x.values for x in given)), given[0].at == "input"
-        none = given[0].values[:0]
-        values = [
-            given[p.sample].values[p.start : p.stop] if at_input else none if p.shared else given[p.sample].values
-            for p in pieces
-        ]
+        values = []
+        for p in pieces:
+            x = given[p.sample].values
+            values.append(x[p.start : p.stop] if at_input else x[:0] if p.shared else x)
         arrays[PREFIX + name] = packed.place(values, given[0].fill, dtype, None if at_input else before_response)
     if trees:
         parents = [0 if p.parent is None else packed.slot[p.parent] + 1 for p in pieces]
@@ -326,8 +304,7 @@ def check_samples(samples: Sequence[Sample], name: str = "samples") -> None:
     """Raises unless there is at least one sample, and nothing else among them."""
     if not isinstance(samples, Sequence):
         raise TypeError(f"{name}: got {type(samples).__name__}, expected a sequence of Sample")
-    if not samples:
-        raise ValueError(f"{name}: got none, expected at least one")
+    check(name, "none", len(samples) > 0, "at least one")
     for i, sample in enumerate(samples):
         if not isinstance(sample, Sample):
             raise TypeError(f"{name}[{i}]: got {type(sample).__name__}, expected Sample")
@@ -337,8 +314,8 @@ def check_sample_ids(ids: Sequence[int]) -> None:
     """Raises where two samples have one id: random draws and records of one would be used for the other."""
     seen: dict[int, int] = {}
     for i, number in enumerate(ids):
-        if (first := seen.setdefault(number, i)) != i:
-            raise ValueError(f"sample_id: got {number} for samples {first} and {i}, expected one of its own")
+        first = seen.setdefault(number, i)
+        check("sample_id", f"{number} for samples {first} and {i}", first == i, "one of its own")
 
 
 def check_sample_ids_of_hosts(ids: Sequence[int], parallel: ParallelMesh) -> None:
@@ -349,12 +326,9 @@ def check_sample_ids_of_hosts(ids: Sequence[int], parallel: ParallelMesh) -> Non
     shard = min(multihost.local_data_shards(parallel))
     mine = np.array([(number, shard) for number in ids], np.int64).reshape(-1, 2)
     seen: dict[int, int] = {}
+    expected = "one of its own for each sample; add an offset of its own on each host, or give none"
     for number, of in np.concatenate(multihost.gather(mine)).tolist():
-        if seen.setdefault(number, of) != of:
-            raise ValueError(
-                f"sample_id: got {number} on several hosts, expected one of its own for each sample; add an offset of "
-                "its own on each host, or give none"
-            )
+        check("sample_id", f"{number} on several hosts", seen.setdefault(number, of) == of, expected)
 
 
 def _extras_of(samples: Sequence[Sample]) -> dict[str, list[Extra]]:
@@ -363,12 +337,10 @@ def _extras_of(samples: Sequence[Sample]) -> dict[str, list[Extra]]:
     for name in dict.fromkeys(name for sample in samples for name in sample.extras or {}):
         found[name] = [(sample.extras or {}).get(name) for sample in samples]
         for i, x in enumerate(found[name]):
-            if x is None:
-                raise ValueError(f"extras: got no {name!r} in sample {i}, expected one in all samples or in none")
+            check("extras", f"no {name!r} in sample {i}", x is not None, "one in all samples or in none")
             got, expected = ((y.at, y.fill, y.values.shape[1:]) for y in (x, found[name][0]))
-            if got != expected:
-                of = "expected the (at, fill, shape of a value) of sample 0"
-                raise ValueError(f"extras[{name!r}]: got {got} in sample {i}, {of}, {expected}")
+            of = f"the (at, fill, shape of a value) of sample 0, {expected}"
+            check(f"extras[{name!r}]", f"{got} in sample {i}", got == expected, of)
     return found
 
 
@@ -377,6 +349,5 @@ def _all_or_none(samples: Sequence[Sample], name: str) -> list[Any] | None:
     missing = [i for i, value in enumerate(values) if value is None]
     if len(missing) == len(values):
         return None
-    if missing:
-        raise ValueError(f"{name}: got None in sample {missing[0]}, expected a value in all samples or in none")
+    check(name, f"None in sample {min(missing, default=None)}", not missing, "a value in all samples or in none")
     return values

@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from jaxppo.base.arrays import check
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenSets:
-    """One set of token ids for each of n tokens, one after another in a flat array.
-
-    Args:
-      token_ids: `i64[I]`, all sets.
-      offsets: `i64[n + 1]`; set j is `token_ids[offsets[j]:offsets[j + 1]]`.
+    """One set of token ids for each of n tokens, in a flat i64 array: set j is `token_ids[offsets[j]:offsets[j + 1]]`.
 
     Example:
       >>> TokenSets.of("nucleus", [[5, 6], [], [7]]).offsets.tolist()
@@ -59,19 +57,16 @@ class TokenSets:
             ids = np.concatenate([np.asarray(x, None if len(x) else np.int64) for x in sets])
         else:
             ids = np.array(list(chain.from_iterable(sets)))
-        return cls(_integers(name, ids), np.concatenate([[0], np.cumsum(sizes)]))
+        return cls(integers(name, ids), np.concatenate([[0], np.cumsum(sizes)]))
 
     @classmethod
     def flat(cls, name: str, token_ids: Any, offsets: Any) -> TokenSets:
         """Reads flat arrays, and checks them."""
-        token_ids, offsets = _integers(name, np.asarray(token_ids)), _integers(name, np.asarray(offsets))
-        rises = offsets.size and offsets[0] == 0 and offsets[-1] == token_ids.size and (np.diff(offsets) >= 0).all()
-        if not rises:
-            last = int(offsets[-1]) if offsets.size else None
-            raise ValueError(
-                f"{name}: got {offsets.size} offsets to {last} for {token_ids.size} ids, expected offsets that rise "
-                f"from 0 to {token_ids.size}"
-            )
+        token_ids, offsets = integers(name, np.asarray(token_ids)), integers(name, np.asarray(offsets))
+        size, last = token_ids.size, int(offsets[-1]) if offsets.size else None
+        rises = last == size and offsets[0] == 0 and bool((np.diff(offsets) >= 0).all())
+        got = f"{offsets.size} offsets to {last} for {size} ids"
+        check(name, got, rises, f"offsets that rise from 0 to {size}")
         return cls(token_ids, offsets)
 
     @classmethod
@@ -114,7 +109,8 @@ class TokenSets:
         return TokenSets(self.token_ids[real], before[self.offsets])
 
 
-def _integers(name: str, array: np.ndarray) -> np.ndarray:
+def integers(name: str, array: np.ndarray) -> np.ndarray:
+    """Flat ids as i64; `name` stands in errors."""
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise TypeError(f"{name}: got {array.dtype}{list(array.shape)}, expected token ids")
+        raise TypeError(f"{name}: got {array.dtype}{list(array.shape)}, expected a list of token ids")
     return array.astype(np.int64)

@@ -1,30 +1,23 @@
 """Rows packed as trees: which segment continues which, and hence which tokens attend to which.
 
-A prefix that samples share is a segment without a sample. `parents i32[R, S]` holds the parent of each segment, by its
-number in `segment_ids` in the same row, 0 for none. Branches follow their parent, with no other segment between, so
-that the descendants of a segment are neighbours: from the next segment up to its `ends`.
+A prefix that samples share is a segment with the sample id -1. `parents i32[R, S]` holds the parent of each segment,
+by its number in `segment_ids` in the same row, 0 for none. Branches follow their parent, with no other segment between,
+so that the descendants of a segment are neighbours: from the next segment up to its `ends`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxppo.base.arrays import Arrays
+from jaxppo.base.arrays import Arrays, check
 from jaxppo.base.pytree import register
 
 __all__ = ["Paths", "check_recurrent"]
-
-
-class Rows(Protocol):
-    """The fields of a `RolloutBatch` that this module reads."""
-
-    @property
-    def parents(self) -> Int[Array, "R S"] | None: ...
 
 
 @register()
@@ -81,7 +74,7 @@ class Paths:
         return causal & (key <= query) & (query <= keys.ends[..., None, :])
 
 
-def check_recurrent(model: object, batch: Rows) -> None:
+def check_recurrent(model: object, batch: Any) -> None:
     """Raises where a recurrent model would run on rows that are trees.
 
     A recurrent state runs from token to token, but the segment after a branch is its sibling, and needs the state of
@@ -102,10 +95,8 @@ def check_recurrent(model: object, batch: Rows) -> None:
       ...
       ValueError: batch: got rows packed as trees for a model with recurrent state, expected share_prefixes=False
     """
-    if batch.parents is not None and getattr(model, "recurrent", False):
-        raise ValueError(
-            "batch: got rows packed as trees for a model with recurrent state, expected share_prefixes=False"
-        )
+    good = batch.parents is None or not getattr(model, "recurrent", False)
+    check("batch", "rows packed as trees for a model with recurrent state", good, "share_prefixes=False")
 
 
 def ends(parents: Arrays, xp: ModuleType) -> Arrays:

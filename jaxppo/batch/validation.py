@@ -14,10 +14,7 @@ from jaxppo.batch.rollout_batch import FLAGS, RolloutBatch
 
 
 def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Array]:
-    """The arrays of a batch that are not None; raises unless it is a batch, with the right shapes and dtypes.
-
-    With `stacked`, micro-batches may be stacked, `[K, R, T]`. The prefix stands before the names of arrays in errors.
-    """
+    """`arrays_of` a batch; raises unless it is one."""
     if not isinstance(batch, RolloutBatch):
         raise TypeError(f"{prefix.rstrip('.')}: got {type(batch).__name__}, expected RolloutBatch")
     for name in FLAGS:
@@ -31,7 +28,6 @@ def checked(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.
     Extras that are floats or bools stay as they are. With `stacked`, for functions of rows that read none of them, they
     are left out.
     """
-
     arrays = check_arrays(batch, stacked=stacked, prefix=prefix)
     fields: dict[str, Any] = {name: in_kind(name, x) for name, x in arrays.items()}
     extras = {} if stacked else {name: in_kind(PREFIX + name, x) for name, x in batch.extras.items()}

@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -32,20 +30,13 @@ from jaxppo.mismatch.report import mismatch_report
 from jaxppo.mismatch.tokens import Rounding, TokenMismatch, token_mismatch
 
 Arrays = dict[str, Any]
-_FILE = "expected an .npy or .npz file of numbers"
+_FILE = "an .npy or .npz file of numbers"
 
 
 def read(path: str | Path) -> Arrays:
     """The arrays of a file by name; an .npy is `log_probs`, and a mask of numbers is bool. Nothing is unpickled."""
-    if not Path(path).is_file():  # such as a pipe, which would block
-        raise ValueError(f"{path}: got no file, {_FILE}")
+    check(str(path), "no file", Path(path).is_file(), _FILE)  # a pipe would block
     try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as parts:
-                size = sum(part.file_size for part in parts.infolist())
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            if size > memory:
-                raise MemoryError(f"{size} bytes of arrays, {memory} of memory")
         # a map of the file is refused if the file is shorter than its header says; an .npz is not mapped
         loaded = np.load(path, allow_pickle=False, mmap_mode="r")
         arrays = {"log_probs": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
@@ -55,7 +46,7 @@ def read(path: str | Path) -> Arrays:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         if "allow_pickle" in reason:  # numpy takes what it does not know for a pickle, and advises to load it
             reason = "it holds no array of numbers"
-        raise ValueError(f"{path}: got a file that numpy cannot read ({reason}), {_FILE}") from error
+        raise ValueError(f"{path}: got a file that numpy cannot read ({reason}), expected {_FILE}") from error
     for name, x in arrays.items():
         check_array(f"{path}: {name}", x, kind=KINDS["where"])
     if "where" in arrays:
@@ -97,8 +88,7 @@ def compare(
         return x.reshape(*(1, *targets.shape)[-2:], *x.shape[targets.ndim :])
 
     def model(role: str, arrays: Arrays) -> tuple[Array, Head]:
-        bias = None if "bias" not in arrays else jnp.asarray(arrays["bias"])
-        head = Head(jnp.asarray(arrays["kernel"]), bias, layout=layout)
+        head = Head(jnp.asarray(arrays["kernel"]), jax.tree.map(jnp.asarray, arrays.get("bias")), layout=layout)
         return jnp.asarray(in_rows(f"{role}: hidden", arrays["hidden"], hidden=True)), head
 
     scalar = temperature.ndim == 0

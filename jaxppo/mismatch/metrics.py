@@ -77,10 +77,10 @@ def mismatch_metrics(
     Names and conventions: verl's rollout correction, https://verl.readthedocs.io/en/latest/algo/rollout_corr.html;
     token_mult_prob_error and the divergence of Jensen and Shannon: NeMo-RL
     """
-    batch, trainer = checked(batch), trainer_log_probs
-    needed("batch.rollout_log_probs", batch.rollout_log_probs, "f32[R, T] to compare sampler and trainer")
+    batch, trainer, expected = checked(batch), trainer_log_probs, "f32[R, T] to compare sampler and trainer"
+    needed("batch.rollout_log_probs", batch.rollout_log_probs, expected)
     if trainer is None:
-        trainer = needed("batch.old_log_probs", batch.old_log_probs, "f32[R, T] to compare sampler and trainer")
+        trainer = needed("batch.old_log_probs", batch.old_log_probs, expected)
     check_array("trainer_log_probs", trainer, batch.loss_mask.shape, "the batch's [R, T]")
     args = {"trainer_log_probs": trainer, "batch": batch}
     return shard_call("mismatch_metrics", _per_shard, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], P()))

@@ -14,6 +14,7 @@ from jaxppo.base.kl import MAX_LOG_RATIO
 from jaxppo.mismatch.tokens import TokenMismatch
 from jaxppo.sharding import multihost
 
+Parts = tuple[dict[str, float], ...]
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 MOST_BINS = 1000
 _BEYOND = 6.0
@@ -51,8 +52,8 @@ class MismatchReport:
     not_finite: int
     exact: bool
     figures: dict[str, float]
-    by_position: tuple[dict[str, float], ...]
-    by_entropy: tuple[dict[str, float], ...]
+    by_position: Parts
+    by_entropy: Parts
 
     def __str__(self) -> str:
         lines = [f"{'tokens':44}{self.tokens}", f"{'more, whose log-probs are not finite':44}{self.not_finite}"]
@@ -118,24 +119,17 @@ def mismatch_report(
         expected = f"log-probs of at most {most}, which probabilities are not"
         check(name, above.max(initial=most), above.size == 0, expected)
     finite = np.isfinite(values["log_probs"]) & np.isfinite(values["rollout_log_probs"])
-    if not finite.any():
-        raise ValueError(f"log_probs: got {finite.size} that count and none that is finite, expected at least 1")
+    check("log_probs", f"{finite.size} that count and none that is finite", bool(finite.any()), "at least 1")
     values = {name: x[finite] for name, x in values.items()}
-    by_token = _by_token(values)
-    at = positions_of[counts][finite]
+    by_token, at = _by_token(values), positions_of[counts][finite]
     edges = np.unique(np.linspace(at.min(), at.max() + 1, bins + 1).astype(np.int64))
-    by_entropy: tuple[dict[str, float], ...] = ()
+    by_position = _in_ranges(by_token, at, edges[1:-1])
+    by_entropy: Parts = ()
     if "entropy" in values:
         inner = np.quantile(values["entropy"], np.linspace(0, 1, bins + 1)[1:-1])
         by_entropy = _in_ranges(by_token, values["entropy"], inner)
-    return MismatchReport(
-        tokens=int(finite.sum()),
-        not_finite=int((~finite).sum()),
-        exact="kl" in values,
-        figures=_figures(by_token),
-        by_position=_in_ranges(by_token, at, edges[1:-1]),
-        by_entropy=by_entropy,
-    )
+    count = int(finite.sum())
+    return MismatchReport(count, finite.size - count, "kl" in values, _figures(by_token), by_position, by_entropy)
 
 
 def _by_token(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -159,7 +153,7 @@ def _figures(by_token: dict[str, np.ndarray]) -> dict[str, float]:
     return {name: float(x) for name, x in found.items()}
 
 
-def _in_ranges(by_token: dict[str, np.ndarray], of: np.ndarray, inner: np.ndarray) -> tuple[dict[str, float], ...]:
+def _in_ranges(by_token: dict[str, np.ndarray], of: np.ndarray, inner: np.ndarray) -> Parts:
     """The figures of each range of a quantity, between these inner edges. Ranges without tokens are left out."""
     which, parts = np.searchsorted(inner, of, "right"), []
     for i in np.unique(which):
@@ -169,7 +163,7 @@ def _in_ranges(by_token: dict[str, np.ndarray], of: np.ndarray, inner: np.ndarra
     return tuple(parts)
 
 
-def _table(title: str, parts: tuple[dict[str, float], ...]) -> list[str]:
+def _table(title: str, parts: Parts) -> list[str]:
     names = [name for name in _IN_TABLES if name in parts[0]]
     lines = [f"{title:>20}" + "".join(f"{name:>17}" for name in names)]
     for part in parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxppo.base.arrays import KINDS, check, check_array, check_count, masked, needed
 from jaxppo.base.metrics import CompositeTerm, Metrics, Terms, means, reduce_metrics, share
-from jaxppo.batch.extras import Extra
+from jaxppo.batch.extras import Extra, extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
@@ -22,10 +23,10 @@ def routed_experts(rows: Any, tokens: int, *, layers: int | None = None, top_k: 
     """The experts that a sampler's router chose, as an extra of a sample; they travel with the token that was read.
 
     Give it to `Sample(extras={"routed_experts": ...})`, and `batch.extras["routed_experts"]`, `i32[R, T, layers, k]`,
-    to the model in every pass: that of the old log-probs too. The model replays the ids alone: it weighs these experts
+    to the model in every pass: that of the old log-probs too. The model replays the ids alone and weighs these experts
     by its own current scores, so that the router keeps its gradient. Where an id is -1 the model's own router decides:
-    engines return one row fewer than tokens, since nobody reads the last one, and padding has no row. Of a prefix that
-    samples share (`share_prefixes=True`) one sample gives the rows.
+    padding has no row, nor has the last token of a sample, which nobody reads. Of a prefix that samples share one
+    sample gives the rows.
 
     Args:
       rows: `[n - 1, layers, k]` or `[n, layers, k]` integers, prompt included. vLLM's and Tunix's `routed_experts`,
@@ -53,11 +54,11 @@ def routed_experts(rows: Any, tokens: int, *, layers: int | None = None, top_k: 
     """
     check_count("tokens", tokens, least=1)
     if isinstance(rows, str | bytes):
-        check_count("layers", layers, least=1)
-        check_count("top_k", top_k, least=1)
-        raw = base64.b64decode(rows, validate=True) if isinstance(rows, str) else rows
-        flat, sizes = np.frombuffer(raw, "<i4"), (needed("layers", layers), needed("top_k", top_k))
-        good = flat.size % (sizes[0] * sizes[1]) == 0
+        sizes: Any = layers, top_k
+        for what, size in zip(("layers", "top_k"), sizes, strict=True):
+            check_count(what, size, least=1)
+        flat = np.frombuffer(base64.b64decode(rows, validate=True) if isinstance(rows, str) else rows, "<i4")
+        good = flat.size % math.prod(sizes) == 0
         check("rows", f"{flat.size} numbers", good, f"a multiple of layers * top_k, {sizes}")
         rows = flat.reshape(-1, *sizes)
     found = np.asarray(rows)
@@ -86,7 +87,7 @@ def routing_metrics(
     """How many of the sampler's choices of experts the trainer's router would not have made, and what replay repairs.
 
     Args:
-      own: the experts that the trainer's router chooses, as the model's extra output of a pass without replay.
+      own: the experts that the trainer's router chooses, the model's extra output of a pass without replay.
       batch: with the sampler's choices as an extra, see `routed_experts`.
       log_probs: the trainer's of that pass; with `replayed_log_probs` and `batch.rollout_log_probs` for the gaps.
       replayed_log_probs: the trainer's of a pass with replay.
@@ -113,9 +114,7 @@ def routing_metrics(
       {'choices_differ': 0.25, 'layer_0_choices_differ': 0.25, 'layer_0_tokens_differ': 0.5, 'missing_rows': 0.33}
     """
     batch = checked(batch)
-    if name not in batch.extras:
-        raise ValueError(f"batch.extras: got {sorted(batch.extras)}, expected {name!r} among them, i32[R, T, L, k]")
-    sampled = batch.extras[name]
+    sampled = extra_of(batch, name, "i32[R, T, L, k]")
     check_array(f"batch.extras[{name!r}]", sampled, kind=KINDS["ids"])
     check(f"batch.extras[{name!r}]", f"shape {sampled.shape}", sampled.ndim == 4, "[R, T, layers, k]")
     check_array("own", own, sampled.shape, f"that of {name!r}", KINDS["ids"])
@@ -147,7 +146,7 @@ def _per_shard(
     all_layers = (of_choices * there).sum(axis=-1) / jnp.maximum(some, 1)
     terms["choices_differ"] = (all_layers, some, "mean")
     terms["missing_rows"] = (some == 0, inside, "mean")
-    if log_probs is not None and replayed is not None and batch.rollout_log_probs is not None:
+    if log_probs is not None and replayed is not None:
         mask = (batch.loss_mask > 0).astype(jnp.float32)
         sampler = masked(batch.rollout_log_probs, mask)
         first, second = (jnp.abs(masked(x, mask) - sampler) for x in (log_probs, replayed))

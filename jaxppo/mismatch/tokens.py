@@ -79,17 +79,13 @@ def token_mismatch(
     weight, a temperature, a layer. Rounding errors inside the model, before the hidden states, are not included.
 
     Args:
-      hidden: `[R, T, H]`, the trainer's, see `log_probs_from_hidden`.
+      hidden: `[R, T, H]`, the trainer's; this and what is not listed here: see `log_probs_from_hidden`.
       head: the trainer's.
       rollout_hidden: `[R, T, G]`, the sampler's.
       rollout_head: the sampler's head, with the same number of columns and the same sharding.
-      targets: `i32[R, T]`, the tokens that were sampled.
       rounded_to: the dtype to which hidden states and kernels are rounded: "bfloat16", "float16" or "float32".
       temperature: divides both models' logits; a positive scalar or `[R, T]`.
-      where: `bool[R, T]`, the positions that count. The others read 0.
-      parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
       rollout_hidden_spec: how the sampler's hidden states are sharded, see `HeadOptions.hidden_spec`.
-      **options: see `HeadOptions`.
 
     Returns:
       `TokenMismatch` of `f32[R, T]`. Its log-probs and entropy are those of `log_probs_from_hidden`.

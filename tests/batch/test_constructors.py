@@ -21,6 +21,7 @@ PADDED = {
     "old_log_probs": [[-1.0, -2.0, -3.0, -9.0], [-4.0, -5.0, -9.0, -9.0]],
     "rewards": [0.5, 1.5],
     "group_ids": [3, 3],
+    "rollout_ids": [5, 6],
 }
 FROM_PADDED = {
     "tokens": [[0, 0, 5, 6, 11, 12, 13, 0], [7, 8, 0, 0, 21, 22, 23, 24]],
@@ -32,6 +33,7 @@ FROM_PADDED = {
     "old_log_probs": [[0, 0, 0, -1, -2, -3, 0, 0], [0, -4, 0, 0, -5, 0, 0, 0]],
     "rewards": [[0.5], [1.5]],
     "group_ids": [[3], [3]],
+    "rollout_ids": [[5], [6]],
     "sample_ids": [[0], [1]],
 }
 # Every value is at its token. No position predicts the first token of a sequence.

@@ -64,7 +64,7 @@ def as_object(output):
     return SimpleNamespace(**output | {"outputs": [SimpleNamespace(**x) for x in output["outputs"]]})
 
 
-def sglang(prompt, tokens, reason="stop", *, log_probs=True, nucleus=None, encoded=True, **entries):
+def sglang(prompt, tokens, reason="stop", *, log_probs=True, nucleus=None, encoded=True, kept="", **entries):
     meta = {
         "id": "0", "finish_reason": {"type": reason, "matched": 2}, "prompt_tokens": len(prompt),
         "completion_tokens": len(tokens), "cached_tokens": 0, "weight_version": "default",
@@ -77,7 +77,7 @@ def sglang(prompt, tokens, reason="stop", *, log_probs=True, nucleus=None, encod
         def wire(x):
             return base64.b64encode(np.asarray(x, "<i4").tobytes()).decode() if encoded else x
 
-        meta |= {"top_p_token_ids": wire(flat), "top_p_token_offsets": wire(offsets)}
+        meta |= {f"top_p_{kept}token_ids": wire(flat), f"top_p_{kept}token_offsets": wire(offsets)}
     return {"text": "...", "input_ids": prompt, "output_ids": tokens, "meta_info": meta} | entries
 
 
@@ -110,27 +110,34 @@ def test_one_turn_of_sglang():
     assert Sample.from_sglang(told).tokens == PROMPT + FIRST
 
 
-def mask_of(log_probs):
+def mask_of(*shapes):
     """SGLang's answer to `return_sampling_mask`: log-probs of the whole vocabulary beside those within the mask.
 
     In September 2026 `output_token_sampling_mask` is one list a token. With it come the log-probs of the sampled
-    tokens, or, for sampling_logprobs_mode="support", one list a token.
+    tokens, or, for sampling_logprobs_mode="support", one list a token; a store of outputs has the same flat.
     """
+    mask, log_probs = shapes
+    name = "output_token_sampling_mask"
+    masks = {
+        "nested": {name: [[21, 5], [7, 22, 9]], f"{name}_length": 2},
+        "flat": {f"{name}_token_ids": np.array([21, 5, 7, 22, 9], np.int32), f"{name}_lengths": np.array([2, 3])},
+    }
     within = {
         "of the sampled": [-0.25, -0.75],
         "of the sampled, numpy": np.array([-0.25, -0.75], np.float32),
         "of the mask": [[-0.25, -1.5], [-2.0, -0.75, -1.0]],
+        "of the mask, flat": np.array([-0.25, -1.5, -2.0, -0.75, -1.0], np.float32),
     }
-    masks = {_MASK: [[21, 5], [7, 22, 9]], f"{_MASK}_length": 2}
-    return masks | {"output_token_sampling_logprobs": within[log_probs]}
+    return masks[mask] | {"output_token_sampling_logprobs": within[log_probs]}
 
 
-@pytest.mark.parametrize("log_probs", ["of the sampled", "of the sampled, numpy", "of the mask"])
+@pytest.mark.parametrize("mask", ["nested", "flat"])
+@pytest.mark.parametrize("log_probs", ["of the sampled", "of the sampled, numpy", "of the mask", "of the mask, flat"])
 @pytest.mark.parametrize("whole", [True, False], ids=["beside others", "alone"])
-def test_the_sampling_mask_of_sglang(log_probs, whole):
+def test_the_sampling_mask_of_sglang(mask, log_probs, whole):
     """The log-probs are those within the mask, the distribution that the tokens were drawn from."""
     output = sglang(PROMPT, FIRST, log_probs=whole)
-    output["meta_info"] |= mask_of(log_probs)
+    output["meta_info"] |= mask_of(mask, log_probs)
     sample = Sample.from_sglang(output)
     assert (sample.tokens, sample.rollout_log_probs) == (PROMPT + FIRST, [-0.25, -0.75])
     assert sample.nucleus.tolist() == [[21, 5], [7, 22, 9]]
@@ -224,9 +231,10 @@ def test_what_tools_wrote_between_turns_is_not_trained_on():
     np.testing.assert_allclose(batch.rollout_log_probs[0], [0, 0, -0.5, -1.5, 0, 0, 0, -4.0, 0, 0])
 
 
+@pytest.mark.parametrize("kept", ["", "kept_"])
 @pytest.mark.parametrize("encoded", [True, False])
-def test_nuclei_of_sglang_reach_the_batch(encoded):
-    sample = Sample.from_sglang(sglang_turns(encoded=encoded))
+def test_nuclei_of_sglang_reach_the_batch(encoded, kept):
+    sample = Sample.from_sglang(sglang_turns(encoded=encoded, kept=kept))
     assert sample.nucleus.tolist() == [[21, 5], [22], [], [], [], [41, 6, 7]]
     batch = RolloutBatch.from_samples([sample], row_length=10)
     ids = pack_nucleus_ids(None, [sample], batch)
@@ -389,7 +397,7 @@ WRONG = {
     ),
     "a mask of other tokens": (
         lambda: Sample.from_sglang(
-            changed(sglang(PROMPT, FIRST), **mask_of("of the mask") | {_MASK: [[21, 5], [7, 23, 9]]})
+            changed(sglang(PROMPT, FIRST), **mask_of("nested", "of the mask") | {_MASK: [[21, 5], [7, 23, 9]]})
         ),
         r"output_token_sampling_mask\[1\]: got ids without the sampled 22, expected it among them",
     ),
@@ -399,7 +407,7 @@ WRONG = {
     ),
     "log-probs of another mask": (
         lambda: Sample.from_sglang(
-            changed(sglang(PROMPT, FIRST), **mask_of("of the mask") | {_MASK: [[21], [7, 22, 9]]})
+            changed(sglang(PROMPT, FIRST), **mask_of("nested", "of the mask") | {_MASK: [[21], [7, 22, 9]]})
         ),
         r"output_token_sampling_logprobs: got \[2, 3\] log-probs, expected \[1, 3\]",
     ),

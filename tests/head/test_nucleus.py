@@ -51,6 +51,15 @@ def test_every_nucleus_stands_where_its_token_is_predicted(layout):
     assert found == sum(map(len, RECORDED))
 
 
+def test_rows_of_padding_alone():
+    """As on a process of a pod that has no sample."""
+    empty = np.zeros((1, T), np.int32)
+    batch = RolloutBatch(empty, empty, empty, empty, empty * 1.0, np.full((1, 2), -1, np.int32))
+    ids = pack_nucleus_ids(RECORDED, SAMPLES, batch, width=8)
+    assert ids.shape == (1, T, 8)
+    assert (ids == -1).all()
+
+
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 def test_both_paths_renormalise_over_the_nucleus_and_the_sampled_token(mesh):
     parallel = mesh and make_parallel_mesh(mesh)

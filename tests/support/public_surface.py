@@ -119,7 +119,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "pad_id": 0, "advantages": np.ones((2, 4)), "old_log_probs": -np.ones((2, 4)), "rewards": np.ones(2),
         "ref_log_probs": -np.ones((2, 4)), "rollout_log_probs": -np.ones((2, 4)), "values": np.ones((2, 4)),
         "returns": np.ones((2, 4)), "policy_versions": np.ones((2, 4), int), "loss_weights": np.ones((2, 4)),
-        "group_ids": np.ones(2, int), "extras": {"own": np.ones((2, 4, 2))},
+        "group_ids": np.ones(2, int), "rollout_ids": np.ones(2, int), "extras": {"own": np.ones((2, 4, 2))},
     },
     "RolloutBatch.from_token_aligned": {
         **SOFT, **ROWS, "tokens": BATCH.tokens, "segment_ids": BATCH.segment_ids, "positions": BATCH.positions,
