@@ -13,9 +13,8 @@ import jax
 import jaxppo
 
 _NEEDED = ("jax", "jaxlib", "jaxtyping", "numpy")
-_FRAMEWORKS = ("equinox", "flax", "google-tunix", "qwix")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
-_OPTIONAL = (*_FRAMEWORKS, *_PLUGINS, "optax", "orbax-checkpoint")
+_OPTIONAL = ("equinox", "flax", "google-tunix", "qwix", *_PLUGINS, "optax", "orbax-checkpoint")
 _SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_debug_nans")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
 

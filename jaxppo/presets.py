@@ -6,12 +6,11 @@ was published with. `dataclasses.replace(presets.dapo(), entropy_coef=1e-3)` cha
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from types import FunctionType
 from typing import Any
 
-from jaxppo.base.arrays import check_count, check_number
+from jaxppo.base.arrays import check, check_count, check_number
 from jaxppo.base.kl import KL
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy.off_policy import OffPolicyConfig, Rejection
@@ -37,10 +36,6 @@ def grpo() -> PolicyLossConfig:
     """Group relative policy optimisation: clip 0.2, k3 penalty with coefficient 0.04, a mean of sequence means.
 
     Each response counts the same, whatever its length. With `advantages.grpo`.
-
-    Example:
-      >>> grpo().kl
-      KL(coef=0.04, estimator='k3', importance='none', compares='current/old')
 
     Shao et al. 2024, DeepSeekMath, https://arxiv.org/abs/2402.03300
     """
@@ -80,8 +75,8 @@ def gspo() -> PolicyLossConfig:
 def luspo() -> PolicyLossConfig:
     """LUSPO: GSPO's term of a sequence times its number of loss tokens, a mean over sequences.
 
-    GSPO's term is the same for every token of a sequence, so this is GSPO with a sum over tokens. A long response then
-    pulls as much as its tokens do, and length is not punished. The clip is 2e-3 and 2.5e-3. With `advantages.grpo`.
+    This is GSPO with a sum over tokens, so that length is not punished. The clip is 2e-3 and 2.5e-3. With
+    `advantages.grpo`.
 
     2026, Length-unbiased sequence policy optimization, https://github.com/murphy4122/luspo
     """
@@ -91,8 +86,7 @@ def luspo() -> PolicyLossConfig:
 def vespo() -> PolicyLossConfig:
     """VESPO: sequences softly weighed by the product of their ratios, a mean over tokens. With `advantages.grpo`.
 
-    The ratios are over the sampler (`ratio_to="rollout"`), so the product already contains the sampler's drift.
-    `OffPolicyConfig` weights would count the drift twice.
+    The ratios are over the sampler, whose drift `OffPolicyConfig` weights would count twice.
 
     2026, https://arxiv.org/abs/2602.10693
     """
@@ -102,7 +96,7 @@ def vespo() -> PolicyLossConfig:
 def prime_rl_default() -> PolicyLossConfig:
     """prime-rl's default since September 2026, "ipo": a token has no loss if its probability moved by more than 0.3.
 
-    A mean over tokens. Only prime-rl ships it. In August 2026 the bounds were 0.1, with `pull=1e-3`.
+    In August 2026 the bounds were 0.1, with `pull=1e-3`.
 
     https://github.com/PrimeIntellect-ai/prime-rl
     """
@@ -112,9 +106,8 @@ def prime_rl_default() -> PolicyLossConfig:
 def prime_rl_ref_kl() -> PolicyLossConfig:
     """prime-rl's `ref_kl`: on-policy distillation, the reverse KL of sampled tokens as their advantage.
 
-    The advantages are `advantages.on_policy_distillation` of the current log-probs, computed again in each update; no
-    gradient flows through them. A token has no loss if its probability is 0.2 below the sampler's, whatever the sign of
-    its advantage. Only prime-rl ships it.
+    The advantages are `advantages.on_policy_distillation` of the current log-probs, computed again in each update. A
+    token has no loss if its probability is 0.2 below the sampler's, whatever the sign of its advantage.
 
     https://github.com/PrimeIntellect-ai/prime-rl
     """
@@ -135,13 +128,13 @@ def importance_sampling() -> PolicyLossConfig:
 def tinker(loss_fn: str, **loss_fn_config: float) -> PolicyLossConfig:
     """Tinker's losses of a policy by their names and numbers: over the sampler, sums over tokens and samples.
 
-    importance_sampling: -r A. ppo: bounds of the ratio itself, `clip_low_threshold` 0.8 and `clip_high_threshold` 1.2.
-    cispo: 0 and 4. dro: `beta`, without a default. `cross_entropy` is `SFT(aggregation="token_sum")` with the weights
-    as `loss_weights`. SkyRL's server takes means over each sequence, and 0.8 and 1.2 for cispo too.
+    `cross_entropy` is `SFT(aggregation="token_sum")` with the weights as `loss_weights`. SkyRL's server takes means
+    over each sequence, and 0.8 and 1.2 for cispo too.
 
     Args:
       loss_fn: "importance_sampling", "ppo", "cispo" or "dro".
-      **loss_fn_config: its numbers.
+      **loss_fn_config: its numbers. Bounds of the ratio itself, `clip_low_threshold` and `clip_high_threshold`: 0.8 and
+        1.2 for ppo, 0 and 4 for cispo. `beta` of dro, without a default.
 
     Raises:
       ValueError: another name, a number that the loss does not have or lacks, bounds out of order.
@@ -158,21 +151,21 @@ def tinker(loss_fn: str, **loss_fn_config: float) -> PolicyLossConfig:
         "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
         "dro": {"beta": None},
     }
-    if not isinstance(loss_fn, str) or loss_fn not in known:
-        raise ValueError(f"loss_fn: got {loss_fn!r}, expected one of {', '.join(known)}")
-    numbers: dict[str, Any] = {**known[loss_fn], **loss_fn_config}
+    check("loss_fn", repr(loss_fn), isinstance(loss_fn, str) and loss_fn in known, f"one of {', '.join(known)}")
+    numbers = known[loss_fn] | loss_fn_config
     for name, x in numbers.items():
-        if name not in known[loss_fn]:
-            raise ValueError(f"{name}: got {x} for {loss_fn!r}, expected one of {', '.join(known[loss_fn]) or 'none'}")
+        expected = f"one of {', '.join(known[loss_fn]) or 'none'}"
+        check(name, f"{x} for {loss_fn!r}", name in known[loss_fn], expected)
         check_number(name, x, least=0)
     if loss_fn == "importance_sampling":
         return importance_sampling()
+    loss: PolicyLoss
     if loss_fn == "dro":
-        return PolicyLossConfig(DRO(numbers["beta"]), ratio_to="rollout", aggregation="token_sum")
-    low, high = numbers["clip_low_threshold"], numbers["clip_high_threshold"]
-    if not low <= 1 <= high:
-        raise ValueError(f"clip_low_threshold: got {low} and {high}, expected low <= 1 <= clip_high_threshold")
-    loss = {"ppo": PPO, "cispo": CISPO}[loss_fn](1 - low, high - 1)
+        loss = DRO(**numbers)
+    else:
+        low, high = numbers.values()
+        check("clip_low_threshold", f"{low} and {high}", low <= 1 <= high, "low <= 1 <= clip_high_threshold")
+        loss = {"ppo": PPO, "cispo": CISPO}[loss_fn](1 - low, high - 1)
     return PolicyLossConfig(loss, ratio_to="rollout", aggregation="token_sum")
 
 
@@ -211,8 +204,7 @@ def gpg() -> PolicyLossConfig:
 def topr() -> PolicyLossConfig:
     """TOPR: the score function where A > 0, min(r, 1) times it elsewhere, over the sampler; a mean over tokens.
 
-    The ratio is of a token, as in ROLL and Trinity; the paper's is of a sequence. ROLL takes the sign of the raw score,
-    not that of the advantage.
+    The ratio is of a token, as in ROLL and Trinity; the paper's is of a sequence.
 
     Le Roux et al. 2025, https://arxiv.org/abs/2503.14286
     """
@@ -222,8 +214,7 @@ def topr() -> PolicyLossConfig:
 def up_grpo() -> PolicyLossConfig:
     """UP-GRPO: the score function where A > 0, without ratio and clip, and GRPO's clipped loss elsewhere.
 
-    Where A <= 0 it is verl's PPO, clip 0.2 and dual clip 3. Nothing corrects an old sample with A > 0, and a note on
-    the pull request reports a collapse where both signs are without bounds. With `advantages.grpo`.
+    That is verl's PPO, clip 0.2 and dual clip 3. Nothing corrects an old sample with A > 0. With `advantages.grpo`.
 
     2026, https://arxiv.org/abs/2607.06987, https://github.com/volcengine/verl/pull/7022
     """
@@ -243,7 +234,7 @@ def dppo() -> PolicyLossConfig:
 def clip_cov() -> PolicyLossConfig:
     """Clip-Cov: a few random tokens of high covariance leave the loss, against the collapse of entropy.
 
-    Needs the `covariance_mask` of each step. With `advantages.grpo`.
+    It needs the `covariance_mask` of each step. With `advantages.grpo`.
 
     Cui et al. 2025, https://arxiv.org/abs/2505.22617
     """
@@ -251,9 +242,7 @@ def clip_cov() -> PolicyLossConfig:
 
 
 def kl_cov() -> PolicyLossConfig:
-    """KL-Cov: the tokens of highest covariance are held to their old log-prob, against the collapse of entropy.
-
-    Needs the `covariance_mask` of each step.
+    """KL-Cov: the tokens of highest covariance are held to their old log-prob; else as `clip_cov`.
 
     Cui et al. 2025, https://arxiv.org/abs/2505.22617
     """
@@ -271,18 +260,8 @@ def truncated_importance_sampling() -> PolicyLossConfig:
 def sequence_masked_importance_sampling(low: float = 0.999, high: float = 1.002) -> PolicyLossConfig:
     """PPO weighted by the unclipped trainer / sampler; a sequence has no loss if its geometric mean is out of bounds.
 
-    "seq-mask-tis" of NeMo-RL and OpenRLHF, with NeMo-RL's bounds and a mean over tokens.
-
-    Args:
-      low: the smallest geometric mean.
-      high: the largest.
-
-    Raises:
-      ValueError: bounds out of order.
-
-    Example:
-      >>> sequence_masked_importance_sampling(0.5, 2.0).off_policy.rejections[0].high
-      2.0
+    "seq-mask-tis" of NeMo-RL and OpenRLHF, with NeMo-RL's bounds and a mean over tokens. Bounds out of order are a
+    ValueError.
 
     https://github.com/NVIDIA-NeMo/RL, https://github.com/OpenRLHF/OpenRLHF
     """
@@ -295,18 +274,7 @@ def sequence_masked_importance_sampling(low: float = 0.999, high: float = 1.002)
 def rollout_is(clip_low: float = 0.2, clip_high: float = 0.28) -> PolicyLossConfig:
     """SkyRL's `rollout_is`: REINFORCE weighted by current / sampler, 0 outside of [1 - clip_low, 1 + clip_high].
 
-    A mean over tokens, SkyRL's default reduction. Only SkyRL ships it.
-
-    Args:
-      clip_low: below 1.
-      clip_high: above 1.
-
-    Raises:
-      ValueError: bounds out of order.
-
-    Example:
-      >>> rollout_is().off_policy.outside
-      'zero'
+    A mean over tokens, SkyRL's default reduction. Bounds below 0, or a `clip_low` above 1, are a ValueError.
 
     https://github.com/NovaSky-AI/SkyRL
     """
@@ -325,36 +293,20 @@ def icepop() -> PolicyLossConfig:
     return PolicyLossConfig(off_policy=OffPolicyConfig(weights="token", low=0.5, high=5.0, outside="zero"))
 
 
-def slime_default(loss: PolicyLoss | None = None) -> PolicyLossConfig:
+def slime_default() -> PolicyLossConfig:
     """slime's defaults: clip 0.2, no dual clip, k1 with coefficient 0, loss and metrics by rollout.
-
-    Args:
-      loss: the loss to use in place of slime's PPO.
-
-    Example:
-      >>> slime_default() == PolicyLossConfig.from_slime({})
-      True
 
     https://github.com/THUDM/slime
     """
-    config = PolicyLossConfig.from_slime({})
-    return config if loss is None else dataclasses.replace(config, loss=loss)
+    return PolicyLossConfig.from_slime({})
 
 
-def verl_default(loss: PolicyLoss | None = None) -> PolicyLossConfig:
+def verl_default() -> PolicyLossConfig:
     """verl's defaults: clip 0.2, dual clip 3, low_var_kl with coefficient 0, a mean over tokens.
-
-    Args:
-      loss: the loss to use in place of verl's PPO; verl's GSPO is `GSPO(gradient="token")`.
-
-    Example:
-      >>> verl_default().loss
-      PPO(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
 
     https://github.com/verl-project/verl
     """
-    config = PolicyLossConfig.from_verl({})
-    return config if loss is None else dataclasses.replace(config, loss=loss)
+    return PolicyLossConfig.from_verl({})
 
 
 __all__ = [name for name, x in list(vars().items()) if isinstance(x, FunctionType) and x.__module__ == __name__]

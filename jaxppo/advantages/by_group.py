@@ -34,8 +34,8 @@ class Groups:
     there: Bool[Array, " N"]  # which samples have a group
     rewarded: Bool[Array, " N"]  # which samples have a group and a reward
     counts: Bool[Array, " N"]  # what makes the statistics: the rewarded samples that are `among`, one of each rollout
-    first: Int[Array, " N"] | None = None  # the first sample of each sample's rollout; None where each sample is one
-    broken: Bool[Array, ""] | None = None  # whether parts of a rollout differ; None where each sample is one
+    first: Int[Array, " N"]  # the first sample of each sample's rollout
+    broken: Bool[Array, ""]  # whether parts of a rollout differ
 
     @classmethod
     def of(
@@ -50,17 +50,17 @@ class Groups:
         given = by_id.gather(rewards.astype(jnp.float32))
         there = by_id.gather(by_id.there.astype(jnp.int32)) > 0
         rewarded = there & ~jnp.isnan(given)
+        given = jnp.where(rewarded, given, 0)
         counts = rewarded if among is None else rewarded & (by_id.gather(among.astype(jnp.int32)) > 0)
-        found = cls(by_id, jnp.where(rewarded, given, 0), there, rewarded, counts)
-        if rollout_ids is None:
-            return found
-        rollouts = ById.of(axes, rollout_ids)
-        place = jnp.arange(counts.size, dtype=jnp.int32)
-        first = -rollouts.max(-place)[rollouts.all]
-        differs = [x != x[first] for x in (found.rewards, rewarded, counts, by_id.all)]
-        part = rollouts.gather(rollouts.there.astype(jnp.int32)) > 0
-        broken = jnp.where(part, functools.reduce(jnp.logical_or, differs), there).any()
-        return dataclasses.replace(found, counts=counts & (first == place), first=first, broken=broken)
+        first = place = jnp.arange(counts.size, dtype=jnp.int32)
+        broken = jnp.zeros((), bool)
+        if rollout_ids is not None:
+            rollouts = ById.of(axes, rollout_ids)
+            first = -rollouts.max(-place)[rollouts.all]
+            differs = [x != x[first] for x in (given, rewarded, counts, by_id.all)]
+            part = rollouts.gather(rollouts.there.astype(jnp.int32)) > 0
+            broken = jnp.where(part, functools.reduce(jnp.logical_or, differs), there).any()
+        return cls(by_id, given, there, rewarded, counts & (first == place), first, broken)
 
     def sum(self, x: Float[Array, " N"]) -> Float[Array, " N"]:
         """The sum over the samples of the group that count."""
@@ -84,10 +84,9 @@ class Groups:
     def mean(self) -> Float[Array, " N"]:
         return self.mean_of(self.rewards)
 
-    def scale(self, epsilon: Float[Array, ""]) -> Float[Array, " N"]:
-        """The standard deviation over count - 1, plus epsilon; 1 where it is 0."""
-        squares = self.sum((self.rewards - self.mean) ** 2)
-        return scale_of(jnp.sqrt(squares / jnp.maximum(self.count - 1, 1)), epsilon)
+    def deviation(self, centred: Float[Array, " N"], less: int = 1) -> Float[Array, " N"]:
+        """The standard deviation of differences from a mean, over count - less."""
+        return jnp.sqrt(self.sum(centred**2) / jnp.maximum(self.count - less, 1))
 
     def whole(self) -> Groups:
         """All samples of the step as one group."""
@@ -96,7 +95,7 @@ class Groups:
     def of_rollouts(self, x: Float[Array, "*K R S"]) -> Float[Array, " N"]:
         """The sum of each sample's values over the parts of its rollout."""
         x = self.by_id.gather(x.astype(jnp.float32))
-        return x if self.first is None else jnp.zeros_like(x).at[self.first].add(x)[self.first]
+        return jnp.zeros_like(x).at[self.first].add(x)[self.first]
 
     def but_self(self, x: Float[Array, " N"]) -> Float[Array, " N"]:
         """A difference from the group's mean as one from the mean of the others; 0 without others."""
@@ -111,9 +110,7 @@ class Groups:
 
     def own(self, result: Float[Array, " N"]) -> Float[Array, "*K R S"]:
         """This device's part of a result of all samples: that of their rollouts, 0 where there is no reward."""
-        if self.first is not None and self.broken is not None:
-            result = jnp.where(self.broken, jnp.nan, result[self.first])
-        own = self.by_id.own
+        result, own = jnp.where(self.broken, jnp.nan, result[self.first]), self.by_id.own
         start = self.by_id.axes.index(self.by_id.axes.data) * own.size
         return lax.dynamic_slice_in_dim(jnp.where(self.rewarded, result, 0), start, own.size).reshape(own.shape)
 
@@ -187,18 +184,10 @@ def by_group(
     return shard_call(name, _per_shard, parallel, {**arrays, "numbers": numbers}, specs, static)
 
 
-def _per_shard(
-    axes: ShardAxes,
-    static: tuple[Callable[..., Any], tuple[tuple[str, Any], ...]],
-    rewards: jax.Array,
-    group_ids: jax.Array,
-    among: jax.Array | None,
-    rollout_ids: jax.Array | None,
-    lengths: jax.Array | None,
-    numbers: dict[str, jax.Array],
-) -> Any:
+def _per_shard(axes: ShardAxes, static: tuple[Callable[..., Any], tuple[tuple[str, Any], ...]], *arrays: Any) -> Any:
     formula, options = static
-    groups = Groups.of(axes, rewards, group_ids, among, rollout_ids)
+    *samples, lengths, numbers = arrays
+    groups = Groups.of(axes, *samples)
     of_rollouts = {} if lengths is None else {"lengths": groups.of_rollouts(lengths)}
     found = formula(groups, **of_rollouts, **numbers, **dict(options))
     return lax.stop_gradient(groups.own(found) if isinstance(found, jax.Array) else found)
@@ -206,32 +195,22 @@ def _per_shard(
 
 def _check_samples(name: str, arrays: Mapping[str, Any]) -> None:
     """Raises where arrays of samples have other shapes or dtypes, or, as far as this host sees, parts that differ."""
-    rewards = arrays["rewards"]
-    for what, x in arrays.items():
-        if x is None and what in ("rewards", "group_ids"):
-            raise ValueError(f"{what}: got None in {name}, expected [R, S]; give every Sample its {what[:-1]}")
-        if x is None:
-            continue
+    for what in ("rewards", "group_ids"):
+        check(what, f"None in {name}", arrays[what] is not None, f"[R, S]; give every Sample its {what[:-1]}")
+    rewards, given = arrays["rewards"], {what: x for what, x in arrays.items() if x is not None}
+    for what, x in given.items():
         check_ids(what, x) if what.endswith("_ids") else check_array(what, x)
-        if rewards.ndim not in (2, 3):
-            got = f"{rewards.dtype}{list(rewards.shape)} in {name}"
-            raise ValueError(f"rewards: got {got}, expected floating [R, S], or [K, R, S]")
-        if x.shape != rewards.shape:
-            raise ValueError(f"{what}: got shape {x.shape} in {name}, expected that of rewards, {rewards.shape}")
-    if arrays["rollout_ids"] is not None:
-        _check_parts(arrays["rollout_ids"], {what: arrays[what] for what in ("rewards", "group_ids", "among")})
-
-
-def _check_parts(rollout_ids: Any, given: Mapping[str, Any]) -> None:
-    """Raises where parts of a rollout differ, or a sample has no rollout, if this host can read all arrays."""
-    arrays = {what: x for what, x in given.items() if x is not None}
-    if not all(map(readable, (rollout_ids, *arrays.values()))):
+        got = f"{rewards.dtype}{list(rewards.shape)} in {name}"
+        check("rewards", got, rewards.ndim in (2, 3), "floating [R, S], or [K, R, S]")
+        check(what, f"shape {x.shape} in {name}", x.shape == rewards.shape, f"that of rewards, {rewards.shape}")
+    parts = [what for what in ("rewards", "group_ids", "among") if what in given]
+    if "rollout_ids" not in given or not all(readable(given[what]) for what in ("rollout_ids", *parts)):
         return
-    ids, groups = (np.asarray(x).reshape(-1).astype(np.int64) for x in (rollout_ids, arrays["group_ids"]))
+    ids, groups = (np.asarray(given[what]).reshape(-1).astype(np.int64) for what in ("rollout_ids", "group_ids"))
     check("rollout_ids", "-1 for a sample", not ((ids < 0) & (groups >= 0)).any(), "the id of its rollout")
     rollouts, first, inverse = np.unique(ids[ids >= 0], return_index=True, return_inverse=True)
-    for what, x in arrays.items():
-        each = np.asarray(x).reshape(-1)[ids >= 0].astype(np.float64)
+    for what in parts:
+        each = np.asarray(given[what]).reshape(-1)[ids >= 0].astype(np.float64)
         of_first = each[first][inverse]
         for i in np.flatnonzero(~((each == of_first) | (np.isnan(each) & np.isnan(of_first))))[:1]:
             got = f"{of_first[i]:g} and {each[i]:g} in rollout {rollouts[inverse[i]]}"

@@ -26,8 +26,6 @@ def overlong_penalty(
 ) -> Float[Array, "*K R S"]:
     """DAPO's soft punishment of long responses, to be added to rewards: -factor * clip((n - L + b) / b, 0, 1).
 
-    It is 0 up to the length L - b, falls along the buffer b, and is -factor from the maximal length L on.
-
     Args:
       lengths: numbers `[R, S]`, or `[K, R, S]` for a stacked step: n, the response tokens of each sample, 0 where there
         is no sample; `segment_sum(loss_mask, ...)` computes them.
@@ -39,8 +37,7 @@ def overlong_penalty(
       `f32`, the shape of lengths, at most 0.
 
     Raises:
-      ValueError, TypeError: lengths that are no numbers or of another rank; a maximal length, buffer or factor
-        out of range.
+      ValueError, TypeError: lengths that are no numbers or of another rank; a number out of its range.
 
     Example:
       >>> overlong_penalty(jnp.array([[8, 12, 14, 16, 20]]), max_length=16, buffer=8)
@@ -58,11 +55,10 @@ def overlong_penalty(
 
 
 def drop_equal_groups(samples: Sequence[Sample], *, keep_lone: bool = False, tolerance: float = 0.0) -> list[Sample]:
-    """The samples of those groups whose rewards differ: DAPO's dynamic sampling. Runs on the host, before packing.
+    """The samples of those groups whose rewards differ in f32: DAPO's dynamic sampling, on the host before packing.
 
     A group of equal rewards has no advantages and no gradient, but counts in every mean over the step. The number of
-    samples that are left is not known in advance; the caller has to sample the missing ones. Rewards are compared in
-    f32, as a batch stores them.
+    samples that are left is not known in advance; the caller has to sample the missing ones.
 
     Args:
       samples: each with its group_id. Those without a reward are not compared, and stay with their group.
@@ -71,12 +67,10 @@ def drop_equal_groups(samples: Sequence[Sample], *, keep_lone: bool = False, tol
       tolerance: rewards that differ by at most so much are equal.
 
     Returns:
-      The kept samples, in their order. Samples without a sample_id are numbered by their place in that list, as
-      `RolloutBatch.from_samples` does.
+      The kept samples, in their order. `RolloutBatch.from_samples` numbers those without a sample_id in this order.
 
     Raises:
-      TypeError: `samples` is not a sequence of samples.
-      ValueError: no sample, no reward, or a sample without a group_id; a negative tolerance.
+      TypeError, ValueError: no sequence of samples, no reward, or a sample without a group_id; a negative tolerance.
 
     Example:
       >>> rewards = [(7, 1.0), (7, 0.0), (8, 1.0), (8, 1.0), (9, 1.0)]
@@ -106,21 +100,18 @@ def accepted_samples(
 ) -> Bool[Array, "*K R S"]:
     """The samples that rejections, veto and bounds of an off-policy correction leave in, before the step.
 
-    These are the samples with a loss token whose weight is above 0, as `policy_loss` weighs it in the first update of
-    the step: the current policy is then the old one. Give them to an estimator as `among=`, so that samples without a
-    gradient are in no baseline.
+    These are the samples with a loss token whose weight is above 0 in the first update of the step, when the current
+    policy is the old one. Give them to an estimator as `among=`, so that samples without a gradient are in no baseline.
 
     Args:
-      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences, loss mask, `old_log_probs` and `rollout_log_probs`.
+      batch, parallel: see `spread`; the batch's `old_log_probs` and `rollout_log_probs` are read too.
       config: the correction. Its `opsm_delta`, which reads advantages, and `batch_normalize` are not read.
-      parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
       `bool[R, S]`; False also where a sample has no loss token.
 
     Raises:
-      TypeError: another config.
-      ValueError: log-probs that the correction needs are absent.
+      TypeError, ValueError: another config; log-probs that the correction needs are absent.
 
     Example:
       >>> ids, mask = jnp.array([[1, 1, 2]]), jnp.ones((1, 3))

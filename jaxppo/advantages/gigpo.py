@@ -31,23 +31,17 @@ def gigpo(
 ) -> Float[Array, "*K R S"]:
     """GiGPO of steps that are samples: A = grpo(rewards, group_ids) + step_coef * grpo(returns, state_ids).
 
-    The steps of a trajectory are samples of their own. A step that is alone in its state gets nothing from the second
-    part. With `rollout_ids` a trajectory counts once in the baseline of the first part; without, each of its steps
-    does, which is verl-agent's default.
+    A step that is alone in its state gets nothing from the second part. With `rollout_ids` a trajectory counts once in
+    the baseline of the first part; without, each of its steps does, which is verl-agent's default.
 
     Args:
       rewards: `f32[R, S]`, of the whole trajectory, equal for its steps; or `[K, R, S]` of a stacked step, like all.
       returns: of the step itself, see `step_returns`.
       state_ids: equal for the steps that were taken from one state of one prompt, -1 for a step that is compared with
         none; see `state_groups`.
-      group_ids, among, rollout_ids, parallel: see `grpo`.
       step_coef: the weight of the second part.
-      scale_by_std: divide both parts by their group's deviation.
-      epsilon: added to the deviation.
       singletons: what a sample that is alone in its prompt's group gets from the first part, see `grpo`.
-
-    Returns:
-      As `grpo`.
+      others: of both parts; see `grpo`, also for returns and errors.
 
     Example:
       >>> prompts, states = jnp.array([[7, 7, 7, 7]]), jnp.array([[0, 1, 0, 2]])
@@ -96,15 +90,12 @@ def state_groups(group_ids: Sequence[int], states: Sequence[Hashable | None]) ->
 def step_returns(
     rewards: Sequence[float], rollout_ids: Sequence[int], *, gamma: float = 0.95
 ) -> Float[np.ndarray, " n"]:
-    """The discounted sum of a step's reward and those after it in its trajectory, on the host.
+    """The discounted sum of a step's reward and those after it in its trajectory, `f32[n]`, on the host.
 
     Args:
       rewards: of each step.
       rollout_ids: the trajectory of each step; its steps in their order, others may lie between them.
       gamma: the discount of a step, in [0, 1].
-
-    Returns:
-      `f32[n]`.
 
     Raises:
       ValueError: lists of unequal lengths, a gamma outside [0, 1].

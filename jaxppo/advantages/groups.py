@@ -1,4 +1,4 @@
-"""Per-sample advantages that compare the samples of one prompt: the samples with equal `group_ids`.
+"""Per-sample advantages that compare the samples of one prompt, those with equal `group_ids`; and their pass rates.
 
 A group may have any size and lie on any data shards, and in any of the stacked micro-batches of a step, `[K, R, S]`: a
 few numbers per sample are gathered over the data axes.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo.advantages.by_group import Groups, Singletons, by_group, scale_of
 from jaxppo.advantages.token_statistics import Parallel
 from jaxppo.base.arrays import Coefficient, as_number, check_alike, check_array
+from jaxppo.base.metrics import Metric, Metrics
 
 
 def grpo(
@@ -27,22 +29,20 @@ def grpo(
     singletons: Singletons = "zero",
     parallel: Parallel = None,
 ) -> Float[Array, "*K R S"]:
-    """Group-relative advantages: A_i = (r_i - mean_g) / (std_g + epsilon), over the samples of i's own group.
-
-    The standard deviation is over n - 1.
+    """Group-relative advantages: A_i = (r_i - mean_g) / (std_g + epsilon), over the n samples of i's own group.
 
     Args:
       rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step; anything where there is no sample. A
         sample without a reward has NaN: it is in no statistic, and its advantage is 0.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
-      among: `bool` of that shape, the samples that make the statistics; all by default. The others get an advantage
-        against these samples. Where fewer than two samples of a group make its statistics, `singletons` says what all
-        its samples get.
+      among: `bool` of that shape, the samples that make the statistics, by default all; the others are compared with
+        them.
       rollout_ids: `i32` of that shape, equal for the samples that were cut from one rollout. A rollout counts once, and
         its parts get its advantage. By default each sample is a rollout.
-      scale_by_std: divide by the group's deviation; without it this is `dr_grpo`.
-      epsilon: added to the deviation, at least 0, by default 1e-6. A deviation of 0 divides by 1.
-      singletons: the advantage in a group of one: "zero", or its own "reward" over 1 + epsilon (verl).
+      scale_by_std: divide by the group's deviation, over n - 1; without it this is `dr_grpo`.
+      epsilon: added to the deviation, at least 0. A deviation of 0 divides by 1.
+      singletons: the advantage where fewer than two samples make a group's statistics: "zero", or a sample's own
+        "reward" over 1 + epsilon (verl).
       parallel: the mesh; rows sharded over data.
 
     Returns:
@@ -67,7 +67,8 @@ def _grpo(groups: Groups, *, scale_by_std: bool, epsilon: jax.Array, singletons:
     centred = groups.rewards - groups.mean
     if not scale_by_std:
         return groups.unless_alone(centred, singletons)
-    return groups.unless_alone(centred / groups.scale(epsilon), singletons, groups.rewards / (1 + epsilon))
+    scaled = centred / scale_of(groups.deviation(centred), epsilon)
+    return groups.unless_alone(scaled, singletons, groups.rewards / (1 + epsilon))
 
 
 def dr_grpo(
@@ -79,13 +80,7 @@ def dr_grpo(
     singletons: Singletons = "zero",
     parallel: Parallel = None,
 ) -> Float[Array, "*K R S"]:
-    """Group-relative advantages without the scale: A_i = r_i - mean_g.
-
-    Args:
-      rewards, group_ids, among, rollout_ids, singletons, parallel: see `grpo`.
-
-    Returns:
-      As `grpo`.
+    """Group-relative advantages without the scale: A_i = r_i - mean_g. Arguments, returns and errors: see `grpo`.
 
     Example:
       >>> dr_grpo(jnp.array([[1.0, 0.0, 0.5]]), jnp.array([[7, 7, 8]]))
@@ -111,13 +106,9 @@ def rloo(
     """Leave-one-out advantages: A_i = r_i - mean of the others of the group = n / (n - 1) * (r_i - mean_g).
 
     Args:
-      rewards, group_ids, among, rollout_ids, singletons, parallel: see `grpo`.
       scale_by_std: A_i / (std + epsilon), with the deviation of the others (over n - 2). Where the others are a single
         sample or equal, A_i is not scaled (NeMo-RL).
-      epsilon: added to the deviation.
-
-    Returns:
-      As `grpo`.
+      others: see `grpo`, also for returns and errors.
 
     Example:
       >>> rloo(jnp.array([[1.0, 0.0, 0.0]]), jnp.array([[7, 7, 7]]), scale_by_std=True).round(3)
@@ -150,9 +141,9 @@ def opo(
     """Advantages over the length-weighted baseline: A_i = r_i - sum_g(len_j * r_j) / sum_g(len_j).
 
     Args:
-      rewards, group_ids, among, rollout_ids, singletons, parallel: see `grpo`.
       lengths: numbers of the shape of rewards, at least 0: response tokens of each sample, `segment_sum(loss_mask,
         ...)`. The length of a rollout is the sum of its parts'.
+      others: see `grpo`, also for errors.
 
     Returns:
       As `grpo`; 0 also in groups of several samples without a loss token.
@@ -186,10 +177,7 @@ def pass_at_k(
 ) -> Float[Array, "*K R S"]:
     """Only a group's best sample has an advantage: A_best = (r_best - r_second) / (std_g + epsilon), 0 for all others.
 
-    Args:
-      rewards, group_ids, among, rollout_ids, parallel: see `grpo`.
-      scale_by_std: divide by the group's deviation (over n - 1).
-      epsilon: added to the deviation.
+    Arguments and errors: see `grpo`.
 
     Returns:
       As `grpo`; 0 also where two samples share the best reward, in groups of one, and outside of `among`.
@@ -210,7 +198,7 @@ def _pass_at_k(groups: Groups, *, scale_by_std: bool, epsilon: jax.Array) -> jax
     second = groups.max(jnp.where(is_best, -jnp.inf, groups.rewards))
     alone = (groups.sum(is_best.astype(jnp.float32)) == 1) & (groups.count > 1) & is_best
     gap = jnp.where(alone, best - jnp.where(alone, second, best), 0)
-    return gap / groups.scale(epsilon) if scale_by_std else gap
+    return gap / scale_of(groups.deviation(groups.rewards - groups.mean), epsilon) if scale_by_std else gap
 
 
 def gpg(
@@ -228,11 +216,8 @@ def gpg(
     N and the count of rewards that are not 0 are over the samples of the whole batch, or stacked step.
 
     Args:
-      rewards, group_ids, among, rollout_ids, singletons, parallel: see `grpo`.
       f_norm: the paper's normaliser, above 0.
-
-    Returns:
-      As `grpo`.
+      others: see `grpo`, also for returns and errors.
 
     Example:
       >>> gpg(jnp.array([[1.0, 0.0]]), jnp.array([[7, 7]]))
@@ -257,15 +242,12 @@ def remax(
     """Advantages over the reward of the greedy response to the same prompt: A_i = r_i - b_i.
 
     Args:
-      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step; NaN for none, whose advantage is 0.
+      rewards: see `grpo`.
       baselines: `f32` of that shape, the greedy response's reward for each sample's prompt.
-      sample_ids: `i32` of that shape, -1 where there is no sample.
+      sample_ids: `i32` of that shape, -1 where there is no sample. Other shapes are a ValueError.
 
     Returns:
       `f32`, the shape of rewards, 0 where there is no sample.
-
-    Raises:
-      ValueError: shapes that differ.
 
     Example:
       >>> remax(jnp.array([[1.0, 9.0]]), jnp.array([[0.25, 0.0]]), jnp.array([[3, -1]]))
@@ -276,3 +258,51 @@ def remax(
     check_alike({"rewards": rewards, "baselines": baselines, "sample_ids": sample_ids})
     given = (sample_ids >= 0) & ~jnp.isnan(rewards)
     return lax.stop_gradient(jnp.where(given, rewards - baselines, 0).astype(jnp.float32))
+
+
+def pass_rates(
+    rewards: Float[Array, "*K R S"],
+    group_ids: Int[Array, "*K R S"],
+    *,
+    among: Bool[Array, "*K R S"] | None = None,
+    rollout_ids: Int[Array, "*K R S"] | None = None,
+    at_least: Coefficient = 1.0,
+    parallel: Parallel = None,
+) -> Metrics:
+    """Metrics of how many samples of each group have at least the reward `at_least`, over the whole step.
+
+    If all samples of a group pass, or none, they have no group advantage.
+
+    Args:
+      at_least: the smallest reward that passes.
+      others: see `grpo`, also for errors.
+
+    Returns:
+      Metrics. Means over groups: `pass_rate`, the share of a group's samples that pass; `pass_all`, `pass_none` and
+      `pass_some`, whether all, none or some of them do. Over samples: `no_reward`, the share without a reward.
+
+    Example:
+      >>> found = advantages.pass_rates(jnp.array([[1.0, 0.0, 1.0]]), jnp.array([[7, 7, 8]]))
+      >>> {name: float(x) for name, x in finalize_metrics(found).items()}
+      {'no_reward': 0.0, 'pass_all': 0.5, 'pass_none': 0.0, 'pass_rate': 0.75, 'pass_some': 0.5}
+    """
+    samples = (rewards, group_ids, among, rollout_ids)
+    return by_group("pass_rates", _pass_rates, parallel, samples, out=P(), at_least=as_number("at_least", at_least))
+
+
+def _pass_rates(groups: Groups, *, at_least: jax.Array) -> Metrics:
+    def of_groups(x: jax.Array) -> jax.Array:
+        return groups.by_id.sum((x & groups.counts).astype(jnp.float32))
+
+    count, number = of_groups(groups.counts), of_groups(groups.rewards >= at_least)
+    each = {
+        "pass_rate": number / jnp.maximum(count, 1),
+        "pass_all": (number == count).astype(jnp.float32),
+        "pass_none": (number == 0).astype(jnp.float32),
+        "pass_some": ((number > 0) & (number < count)).astype(jnp.float32),
+    }
+    known = ~groups.broken & ~jnp.isnan(at_least)
+    there, is_group = groups.there.astype(jnp.float32), (count > 0).astype(jnp.float32)
+    found = {name: (x * is_group, is_group) for name, x in each.items()}
+    found["no_reward"] = (jnp.where(groups.rewarded, 0, there), there)
+    return {name: Metric(jnp.where(known, x.sum(), jnp.nan), of.sum()) for name, (x, of) in found.items()}

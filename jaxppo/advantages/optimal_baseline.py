@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo.advantages.by_group import Singletons
-from jaxppo.advantages.token_statistics import Parallel, on_rows
+from jaxppo.advantages.token_statistics import Parallel, on_rows, scan_rows
 from jaxppo.base.arrays import Coefficient, as_number, check_choice, check_ids, masked, sound
 from jaxppo.base.by_id import ById
 from jaxppo.base.stacked import check_whole_step, of_rows
@@ -18,7 +18,7 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
-from jaxppo.sharding import Segments, ShardAxes, scan_shard, vary
+from jaxppo.sharding import Segments, ShardAxes, vary
 
 Place = Literal["position", "loss_token"]
 
@@ -40,9 +40,7 @@ def optimal_token_baseline(
 
     W_t is the squared norm of the gradient of a sample's log-probs up to t with respect to the logits: the sum of
     w_u^2 (1 - 2 p_u + sum p^2) over its loss tokens u up to t. Sums are over the samples of the group with a loss token
-    at t. A place that no other sample of the group reaches has no baseline.
-
-    Each device holds the sums in two tables of `[tokens of the step / 2]`, which are summed over all devices once.
+    at t. Each device holds them in two tables of `[tokens of the step / 2]`.
 
     Args:
       returns: `f32[R, T]`, G, see `discounted_returns`; anything where the mask is 0.
@@ -60,7 +58,7 @@ def optimal_token_baseline(
       `f32`, the shape of the loss mask, 0 where the mask is 0, and in samples without a group.
 
     Raises:
-      ValueError, TypeError: as `grpo`; statistics without `sum_p2`; shapes that differ; one micro-batch of several.
+      ValueError, TypeError: as `grpo`; statistics without `sum_p2`; one micro-batch of several.
 
     Example:
       >>> ids, one = jnp.array([[1, 2, 2]]), jnp.ones((1, 3))
@@ -80,9 +78,8 @@ def optimal_token_baseline(
     name, static = "optimal_token_baseline", (place, singletons)
     check_whole_step(name, batch)
     of_stats = {"stats.log_probs": stats.log_probs, "stats.sum_p2": stats.sum_p2}
-    tokens = {"returns": returns, **of_stats, "weights": weights}
-    samples, numbers = {"group_ids": group_ids, "among": among}, {"epsilon": as_number("epsilon", epsilon, least=0)}
-    given = (tokens, samples, numbers)
+    tokens, samples = {"returns": returns, **of_stats, "weights": weights}, {"group_ids": group_ids, "among": among}
+    given = tokens, samples, {"epsilon": as_number("epsilon", epsilon, least=0)}
     return on_rows(name, _per_shard, parallel, batch, *given, optional=["weights", "among"], static=static)
 
 
@@ -108,9 +105,8 @@ def _per_shard(
     # 1 - 2 p + sum p^2, as (1 - p)^2 and what the other tokens add: no rounding makes it negative
     energy = jnp.expm1(log_probs) ** 2 + jnp.maximum(masked(sum_p2, mask) - jnp.exp(2 * log_probs), 0)
     energy = energy if weights is None else energy * masked(weights, mask) ** 2
-    upto = _sums_upto(axes, batch, jnp.where(counts, energy, 0))
-    at = _sums_upto(axes, batch, mask) - 1 if place == "loss_token" else _since_first(batch, segments, mask)
-    at = jnp.where(mask > 0, at, 0).astype(jnp.int32)
+    upto = scan_rows(axes, batch, jnp.ones_like(mask), jnp.where(counts, energy, 0))
+    at = _places(place, axes, batch, segments, mask)
 
     members = mask if among is None else jnp.where(segments.spread(among.astype(jnp.int32)) > 0, mask, 0)
     lengths = jnp.maximum(segments.max(at.astype(jnp.float32), members) + 1, 0)
@@ -135,6 +131,17 @@ def _per_shard(
     return lax.stop_gradient(jnp.where(counts, jnp.where(inside, advantages, alone), 0))
 
 
+def _places(place: Place, axes: ShardAxes, batch: RolloutBatch, segments: Segments, mask: jax.Array) -> jax.Array:
+    """The place of each loss token in its sample; 0 where the mask is 0."""
+    if place == "loss_token":
+        at = scan_rows(axes, batch, jnp.ones_like(mask), mask) - 1
+    else:
+        positions = batch.positions.astype(jnp.float32)
+        first = -segments.max(-positions, mask)
+        at = positions - segments.spread(jnp.where(jnp.isfinite(first), first, 0))
+    return jnp.where(mask > 0, at, 0).astype(jnp.int32)
+
+
 def _shared_places(by_id: ById, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
     """For each group: how many places at least two of its samples reach, and where these places begin in the table.
 
@@ -147,15 +154,3 @@ def _shared_places(by_id: ById, lengths: jax.Array) -> tuple[jax.Array, jax.Arra
     shared = jnp.where(by_id.sum(is_longest.astype(jnp.float32)) > 1, longest, second)
     shared = jnp.maximum(shared, 0).astype(jnp.int32)
     return shared, jnp.cumsum(shared, dtype=jnp.int32) - shared
-
-
-def _since_first(batch: RolloutBatch, segments: Segments, mask: jax.Array) -> jax.Array:
-    """The number of tokens since the sample's first loss token."""
-    positions = batch.positions.astype(jnp.float32)
-    first = -segments.max(-positions, mask)
-    return positions - segments.spread(jnp.where(jnp.isfinite(first), first, 0))
-
-
-def _sums_upto(axes: ShardAxes, batch: RolloutBatch, x: jax.Array) -> jax.Array:
-    """Running sums over each sequence, each token included."""
-    return scan_shard(axes, jnp.ones_like(x), x, False, batch.segment_ids, batch.num_segments)

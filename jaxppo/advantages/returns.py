@@ -1,7 +1,4 @@
-"""Advantages that look along a sequence: discounted returns, GAE, REINFORCE++, and what they are made from.
-
-All of them scan backwards over each sequence, in any context layout; a few numbers for each row cross the network.
-"""
+"""Advantages that look along a sequence: discounted returns, GAE, REINFORCE++, and what they are made from."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo.advantages.by_group import Singletons
 from jaxppo.advantages.groups import dr_grpo
-from jaxppo.advantages.token_statistics import Parallel, counted_tokens, on_rows, spread, whiten
+from jaxppo.advantages.token_statistics import Parallel, counted_tokens, on_rows, scan_rows, spread, whiten
 from jaxppo.base.arrays import (
     Coefficient,
+    as_number,
     check,
     check_array,
     check_choice,
     check_flag,
-    check_number,
     is_number,
     masked,
     unless_mask,
@@ -29,7 +26,7 @@ from jaxppo.base.arrays import (
 from jaxppo.base.stacked import check_whole_step, of_rows
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
-from jaxppo.sharding import Segments, ShardAxes, scan_shard, shift_shard
+from jaxppo.sharding import Segments, ShardAxes, shift_shard
 
 Masked = Literal["skip", "discount"]
 
@@ -44,20 +41,15 @@ def token_rewards(
 ) -> Float[Array, "*K R T"]:
     """Puts each sequence's reward on its last response token, minus a KL penalty on all: r_t = [t = last] R - c kl_t.
 
-    The last token is found by `batch.positions`, so it may lie on any context shard, in any layout.
-
     Args:
       rewards: `f32[R, S]`, one per sequence. A sequence without a reward, NaN, has NaN on its last token: give it one,
         or mask it.
-      batch, parallel: see `spread`.
+      batch, parallel: see `spread`, also for errors.
       kl: `f32[R, T]`, the estimated KL to the reference at each token (see `kl_divergence`).
       kl_coef: c, a number or a traced scalar; given with `kl`, and only then.
 
     Returns:
       `f32`, the shape of the loss mask, 0 where the mask is 0; a sequence with no response token gets no reward.
-
-    Raises:
-      ValueError: shapes that differ, rows in another context layout than the mesh's.
 
     Example:
       >>> ids, mask = jnp.array([[1, 1, 1, 2]]), jnp.array([[1.0, 1.0, 0.0, 0.0]])
@@ -65,7 +57,7 @@ def token_rewards(
       >>> token_rewards(jnp.array([[5.0, 7.0]]), batch)
       Array([[0., 5., 0., 0.]], dtype=float32)
     """
-    given = {"kl": kl}, {"rewards": rewards}, {"kl_coef": jnp.asarray(_kl_coef(kl, kl_coef), jnp.float32)}
+    given = {"kl": kl}, {"rewards": rewards}, {"kl_coef": _kl_coef(kl, kl_coef)}
     return on_rows("token_rewards", _token_rewards, parallel, batch, *given, optional=["kl"])
 
 
@@ -108,7 +100,7 @@ def discounted_returns(
       `f32`, the shape of the loss mask, 0 where the mask is 0.
 
     Raises:
-      ValueError: shapes that differ, an unknown `masked`, gamma outside [0, 1], rows in another layout than the mesh's.
+      ValueError: as `spread`; an unknown `masked`, gamma outside [0, 1].
 
     Example:
       >>> ids, one = jnp.array([[1, 1, 2]]), jnp.ones((1, 3))
@@ -127,17 +119,12 @@ def _returns(
     axes: ShardAxes, static: tuple[float, float], rewards: jax.Array, mask: jax.Array | None, batch: RolloutBatch
 ) -> jax.Array:
     gamma, through = static
+    batch.check_layout(axes)
     mask = batch.loss_mask if mask is None else mask
     counts = mask.astype(jnp.float32) > 0
     a = jnp.where(counts, gamma, through).astype(jnp.float32)
     b = jnp.where(counts, rewards.astype(jnp.float32), 0)
-    return lax.stop_gradient(jnp.where(counts, _scan(axes, batch, a, b), 0) + unless_mask(mask))
-
-
-def _scan(axes: ShardAxes, batch: RolloutBatch, a: jax.Array, b: jax.Array) -> jax.Array:
-    """y_t = a_t * y_(t+1) + b_t within each sequence."""
-    batch.check_layout(axes)
-    return scan_shard(axes, a, b, True, batch.segment_ids, batch.num_segments)
+    return lax.stop_gradient(jnp.where(counts, scan_rows(axes, batch, a, b, reverse=True), 0) + unless_mask(mask))
 
 
 def gae(
@@ -156,27 +143,24 @@ def gae(
     """Generalised advantage estimation: A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t.
 
     t + 1 is the next token of the sequence with mask 1: tokens masked out within a response (a tool's output) are
-    stepped over, and after the last one A is 0, and V is 0 or the given one. A mask of all response tokens ignores such
-    holes (slime).
+    stepped over. After the last one A is 0, and V is 0 or the given one.
 
     Args:
-      rewards: `f32[R, T]`, see `token_rewards`; anything where the mask is 0.
+      rewards, batch, gamma, parallel: see `discounted_returns`.
       values: `f32[R, T]`, the critic's, laid out as `rewards`.
-      batch, parallel: see `spread`.
-      gamma: the discount.
       lam: lambda of the advantages.
       value_lam: lambda of the returns, if the critic learns with another one (VC-PPO); `lam` if None.
       length_alpha: alpha of a length-dependent lambda of the advantages (VAPO), in place of `lam`: 1 - 1 / (alpha n)
-        for a sequence of n tokens that count, at least 0; a published value is 0.05. It does not change the returns.
-      last_values: `f32[R, S]`, V after each sequence's last token, which a response that ended by itself does not have:
-        the critic's value where a response was cut at its length limit, 0 elsewhere, see `last_values`. By default 0.
-      mask: `[R, T]`, 1 where a token counts; the loss mask by default.
+        for a sequence of n tokens that count, at least 0; a published value is 0.05.
+      last_values: `f32[R, S]`, V after each sequence's last token: the critic's where a response was cut at its length
+        limit, 0 where it ended by itself, see `last_values`. By default 0.
+      mask: see `discounted_returns`; a mask of all response tokens ignores holes (slime).
 
     Returns:
       (advantages, returns), `f32[R, T]` each, 0 where the mask is 0; returns = A(value_lam) + V. Not whitened.
 
     Raises:
-      ValueError: shapes that differ; gamma or a lambda outside [0, 1]; rows in another context layout than the mesh's.
+      ValueError: as `spread`; gamma or a lambda outside [0, 1].
 
     Example:
       >>> ids, one = jnp.array([[1, 1, 1]]), jnp.ones((1, 3))
@@ -190,9 +174,8 @@ def gae(
     """
     value_lam = lam if value_lam is None else value_lam
     _check_unit(gamma=gamma, lam=lam, value_lam=value_lam)
-    if length_alpha is not None:
-        good = is_number(length_alpha) and length_alpha > 0
-        check("length_alpha", repr(length_alpha), good, "a finite number above 0, or None")
+    good = length_alpha is None or (is_number(length_alpha) and length_alpha > 0)
+    check("length_alpha", repr(length_alpha), good, "a finite number above 0, or None")
     given = {"rewards": rewards, "values": values, "mask": mask}, {"last_values": last_values}
     static = (gamma, lam, value_lam, length_alpha)
     return on_rows("gae", _gae, parallel, batch, *given, optional=["mask", "last_values"], static=static)
@@ -212,7 +195,7 @@ def _gae(
     segments, mask = batch.segments(axes), batch.loss_mask if mask is None else mask
     counts = mask.astype(jnp.float32) > 0
     rewards, values = (jnp.where(counts, x.astype(jnp.float32), 0) + unless_mask(mask) for x in (rewards, values))
-    nearest = _scan(axes, batch, jnp.where(counts, 0.0, 1.0), values)
+    nearest = scan_rows(axes, batch, jnp.where(counts, 0.0, 1.0), values, reverse=True)
     next_value = shift_shard(axes, nearest, 1, 0, batch.segment_ids, batch.num_segments)
     if last_values is not None:
         after = segments.spread(last_values.astype(jnp.float32))
@@ -221,7 +204,7 @@ def _gae(
 
     def advantages(lam: float | jax.Array) -> jax.Array:
         a = jnp.where(counts, gamma * lam, 1.0).astype(jnp.float32)
-        return jnp.where(counts, _scan(axes, batch, a, delta), 0)
+        return jnp.where(counts, scan_rows(axes, batch, a, delta, reverse=True), 0)
 
     if length_alpha is None:
         policy = advantages(lam)
@@ -242,21 +225,20 @@ def last_values(
     """V after the last token of each response that was cut at its length limit, for `gae(last_values=)`; 0 for others.
 
     The value at a position is of the state after the token that is read there, so it is the one at the last position of
-    the sequence. A response that ended by itself has no state after it.
+    the sequence.
 
     Args:
       values: `f32[R, T]`, the critic's at all positions, those without loss too.
-      batch: `[R, T]`, or a stacked step `[K, R, T]`; only its sequences are read.
+      batch, parallel: see `spread`.
       truncated: `bool[R, S]`, which samples were cut. From flags in the order of `from_samples`:
         `flags[jnp.maximum(batch.sample_ids, 0)]`; where there is no sample it may hold anything.
-      parallel: see `spread`.
 
     Returns:
       `f32[R, S]`, without a gradient.
 
     Raises:
-      TypeError, ValueError: shapes that differ; rows whose last position has a target, see `from_target_aligned`: the
-        token after it is not among those that the critic has read.
+      TypeError, ValueError: as `spread`; rows whose last position has a target, see `from_target_aligned`: the critic
+        has not read the token after it.
 
     Example:
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], 1), Sample([4, 5], 1)], row_length=5)
@@ -270,11 +252,8 @@ def last_values(
 
 @of_rows
 def _last_values(axes: ShardAxes, values: jax.Array, truncated: jax.Array, batch: RolloutBatch) -> jax.Array:
-    if batch.real_last_targets:
-        raise ValueError(
-            "batch: got rows whose last position has a target, expected rows with all tokens of their samples: the "
-            "critic has not read the last one"
-        )
+    expected = "rows with all tokens of their samples: the critic has not read the last one"
+    check("batch", "rows whose last position has a target", not batch.real_last_targets, expected)
     segments, read = batch.segments(axes), batch.segment_ids > 0
     found = segments.sum(jnp.where(_is_last(segments, batch, read), values.astype(jnp.float32), 0))
     return lax.stop_gradient(jnp.where(truncated & (batch.sample_ids >= 0), found, 0))
@@ -292,13 +271,7 @@ def reinforce_plus_plus(
 
     Args:
       rewards: `f32[R, T]`, with the KL penalty in them: see `token_rewards`.
-      batch, gamma, masked, parallel: see `discounted_returns`, which gives the returns alone.
-
-    Returns:
-      `f32`, the shape of the loss mask, 0 where the mask is 0.
-
-    Raises:
-      ValueError: as `discounted_returns` and `whiten`; one micro-batch of several.
+      others: see `discounted_returns`, also for returns and errors; one micro-batch of several is refused too.
 
     Example:
       >>> ids, one = jnp.array([[1, 2]]), jnp.ones((1, 2))
@@ -329,17 +302,13 @@ def reinforce_plus_plus_baseline(
     """REINFORCE++ with the group's mean as baseline: A_t = whiten(r_i - mean_g - c * kl_t).
 
     Args:
-      rewards, group_ids, rollout_ids: see `grpo`.
+      rewards, group_ids, rollout_ids, singletons: see `grpo`, with `scale_by_std=False`.
       among: see `grpo`; the tokens of the other samples are whitened by those of these.
-      batch, kl, kl_coef, parallel: see `token_rewards`.
+      batch, kl, kl_coef, parallel: see `token_rewards`, also for returns.
       whitened: whiten over all tokens of the step.
-      singletons: the centred reward in a group of one: "zero", or its own "reward" (verl).
-
-    Returns:
-      `f32`, the shape of the loss mask, 0 where the mask is 0.
 
     Raises:
-      ValueError: as `grpo` and `spread`; kl of another shape; one micro-batch of several.
+      ValueError: as `grpo` and `token_rewards`; one micro-batch of several.
 
     Example:
       >>> ids, one = jnp.array([[1, 2]]), jnp.ones((1, 2))
@@ -352,25 +321,23 @@ def reinforce_plus_plus_baseline(
     batch = checked(batch, stacked=True)
     if kl is not None:
         check_array("kl", kl, batch.loss_mask.shape, "the batch's [R, T]")
-    kl_coef = _kl_coef(kl, kl_coef)
+    coef = _kl_coef(kl, kl_coef)
     check_flag("whitened", whitened)
     check_whole_step("reinforce_plus_plus_baseline", batch)
     found = dr_grpo(rewards, group_ids, among=among, rollout_ids=rollout_ids, singletons=singletons, parallel=parallel)
     advantages = spread(found, batch, parallel=parallel)
     mask, counted = counted_tokens(rewards, group_ids, among, batch, parallel)
     if kl is not None:
-        advantages = lax.stop_gradient(advantages - kl_coef * masked(kl, mask))
+        advantages = lax.stop_gradient(advantages - coef * masked(kl, mask))
     return whiten(advantages, mask, among=counted, parallel=parallel) if whitened else advantages
 
 
-def _kl_coef(kl: jax.Array | None, kl_coef: Coefficient | None) -> Coefficient:
+def _kl_coef(kl: jax.Array | None, kl_coef: Coefficient | None) -> jax.Array:
     """The coefficient, 0 without kl. Raises where one of the two is given alone, since it would then do nothing."""
     if (kl is None) != (kl_coef is None):
         missing, given = ("kl", f"kl_coef={kl_coef}") if kl is None else ("kl_coef", "kl")
         raise ValueError(f"{missing}: got None with {given}, expected both, or neither for no penalty")
-    kl_coef = 0.0 if kl_coef is None else kl_coef
-    check_number("kl_coef", kl_coef)
-    return kl_coef
+    return as_number("kl_coef", 0.0 if kl_coef is None else kl_coef)
 
 
 def _check_unit(**values: float) -> None:

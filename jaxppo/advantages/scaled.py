@@ -40,14 +40,12 @@ def maxrl(
     of a right answer, up to an order equal to the group's size. A negative mean would flip all signs.
 
     Args:
-      rewards, group_ids, among, rollout_ids, singletons, parallel: see `grpo`; rewards of at least 0.
+      rewards: of at least 0.
       epsilon: added to the mean.
-
-    Returns:
-      As `grpo`; NaN in a group with a negative mean.
+      others: see `grpo`, also for returns and errors.
 
     Raises:
-      ValueError, TypeError: as `grpo`; outside of `jit`, a group with a negative mean.
+      ValueError: a group with a negative mean; under `jit` its advantages are NaN.
 
     Example:
       >>> maxrl(jnp.array([[1.0, 0.0, 0.0, 0.0, 0.0]]), jnp.array([[7, 7, 7, 7, 8]]))
@@ -89,22 +87,18 @@ def gdpo(
 ) -> Float[Array, "*K R T"]:
     """GDPO, for several rewards: A_i = whiten(sum over k of w_k (r_ki - mean_gk) / (std_gk + epsilon)).
 
-    Each reward is scaled on its own, so that a reward with a wide range does not drown the others, as it would in a sum
-    of rewards. Whitening brings the deviation of the sum back to 1 over the step.
+    Each reward is scaled on its own, so that a reward with a wide range does not drown the others.
 
     Args:
       rewards: for each reward `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step. A sample that lacks one
         of them, NaN, has none.
       group_ids, among, rollout_ids: see `grpo`.
-      batch, parallel: see `spread`.
+      batch, parallel: see `spread`, also for returns.
       weights: w, a number for each reward; 1 by default.
       leave_one_out: use the mean and the deviation of the other samples, see `rloo` with `scale_by_std` (NeMo-RL).
       whitened: over all "tokens" of the step, as `whiten` does (verl); over its "samples", each counted once:
-        (A - mean) / (std + epsilon) (TRL, NeMo-RL, ms-swift); or not at all.
+        (A - mean) / (std + epsilon) (TRL, NeMo-RL, ms-swift); or not at all, None.
       epsilon: added to deviations.
-
-    Returns:
-      `f32`, the shape of the loss mask, 0 where the mask is 0.
 
     Raises:
       ValueError, TypeError: as `grpo` and `spread`; no reward; another number of weights; one micro-batch of several.
@@ -122,12 +116,12 @@ def gdpo(
     got = "no reward" if listed else type(rewards).__name__
     check("rewards", got, listed and len(rewards) > 0, "a list of arrays [R, S], one for each reward")
     check_alike({**{f"rewards[{k}]": r for k, r in enumerate(rewards)}, "group_ids": group_ids})
-    if weights is not None and not isinstance(weights, Sequence):
+    weights = [1.0] * len(rewards) if weights is None else weights
+    if not isinstance(weights, Sequence):
         raise TypeError(f"weights: got {type(weights).__name__}, expected a number for each reward, or None")
-    factors = [1.0] * len(rewards) if weights is None else list(weights)
-    check("weights", f"{len(factors)} numbers", len(factors) == len(rewards), f"{len(rewards)}, one for each reward")
-    for k, factor in enumerate(factors):
-        check_number(f"weights[{k}]", factor)
+    check("weights", f"{len(weights)} numbers", len(weights) == len(rewards), f"{len(rewards)}, one for each reward")
+    for k, weight in enumerate(weights):
+        check_number(f"weights[{k}]", weight)
     check_flag("leave_one_out", leave_one_out)
     if whitened is not None:
         check_choice("whitened", whitened, Whitened)
@@ -137,7 +131,7 @@ def gdpo(
     options: dict[str, Any] = {"among": among, "rollout_ids": rollout_ids, "epsilon": epsilon, "parallel": parallel}
     each = jnp.where(jnp.isnan(given).any(0), jnp.nan, given)
     scaled = rloo if leave_one_out else grpo
-    found = [w * scaled(r, group_ids, scale_by_std=True, **options) for w, r in zip(factors, each, strict=True)]
+    found = [w * scaled(r, group_ids, scale_by_std=True, **options) for w, r in zip(weights, each, strict=True)]
     total = sum(found[1:], start=found[0])
     if whitened == "samples":
         # a NaN would be no reward: infinity makes all NaN
@@ -169,18 +163,11 @@ def standardize(
     deviation's level, and mean_j is the mean that centres j, or 0 without one.
 
     Args:
-      rewards, group_ids, among, rollout_ids, parallel: see `grpo`.
       mean: the level of the mean, or None to subtract none. A level without samples `among` gives 0.
       std: the level of the deviation, or None to divide by nothing.
       leave_one_out: use the mean of the other samples of the level; a sample without others has advantage 0.
       unbiased: divide the sum of squares by n - 1 rather than n; a group of one then has deviation 1.
-      epsilon: added to the deviation.
-
-    Returns:
-      As `grpo`.
-
-    Raises:
-      ValueError, TypeError: as `grpo`; an unknown level.
+      others: see `grpo`, also for returns and errors.
 
     Example:
       >>> rewards, ids = jnp.array([[2.0, 0.0, 9.0, 7.0]]), jnp.array([[7, 7, 8, 8]])
@@ -209,7 +196,7 @@ def _standardize(
     if std is None:
         return centred
     of = levels[std]
-    deviation = jnp.sqrt(of.sum(centred**2) / jnp.maximum(of.count - float(unbiased), 1))
+    deviation = of.deviation(centred, less=int(unbiased))
     if unbiased:
         deviation = jnp.where(of.count > 1, deviation, 1)
     return jnp.where(of.count > 0, centred / scale_of(deviation, epsilon), 0)

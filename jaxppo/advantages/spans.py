@@ -27,9 +27,8 @@ def on_policy_distillation(
 
     Args:
       advantages: `f32[R, T]`, or `[K, R, T]` of a stacked step, like all four; zeros for distillation alone.
-      log_probs: `f32[R, T]`, under the policy that sampled.
-      teacher_log_probs: `f32[R, T]`, of the same tokens under the teacher.
-      loss_mask: `f32[R, T]`.
+      log_probs, teacher_log_probs: under the policy that sampled, and of the same tokens under the teacher.
+      loss_mask: 1 where a token counts.
       coef: the weight of the teacher.
 
     Returns:
@@ -58,9 +57,8 @@ def align_spans(
     """The shortest spans of a text whose borders are borders of tokens in both tokenizations.
 
     Args:
-      ends: for each token of the student where it ends in the text, in bytes, never less than the one before; a
-        tokenizer library tells, such as the offset mapping of a fast tokenizer of Hugging Face. Bytes and not
-        characters, since a token may hold a part of one.
+      ends: for each token of the student where it ends in the text, in bytes (a token may hold a part of a character),
+        never less than the one before; see the offset mapping of a fast tokenizer of Hugging Face.
       teacher_ends: the same for the teacher's tokens of the same text.
 
     Returns:
@@ -80,12 +78,12 @@ def align_spans(
         check(name, x.tolist(), bool((np.diff(x, prepend=0) >= 0).all()), "ends that do not go back")
     borders = np.intersect1d(both[0], both[1])
     borders = borders[borders > 0]
-    found = []
-    for x in both:
+
+    def spans_of(x: np.ndarray) -> np.ndarray:
         of = np.searchsorted(borders, x)
-        # a token without text at the start of the text belongs to no span
-        found.append(np.where((of < len(borders)) & (x > 0), of, -1).astype(np.int32))
-    return found[0], found[1]
+        return np.where((of < len(borders)) & (x > 0), of, -1).astype(np.int32)  # x is 0 for a token before all text
+
+    return spans_of(both[0]), spans_of(both[1])
 
 
 def span_distillation(
@@ -100,15 +98,13 @@ def span_distillation(
 
         D_c = sum of the teacher's log-probs over span c - sum of the student's,   A_t = coef D_c / n_c
 
-    n_c is the number of the student's tokens in the span, so that a span's advantages sum to coef D_c. For equal
-    tokenizers this is `on_policy_distillation` of advantages of 0. Give the result to `Sample(advantages=)`, or add it
-    to other advantages.
+    n_c is the number of the student's tokens in the span. For equal tokenizers this is `on_policy_distillation` of
+    advantages of 0. Give the result to `Sample(advantages=)`, or add it to other advantages.
 
     Args:
       log_probs: of the student's response tokens, under the policy that sampled.
       teacher_log_probs: of the teacher's tokens of the same text.
-      spans: of the student's tokens, see `align_spans`.
-      teacher_spans: of the teacher's tokens.
+      spans, teacher_spans: the spans of these tokens, see `align_spans`.
       coef: the weight of the teacher.
 
     Returns:
@@ -127,16 +123,15 @@ def span_distillation(
     2026, https://arxiv.org/abs/2606.09456, https://github.com/inclusionAI/AReaL/pull/1452
     """
     check_number("coef", coef)
-    sides = []
-    given = {"log_probs": (log_probs, spans), "teacher_log_probs": (teacher_log_probs, teacher_spans)}
-    for name, (values, its_spans) in given.items():
-        x, of = np.asarray(values, np.float64).reshape(-1), np.asarray(its_spans).reshape(-1)
+    both = [np.asarray(x).reshape(-1) for x in (spans, teacher_spans)]
+    count = 1 + max(int(of.max(initial=-1)) for of in both)
+    sums, numbers = [], []
+    for name, values, of in zip(("log_probs", "teacher_log_probs"), (log_probs, teacher_log_probs), both, strict=True):
+        x = np.asarray(values, np.float64).reshape(-1)
         check(name, x.size, x.shape == of.shape, f"{of.size}, one for each token of its spans")
-        check(name, x[of >= 0].tolist(), bool(np.isfinite(x[of >= 0]).all()), "finite numbers")
-        sides.append((x[of >= 0], of[of >= 0]))
-    count = 1 + max((int(of.max(initial=-1)) for _, of in sides), default=-1)
-    sums = [np.bincount(of, x, minlength=count) for x, of in sides]
-    numbers = [np.bincount(of, minlength=count) for _, of in sides]
+        x, of = x[of >= 0], of[of >= 0]
+        check(name, x.tolist(), bool(np.isfinite(x).all()), "finite numbers")
+        sums.append(np.bincount(of, x, minlength=count))
+        numbers.append(np.bincount(of, minlength=count))
     each = coef * np.where((numbers[0] > 0) & (numbers[1] > 0), sums[1] - sums[0], 0) / np.maximum(numbers[0], 1)
-    own = np.asarray(spans).reshape(-1)
-    return np.where(own >= 0, np.append(each, 0)[own], 0).astype(np.float32)
+    return np.where(both[0] >= 0, np.append(each, 0)[both[0]], 0).astype(np.float32)

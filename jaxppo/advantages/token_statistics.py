@@ -15,7 +15,7 @@ from jaxppo.base.arrays import Coefficient, as_number, check, check_alike, check
 from jaxppo.base.stacked import check_whole_step, of_rows
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
-from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
+from jaxppo.sharding import ParallelMesh, ShardAxes, scan_shard, shard_call, vary
 
 Parallel = ParallelMesh | ShardAxes | None
 
@@ -40,10 +40,9 @@ def on_rows(
     batch, samples, numbers = checked(batch, stacked=True), samples or {}, numbers or {}
     for arrays, like, of in ((tokens, batch.loss_mask, "[R, T]"), (samples, batch.sample_ids, "[R, S]")):
         for what, x in arrays.items():
+            check(what, None, x is not None or what in optional, f"the batch's {of}, {like.shape}")
             if x is not None:
                 check_array(what, x, like.shape, f"the batch's {of}")
-            elif what not in optional:
-                raise ValueError(f"{what}: got None, expected the batch's {of}, {like.shape}")
 
     def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
         of = batch.specs(p)
@@ -51,6 +50,11 @@ def on_rows(
         return given, of.sample_ids if of_samples else of.loss_mask
 
     return shard_call(name, fn, parallel, {**tokens, **samples, **numbers, "batch": batch}, specs, static)
+
+
+def scan_rows(axes: ShardAxes, batch: RolloutBatch, a: jax.Array, b: jax.Array, *, reverse: bool = False) -> jax.Array:
+    """Per-shard: y_t = a_t * y_(t-1) + b_t within each sequence; y_(t+1) with `reverse`."""
+    return scan_shard(axes, a, b, reverse, batch.segment_ids, batch.num_segments)
 
 
 def spread(x: Float[Array, "*K R S"], batch: RolloutBatch, *, parallel: Parallel = None) -> Float[Array, "*K R T"]:
@@ -65,7 +69,7 @@ def spread(x: Float[Array, "*K R S"], batch: RolloutBatch, *, parallel: Parallel
       `f32`, the shape of the mask, 0 where the mask is 0.
 
     Raises:
-      ValueError: shapes that differ.
+      ValueError: shapes that differ, rows in another context layout than the mesh's.
 
     Example:
       >>> ids, mask = jnp.array([[1, 1, 2, 0]]), jnp.array([[0.0, 1.0, 1.0, 0.0]])
@@ -105,20 +109,19 @@ def whiten(
     epsilon: Coefficient = 1e-12,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R T"]:
-    """Mean 0 and deviation 1 over all tokens of the step with mask 1: y = (x - mean) / sqrt(var + epsilon).
+    """Mean 0 and deviation 1 over all n tokens of the step with mask 1: y = (x - mean) / sqrt(var + epsilon).
 
-    The mean is found first and the variance (over n - 1) about it, so that a mean far larger than the deviation costs
-    no accuracy.
+    The variance is over n - 1. A mean far larger than the deviation costs no accuracy.
 
     Args:
       x: `f32[R, T]`, or a stacked step `[K, R, T]`.
       mask: of that shape, 1 where a token counts; x can be anything elsewhere.
-      among: `bool` of that shape, the tokens that make mean and variance; all by default. The others are whitened with
-        that mean and variance. They are only shifted if the variance is 0, and are 0 if `among` has no token. For
-        samples: `spread(among.astype(jnp.float32), batch) > 0`.
+      among: `bool` of that shape, the tokens that make mean and variance; all by default. The others are whitened by
+        these, only shifted if the variance is 0, and 0 if there are none of these. For samples:
+        `spread(among.astype(jnp.float32), batch) > 0`.
       shift_mean: leave the mean at 0; without it the result keeps the mean of x.
       epsilon: added to the variance, in x's units squared; at least 0.
-      parallel: the mesh; rows sharded over data, positions over context.
+      parallel: see `spread`.
 
     Returns:
       `f32`, the shape of the mask, 0 where the mask is 0.
@@ -188,14 +191,13 @@ def explained_variance(
 ) -> Float[Array, ""]:
     """The share of the returns' variance that the critic explains: 1 - var(G - V) / var(G), over the step's tokens.
 
-    It is 1 for a perfect critic, 0 for a critic no better than a constant, and below 0 for a worse critic. A constant
-    offset of the values changes `value_error` alone. Where nearly all returns are equal it may be far below 0.
+    It is 1 for a perfect critic, 0 for one no better than a constant, and below 0 for a worse one, far below where
+    nearly all returns are equal. A constant offset of the values changes `value_error` alone.
 
     Args:
       values: `f32[R, T]`, V, or a stacked step `[K, R, T]`: the critic's before the update, as in `batch.values`.
       returns: `f32` of that shape, G, see `gae`.
-      mask: of that shape, 1 where a token counts; values and returns can be anything elsewhere.
-      parallel: the mesh; rows sharded over data, positions over context.
+      mask, parallel: see `whiten`.
 
     Returns:
       An f32 scalar; NaN if all returns are equal, since there is no variance to explain.
@@ -210,13 +212,15 @@ def explained_variance(
 
     OpenAI baselines' `explained_variance`, https://github.com/openai/baselines
     """
-    check_alike({"values": values, "returns": returns, "mask": mask})
+    arrays = {"values": values, "returns": returns, "mask": mask}
+    check_alike(arrays)
     check("values", f"shape {values.shape}", values.ndim in (2, 3), "[R, T], or [K, R, T]")
     check_whole_step("explained_variance")
-    args = {"values": values, "returns": returns, "mask": mask}
-    return shard_call(
-        "explained_variance", _explained_variance, parallel, args, lambda p: ([spec_of(p.tokens_spec, values)] * 3, P())
-    )
+
+    def specs(p: ParallelMesh) -> tuple[list[P], P]:
+        return [spec_of(p.tokens_spec, values)] * 3, P()
+
+    return shard_call("explained_variance", _explained_variance, parallel, arrays, specs)
 
 
 def _explained_variance(axes: ShardAxes, values: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:

@@ -45,14 +45,12 @@ class PolicyLossConfig(Loss):
       off_policy: the correction for a sampler whose policy differs from the trainer's.
       impossible_tokens: what to do with a loss token whose log-prob is -inf under the policy, under the old policy if
         it is compared, or under the sampler if the batch has its log-probs. "nan": the loss is NaN if it depends on
-        that log-prob, else only metrics are. "leave_out": the token has no loss, no penalty and no gradient, and is
-        left out of statistics of its sequence and of metrics; the metric `impossible_tokens` counts it. The
-        denominators of the loss still follow the mask.
+        that log-prob, else only metrics are. "leave_out": the token has no loss, penalty and gradient, and is in no
+        statistics and metrics but `impossible_tokens`, which counts it. Denominators still follow the mask.
       clip_by_sign: adds the metrics `clip_fraction_positive` and `clip_fraction_negative`, by the advantage's sign.
 
     Raises:
-      TypeError: a loss, kl or off_policy of the wrong class; an option that belongs to another class, which the error
-        names.
+      TypeError: a loss, kl or off_policy of the wrong class; an option of another class, which the error names.
       ValueError: an unknown name, a number out of its range, options that contradict each other, weights that count the
         loss's ratio twice.
 
@@ -99,14 +97,7 @@ class PolicyLossConfig(Loss):
 
     @classmethod
     def from_verl(cls, config: Mapping[str, Any]) -> PolicyLossConfig:
-        """The policy loss of a verl configuration; missing keys have verl's defaults.
-
-        Args:
-          config: verl's keys, as nested mappings or joined by dots. `jaxppo.integrations.verl.translate` also reads the
-            temperature and the batching, and reports the keys that it does not use.
-
-        Raises:
-          ValueError: unknown keys, all of them listed; a value without an equivalent here.
+        """The policy loss of a verl configuration: the `config` of `jaxppo.integrations.verl.translate`, see there.
 
         Example:
           >>> config = {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "gspo"}, "clip_ratio_low": 3e-4}}}
@@ -119,13 +110,7 @@ class PolicyLossConfig(Loss):
 
     @classmethod
     def from_slime(cls, args: Namespace | Mapping[str, Any]) -> PolicyLossConfig:
-        """The policy loss of slime's arguments; missing arguments have slime's defaults.
-
-        Args:
-          args: the result of slime's `parse_args`, or names and values; see also `jaxppo.integrations.slime.translate`.
-
-        Raises:
-          ValueError: unknown names, all of them listed; a value without an equivalent here.
+        """The policy loss of slime's arguments: the `config` of `jaxppo.integrations.slime.translate`, see there.
 
         Example:
           >>> PolicyLossConfig.from_slime({"eps_clip_high": 0.28, "use_tis": True}).off_policy.weights
@@ -137,13 +122,7 @@ class PolicyLossConfig(Loss):
 
     @classmethod
     def from_miles(cls, args: Namespace | Mapping[str, Any]) -> PolicyLossConfig:
-        """The policy loss of miles's arguments; missing arguments have miles's defaults.
-
-        Args:
-          args: as for `from_slime`; see also `jaxppo.integrations.miles.translate`.
-
-        Raises:
-          ValueError: as for `from_slime`.
+        """The policy loss of miles's arguments: the `config` of `jaxppo.integrations.miles.translate`, see there.
 
         Example:
           >>> PolicyLossConfig.from_miles({"skip_actor_forward_only": True}).ratio_to

@@ -1,7 +1,6 @@
 """Correction for the gap between the policy that sampled and the policy that trains.
 
-A sampler computes its log-probs with other kernels, in another precision, often from older parameters. The ratio of the
-two policies weighs tokens, or decides which of them are left out.
+Their kernels, precision and often parameters differ. The ratio of the two weighs tokens, or decides which are left out.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -18,7 +17,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Compared, check_choices, check_field, check_flag, is_number, masked, needed
+from jaxppo.base.arrays import Compared, check, check_choices, check_field, check_flag, is_number, masked, needed
 from jaxppo.base.kl import MAX_LOG_RATIO, k3
 from jaxppo.sharding import Segments, scan_affine, vary
 
@@ -45,9 +44,8 @@ class Rejection:
     "seq_sum", "seq_mean", "seq_max" and "seq_min" reduce the loss tokens of a sequence.
 
     `Rejection("seq_max_k1", high=1e4)` and `Rejection("seq_min_k1", low=0.01)` together reject sequences with a ratio
-    rho outside 1e-4 to 100. Only ROLL ships runs and differences. `Rejection("seq_mean_error", high=2.0)` is NeMo-RL's
-    `seq_logprob_error_threshold`, which also takes the sequence out of the denominators: mask it for that, see
-    `advantages.accepted_samples`.
+    rho outside 1e-4 to 100. `Rejection("seq_mean_error", high=2.0)` is NeMo-RL's `seq_logprob_error_threshold`, which
+    also takes the sequence out of the denominators: mask it for that, see `advantages.accepted_samples`.
 
     Args:
       statistic: "token_k1", "seq_sum_k1", "run_mean_diff" and others.
@@ -63,8 +61,8 @@ class Rejection:
       'old/rollout'
 
     Names: verl's rollout correction, https://verl.readthedocs.io/en/latest/algo/rollout_corr.html; extreme ratios:
-    SkyRL, https://github.com/NovaSky-AI/SkyRL; runs and differences: ROLL, https://github.com/alibaba/ROLL; errors:
-    NeMo-RL, https://github.com/NVIDIA-NeMo/RL
+    SkyRL, https://github.com/NovaSky-AI/SkyRL; runs and differences: ROLL alone, https://github.com/alibaba/ROLL;
+    errors: NeMo-RL, https://github.com/NVIDIA-NeMo/RL
     """
 
     statistic: Statistic
@@ -132,22 +130,21 @@ class OffPolicyConfig:
         check_choices(self, opsm_compares=Compared, opsm_fraction=OPSMFraction)
         _check_bounds(self.low, self.high, 0.0)
         check_flag("batch_normalize", self.batch_normalize)
-        if isinstance(self.rejections, Rejection) or not isinstance(self.rejections, Iterable):
+        if not isinstance(self.rejections, Iterable):
             raise TypeError(f"rejections: got {self.rejections!r}, expected a tuple of Rejection")
         object.__setattr__(self, "rejections", tuple(self.rejections))
         for rejection in self.rejections:
             if not isinstance(rejection, Rejection):
                 raise TypeError(f"rejections: got {type(rejection).__name__}, expected Rejection")
         least = math.exp(-MAX_LOG_RATIO)  # no ratio is below it, since log-ratios are clamped
-        if self.veto is not None and not (is_number(self.veto) and least < self.veto < 1):
-            raise ValueError(f"veto: got {self.veto!r}, expected a ratio above {least:.2g} and below 1")
+        good = self.veto is None or (is_number(self.veto) and least < self.veto < 1)
+        check("veto", repr(self.veto), good, f"a ratio above {least:.2g} and below 1")
         if self.opsm_delta is not None:
             check_field(self, "opsm_delta", least=0)
-        if self.batch_normalize and (self.weights == "none" or self.compares != "old/rollout"):
-            raise ValueError(
-                f"batch_normalize: got True with weights={self.weights!r}, compares={self.compares!r}, expected "
-                "weights, and compares='old/rollout': their mean over the step must be known before it starts"
-            )
+        good = not self.batch_normalize or (self.weights != "none" and self.compares == "old/rollout")
+        got = f"True with weights={self.weights!r}, compares={self.compares!r}"
+        expected = "weights, and compares='old/rollout': their mean over the step must be known before it starts"
+        check("batch_normalize", got, good, expected)
 
     @property
     def policies(self) -> frozenset[str]:
@@ -195,7 +192,7 @@ def weight_sums(
     """Per-shard: the sum and the number of bounded weights over data and context, for `batch_normalize`.
 
     "token" weights count once for each token, others once for each sequence with loss tokens. Tokens that either of the
-    two policies finds impossible are not counted, see `PolicyLossConfig.impossible_tokens`.
+    two policies finds impossible are not counted.
     """
     mask = jnp.where(jnp.isneginf(old_log_probs) | jnp.isneginf(rollout_log_probs), 0, mask)
     d = _log_ratio({"old": old_log_probs, "rollout": rollout_log_probs}, "old/rollout", mask)
@@ -219,8 +216,7 @@ def correction(
 ) -> tuple[Float[Array, "R T"], dict[str, Float[Array, "R T"]]]:
     """Per-shard: the weight of each token's policy loss, 0 for tokens that are left out, and indicators for metrics.
 
-    The results are detached and finite, whatever masked positions hold. Of the advantages only the sign is read.
-    `weight_mean` is the mean weight over the step, for `batch_normalize`.
+    Both are detached and finite, whatever masked positions hold. Of the advantages only the sign is read.
     """
     valid = mask > 0
     weights = _float(valid)
@@ -265,31 +261,10 @@ def left_out_by(
 
 def _accepted(rejection: Rejection, policies: Policies, mask: jax.Array, segments: Segments) -> jax.Array:
     """bool[R, T], the tokens that pass the rejection; anything where the mask is 0."""
-    d, valid = _log_ratio(policies, rejection.compares, mask), _float(mask > 0)
     level, _, kind = rejection.statistic.rpartition("_")
-    match kind:
-        case "k1":
-            value = -d
-        case "k2":
-            value = d * d / 2
-        case "k3":
-            value = k3(d)
-        case "error":
-            value = jnp.exp(jnp.abs(d))
-        case _:
-            a, b = (jnp.exp(x) for x in _pair(policies, rejection.compares, mask))
-            value = a - b
-    match level:
-        case "run_mean":
-            value = _mean_over_runs(value, valid, segments)
-        case "seq_sum":
-            value = segments.spread(segments.sum(value * valid))
-        case "seq_mean":
-            value = segments.spread(segments.mean(value, valid))
-        case "seq_max":
-            value = segments.spread(segments.max(value, valid))
-        case "seq_min":
-            value = segments.spread(-segments.max(-value, valid))
+    value = _OF_TOKEN[kind](*_pair(policies, rejection.compares, mask))
+    if level != "token":
+        value = _OVER[level](value, _float(mask > 0), segments)
     low, high = (_log(b) if kind == "k1" else b for b in (needed("low", rejection.low, "a number"), rejection.high))
     return (value >= low) & (value <= high)
 
@@ -302,6 +277,23 @@ def _mean_over_runs(x: jax.Array, valid: jax.Array, segments: Segments) -> jax.A
     return total / jnp.maximum(count, 1)
 
 
+# The statistics of `Rejection` by their names: from the two log-probs of a token, and over several tokens.
+_OF_TOKEN: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "k1": lambda a, b: b - a,
+    "k2": lambda a, b: (a - b) ** 2 / 2,
+    "k3": lambda a, b: k3(a - b),
+    "diff": lambda a, b: jnp.exp(a) - jnp.exp(b),
+    "error": lambda a, b: jnp.exp(jnp.abs(a - b)),
+}
+_OVER: Mapping[str, Callable[[jax.Array, jax.Array, Segments], jax.Array]] = {
+    "run_mean": _mean_over_runs,
+    "seq_sum": lambda x, valid, segments: segments.spread(segments.sum(x * valid)),
+    "seq_mean": lambda x, valid, segments: segments.spread(segments.mean(x, valid)),
+    "seq_max": lambda x, valid, segments: segments.spread(segments.max(x, valid)),
+    "seq_min": lambda x, valid, segments: segments.spread(-segments.max(-x, valid)),
+}
+
+
 def _pair(policies: Policies, compares: Compared, mask: jax.Array) -> list[jax.Array]:
     """The log-probs of the two policies, constants, 0 where the mask is 0."""
     expected = f"f32[R, T] for a correction by {compares!r}"
@@ -310,8 +302,7 @@ def _pair(policies: Policies, compares: Compared, mask: jax.Array) -> list[jax.A
 
 
 def _log_ratio(policies: Policies, compares: Compared, mask: jax.Array) -> jax.Array:
-    a, b = _pair(policies, compares, mask)
-    return a - b
+    return jnp.subtract(*_pair(policies, compares, mask))
 
 
 def _float(x: jax.Array) -> jax.Array:
@@ -327,5 +318,5 @@ def _log(x: float | Array) -> float | Array:
 
 def _check_bounds(low: Any, high: Any, least: float) -> None:
     numbers = all(isinstance(x, (int, float, np.number)) and not isinstance(x, bool) for x in (low, high))
-    if not numbers or not least <= low < high:
-        raise ValueError(f"low, high: got {low!r}, {high!r}, expected {'low' if least else '0 <= low'} < high")
+    good = numbers and least <= low < high
+    check("low, high", f"{low!r}, {high!r}", good, f"{'low' if least else '0 <= low'} < high")

@@ -65,14 +65,18 @@ class Options:
     def refuse(self, key: str, expected: str) -> NoReturn:
         raise ValueError(f"{key}: got {self[key]!r}, expected {expected}")
 
+    def check(self, key: str, good: bool, expected: str) -> None:
+        if not good:
+            self.refuse(key, expected)
+
     def number(self, key: str, above: float = -math.inf) -> float:
         """A finite number, or a string that spells one, as YAML reads 1e-3."""
         value = self[key]
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
                 value = float(value)
-        if not is_number(value) or value <= above:
-            self.refuse(key, "a finite number" if math.isinf(above) else f"a number above {above}")
+        good = is_number(value) and value > above
+        self.check(key, good, "a finite number" if math.isinf(above) else f"a number above {above}")
         return float(value)
 
     def number_or(self, key: str, default: float | None, above: float = -math.inf) -> Any:
@@ -84,8 +88,7 @@ class Options:
         if self[key] is None:
             return None
         value = self.number(key)
-        if value < 1 or value != int(value):
-            self.refuse(key, "a whole number above 0, or None")
+        self.check(key, value >= 1 and value == int(value), "a whole number above 0, or None")
         return int(value)
 
     def batching(self, longest: int | None, dynamic: str, tokens: str, samples: str) -> dict[str, int]:
@@ -94,11 +97,10 @@ class Options:
         return {name: x for name, x in (("row_length", longest), ("max_tokens", most)) if x}
 
     def flag(self, key: str) -> bool:
-        if not isinstance(self[key], bool):
-            self.refuse(key, "True or False")
+        self.check(key, isinstance(self[key], bool), "True or False")
         return bool(self[key])
 
     def choice(self, key: str, choices: Collection[str], why: str = "") -> str:
-        if not isinstance(self[key], str) or self[key] not in choices:
-            self.refuse(key, f"one of {', '.join(choices)}{why and '; '}{why}")
+        good = isinstance(self[key], str) and self[key] in choices
+        self.check(key, good, f"one of {', '.join(choices)}{why and '; '}{why}")
         return str(self[key])

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from jaxppo.base.arrays import Compared, RatioTo
+from jaxppo.base.arrays import Compared, RatioTo, check
 from jaxppo.base.kl import KL
 from jaxppo.policy import slime_keys as SLIME
 from jaxppo.policy.off_policy import OffPolicyConfig, Rejection
@@ -27,8 +27,8 @@ def read(args: Namespace | Mapping[str, Any], keys: Any = SLIME) -> Reading:
     known = keys.DEFAULTS | keys.MISMATCH_HELPER
     options = Options(given, known, keys.ELSEWHERE, f"{keys.NAME} at {keys.VERSION}", others)
     options.choice("loss_type", ("policy_loss",), "SFT is a loss of its own, a loss of your own a PolicyLoss")
-    if options["custom_pg_loss_reducer_function_path"] is not None:
-        options.refuse("custom_pg_loss_reducer_function_path", "None; see PolicyLossConfig(aggregation=)")
+    reducer = "custom_pg_loss_reducer_function_path"
+    options.check(reducer, options[reducer] is None, "None; see PolicyLossConfig(aggregation=)")
     kl_coef = options.number("kl_loss_coef") if options.flag("use_kl_loss") else 0.0
     ratio_to: RatioTo = "rollout" if options.flag("use_rollout_logprobs") else "old"
     anew = "skip_actor_forward_only" in keys.DEFAULTS and options.flag("skip_actor_forward_only")
@@ -71,33 +71,28 @@ def _correction(options: Options, keys: Any, anew: bool, penalised: bool) -> Off
     corrected: dict[str, Any] = {}
     of_rollout = options.flag("use_rollout_logprobs")
     if options.flag("use_opsm"):
-        if anew:
-            options.refuse("use_opsm", "False with skip_actor_forward_only: the policy has not moved")
+        options.check("use_opsm", not anew, "False with skip_actor_forward_only: the policy has not moved")
         corrected = {"opsm_delta": options.number("opsm_delta"), "opsm_fraction": "response"}
         corrected["opsm_compares"] = "current/rollout" if of_rollout else "current/old"
     weighs, path = options.flag("use_tis"), options["custom_tis_function_path"]
-    if weighs and of_rollout:
-        options.refuse("use_tis", "False with use_rollout_logprobs, as slime does")
-    if not weighs and not options.flag("get_mismatch_metrics"):
-        return OffPolicyConfig(**corrected) if corrected else None
-    compares: Compared = "current/rollout" if anew else "old/rollout"
-    if path is not None and str(path).endswith(_MISMATCH):
-        corrected |= _mismatch_helper(options, penalised, compares) if weighs else {}
-    elif path in (None, keys.ICEPOP):
-        low, high = options.number("tis_clip_low"), options.number("tis_clip")
-        outside = "clamp" if path is None else "zero"
-        corrected |= {"weights": "token", "low": low, "high": high, "outside": outside, "compares": compares}
-    else:
-        options.refuse("custom_tis_function_path", f"None, {keys.ICEPOP} or examples.{_MISMATCH}")
+    options.check("use_tis", not weighs or not of_rollout, "False with use_rollout_logprobs, as slime does")
+    if weighs or options.flag("get_mismatch_metrics"):
+        compares: Compared = "current/rollout" if anew else "old/rollout"
+        if path is not None and str(path).endswith(_MISMATCH):
+            corrected |= _mismatch_helper(options, penalised, compares) if weighs else {}
+        elif path in (None, keys.ICEPOP):
+            low, high = options.number("tis_clip_low"), options.number("tis_clip")
+            outside = "clamp" if path is None else "zero"
+            corrected |= {"weights": "token", "low": low, "high": high, "outside": outside, "compares": compares}
+        else:
+            options.refuse("custom_tis_function_path", f"None, {keys.ICEPOP} or examples.{_MISMATCH}")
     return OffPolicyConfig(**corrected) if corrected else None
 
 
 def _mismatch_helper(options: Options, penalised: bool, compares: Compared) -> dict[str, Any]:
     """The correction of examples/train_infer_mismatch_helper, as fields of an `OffPolicyConfig`."""
     missing = [name for name in SLIME.MISMATCH_HELPER if name not in options.given]
-    if missing:
-        given = f"the mismatch helper without {', '.join(missing)}"
-        raise ValueError(f"custom_tis_function_path: got {given}, expected them")
+    check("custom_tis_function_path", f"the mismatch helper without {', '.join(missing)}", not missing, "them")
 
     def within(level: str, low: float, high: float) -> Rejection:
         """Accepts trainer / sampler ratios from low to high; `Rejection` has bounds of the inverse."""
@@ -112,12 +107,11 @@ def _mismatch_helper(options: Options, penalised: bool, compares: Compared) -> d
         bounds = (options.number_or(f"rs_{name}_bound", x, above=0) for name, x in (("lower", low), ("upper", high)))
         rejections.append(within(options.choice("rs_level", _STATISTICS), *bounds))
         veto = options.number_or("rs_veto_threshold", None)
-    if rejections and penalised:
-        expected = "no entropy_coef and no kl_loss_coef with it, since slime drops the penalties of rejected tokens"
-        options.refuse("custom_tis_function_path", expected)
+    expected = "no entropy_coef and no kl_loss_coef with it, since slime drops the penalties of rejected tokens"
+    options.check("custom_tis_function_path", not rejections or not penalised, expected)
     normalise = options.flag("tis_batch_normalize")
-    if normalise and level == "geometric":
-        options.refuse("tis_batch_normalize", "False with tis_level='geometric', as slime does")
+    good = not normalise or level != "geometric"
+    options.check("tis_batch_normalize", good, "False with tis_level='geometric', as slime does")
     low, high = {"truncate": (0.0, high), "clip": (low, high), "mask": (0.0, math.inf)}[mode]
     found: dict[str, Any] = {"weights": level, "low": low, "high": high, "batch_normalize": normalise}
     return found | {"rejections": tuple(rejections), "veto": veto, "compares": compares}

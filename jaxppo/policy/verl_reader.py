@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
-from jaxppo.base.arrays import Aggregation, Compared, RatioTo
+from jaxppo.base.arrays import Aggregation, Compared, RatioTo, check
 from jaxppo.base.kl import KL
 from jaxppo.policy.off_policy import OffPolicyConfig, Rejection
 from jaxppo.policy.options import Options, Reading
@@ -46,9 +46,8 @@ def read(config: Mapping[str, Any]) -> Reading:
         raise TypeError(f"config: got {type(config).__name__}, expected verl's configuration as a mapping")
     given: dict[str, Any] = {}
     for key, value in _flat(config):
-        if key in given and given[key] != value:
-            raise ValueError(f"{key}: got {given[key]!r} and {value!r}, nested and dotted, expected one of them")
-        given[key] = value
+        before = given.setdefault(key, value)
+        check(key, f"{before!r} and {value!r}, nested and dotted", before == value, "one of them")
     options = Options(given, DEFAULTS, ELSEWHERE, f"verl at {VERSION}")
     _refuse(options)
     loss, ratio_to, off_policy = _policy_loss(options)
@@ -86,13 +85,13 @@ def _flat(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, A
 def _refuse(options: Options) -> None:
     """Raises for options that verl has and this package does not."""
     options.choice("algorithm.adv_estimator", _ADVANTAGES, "jaxppo.advantages has no other")
-    if options.flag("algorithm.use_pf_ppo"):
-        options.refuse("algorithm.use_pf_ppo", "False: samples are not drawn anew by their rewards here")
-    if options.flag("distillation.enabled"):
-        expected = "False: its loss is no policy loss; see advantages.on_policy_distillation"
-        options.refuse("distillation.enabled", expected)
-    if options[ACTOR + "ppo_micro_batch_size"] is not None:
-        options.refuse(ACTOR + "ppo_micro_batch_size", "None, and ppo_micro_batch_size_per_gpu in its place")
+    for key, expected in {
+        "algorithm.use_pf_ppo": "False: samples are not drawn anew by their rewards here",
+        "distillation.enabled": "False: its loss is no policy loss; see advantages.on_policy_distillation",
+    }.items():
+        options.check(key, not options.flag(key), expected)
+    key = ACTOR + "ppo_micro_batch_size"
+    options.check(key, options[key] is None, "None, and ppo_micro_batch_size_per_gpu in its place")
 
 
 def _policy_loss(options: Options) -> tuple[PolicyLoss, RatioTo, OffPolicyConfig | None]:
@@ -102,13 +101,12 @@ def _policy_loss(options: Options) -> tuple[PolicyLoss, RatioTo, OffPolicyConfig
     kind = options.choice(CORRECTION + "loss_type", ("ppo_clip", "reinforce"))
     if options.flag("trainer.use_v1"):
         for key in (CORRECTION + name for name in ("rollout_is", "rollout_rs", "loss_type")):
-            if options[key] != DEFAULTS[key]:
-                expected = f"{DEFAULTS[key]!r} with bypass_mode, in which verl's V1 trainer does not read it, or"
-                options.refuse(key, f"{expected} trainer.use_v1=False for the loss of its legacy trainer")
+            expected = f"{DEFAULTS[key]!r} with bypass_mode, in which verl's V1 trainer does not read it, or"
+            expected += " trainer.use_v1=False for the loss of its legacy trainer"
+            options.check(key, options[key] == DEFAULTS[key], expected)
         return _LOSSES[mode](options), "rollout", None
-    if mode != "vanilla":
-        expected = "'vanilla' with bypass_mode and trainer.use_v1=False, where loss_type says the loss"
-        options.refuse(LOSS + "loss_mode", expected)
+    expected = "'vanilla' with bypass_mode and trainer.use_v1=False, where loss_type says the loss"
+    options.check(LOSS + "loss_mode", mode == "vanilla", expected)
     if kind == "ppo_clip":  # its ratio is the importance weight
         return _LOSSES[mode](options), "rollout", _correction(options, False, "current/rollout")
     return Reinforce(), "rollout", _correction(options, True, "current/rollout")
@@ -122,9 +120,9 @@ def _clip(options: Options) -> tuple[float, float]:
     """The lower and the upper bound; the common bound replaces one that is None."""
     keys = tuple(ACTOR + name for name in ("clip_ratio_low", "clip_ratio_high"))
     common = ACTOR + "clip_ratio"
-    unread = not set(keys) & options.given.keys() and None not in [options[key] for key in keys]
-    if unread and options[common] != DEFAULTS[common]:
-        options.refuse(common, "clip_ratio_low and clip_ratio_high, whose defaults, 0.2, verl reads in its place")
+    read = set(keys) & options.given.keys() or None in [options[key] for key in keys]
+    expected = "clip_ratio_low and clip_ratio_high, whose defaults, 0.2, verl reads in its place"
+    options.check(common, bool(read) or options[common] == DEFAULTS[common], expected)
     low, high = (options.number(common if options[key] is None else key) for key in keys)
     return low, high
 
@@ -133,15 +131,14 @@ def _aggregation(options: Options, penalised: bool) -> tuple[Aggregation, float 
     key, loss = ACTOR + "loss_agg_mode", options[LOSS + "loss_mode"]
     aggregation = _AGGREGATIONS[options.choice(key, _AGGREGATIONS)]
     if loss in _OWN_AGGREGATION:
-        if penalised and aggregation != "sequence_mean_token_mean":
-            options.refuse(key, f"'seq-mean-token-mean' with penalties and loss_mode={loss!r}, which takes that itself")
+        expected = f"'seq-mean-token-mean' with penalties and loss_mode={loss!r}, which takes that itself"
+        options.check(key, not penalised or aggregation == "sequence_mean_token_mean", expected)
         return "sequence_mean_token_mean", None
     if aggregation != "sequence_mean_token_sum_norm":
         return aggregation, None
     key = ACTOR + "loss_scale_factor"
-    if options[key] is None:
-        number = "a number with 'seq-mean-token-sum-norm', such as data.max_response_length"
-        options.refuse(key, f"{number}: without one verl divides by the longest response of each micro-batch")
+    expected = "a number with 'seq-mean-token-sum-norm', such as data.max_response_length: without one verl divides by "
+    options.check(key, options[key] is not None, f"{expected}the longest response of each micro-batch")
     return aggregation, options.number(key)
 
 
@@ -152,12 +149,11 @@ def _correction(options: Options, weighs: bool, compares: Compared) -> OffPolicy
     if not weighs or options[key] is None or bounds is None:
         return OffPolicyConfig(rejections=rejections) if rejections else None
     level: Any = options.choice(key, ("token", "sequence"))
-    if level == "token" and options[LOSS + "loss_mode"] == "geo_mean":
-        options.refuse(key, "'sequence' or None with loss_mode='geo_mean', one value a sequence")
+    good = level != "token" or options[LOSS + "loss_mode"] != "geo_mean"
+    options.check(key, good, "'sequence' or None with loss_mode='geo_mean', one value a sequence")
     normalise = options.flag(f"{key}_batch_normalize")
-    if normalise and compares == "current/rollout":
-        expected = "False with bypass_mode: the mean weight of a step is not known before its first micro-batch"
-        options.refuse(f"{key}_batch_normalize", expected)
+    expected = "False with bypass_mode: the mean weight of a step is not known before its first micro-batch"
+    options.check(f"{key}_batch_normalize", not normalise or compares != "current/rollout", expected)
     low, high = _bounds(options, f"{key}_threshold", str(bounds), 0.0)
     outside: Any = "zero" if "_" in str(bounds) else "clamp"
     return OffPolicyConfig(level, low, high, outside, normalise, rejections, compares=compares)
@@ -169,13 +165,11 @@ def _rejections(options: Options, compares: Compared) -> Iterator[Rejection]:
         return
     names = list(dict.fromkeys(_parts(options[key])))
     thresholds = [] if options[bounds] is None else _parts(options[bounds])
-    if len(thresholds) not in (1, len(names)):
-        options.refuse(bounds, f"one threshold, or one for each of {', '.join(names)}")
+    good = len(thresholds) in (1, len(names))
+    options.check(bounds, good, f"one threshold, or one for each of {', '.join(names)}")
     for name, threshold in zip(names, thresholds * (len(names) if len(thresholds) == 1 else 1), strict=True):
-        if name not in _STATISTICS:
-            options.refuse(key, f"some of {', '.join(_STATISTICS)}")
-        if not name.endswith("k1") and "_" in threshold:
-            options.refuse(bounds, f"one number for {name}")
+        options.check(key, name in _STATISTICS, f"some of {', '.join(_STATISTICS)}")
+        options.check(bounds, name.endswith("k1") or "_" not in threshold, f"one number for {name}")
         low, high = _bounds(options, bounds, threshold, None if name.endswith("k1") else 0.0)
         yield Rejection(name, low, high, compares)  # type: ignore[arg-type]
 

@@ -7,29 +7,13 @@ from typing import Any
 
 from jaxppo.base.arrays import check
 from jaxppo.policy_losses.base import PolicyLoss
-from jaxppo.policy_losses.by_sign import BySign
-from jaxppo.policy_losses.by_token import CISPO, DPPO, DRO, PPO, SAPO, ProbabilityMask, Reinforce
+from jaxppo.policy_losses.by_token import CISPO, DPPO, DRO, PPO, SAPO, BySign, ProbabilityMask, Reinforce
 from jaxppo.policy_losses.covariances import ClipCov, KLCov
 from jaxppo.policy_losses.sequences import GMPO, GSPO, VESPO
 
-__all__ = [
-    "BY_NAME",
-    "CISPO",
-    "DPPO",
-    "DRO",
-    "GMPO",
-    "GSPO",
-    "PPO",
-    "SAPO",
-    "VESPO",
-    "BySign",
-    "ClipCov",
-    "KLCov",
-    "PolicyLoss",
-    "ProbabilityMask",
-    "Reinforce",
-    "by_name",
-]
+__all__ = ["BY_NAME", "PolicyLoss", "by_name"]
+__all__ += ["CISPO", "DPPO", "DRO", "PPO", "SAPO", "BySign", "ProbabilityMask", "Reinforce"]
+__all__ += ["GMPO", "GSPO", "VESPO", "ClipCov", "KLCov"]
 
 BY_NAME: dict[str, type[PolicyLoss]] = {
     "by_sign": BySign,
@@ -55,9 +39,6 @@ def by_name(name: str, **hyperparameters: Any) -> PolicyLoss:
       name: one of `BY_NAME`.
       **hyperparameters: fields of its class.
 
-    Returns:
-      An instance.
-
     Raises:
       ValueError: an unknown name, a hyperparameter that the loss lacks or that is out of its range.
 
@@ -68,6 +49,5 @@ def by_name(name: str, **hyperparameters: Any) -> PolicyLoss:
     check("name", repr(name), isinstance(name, str) and name in BY_NAME, f"one of {', '.join(BY_NAME)}")
     fields = [field.name for field in dataclasses.fields(BY_NAME[name])]  # type: ignore[arg-type]
     for given in hyperparameters:
-        expected = f"one of {', '.join(fields) or 'no hyperparameter'}"
-        check(given, f"it with {name!r}", given in fields, expected)
+        check(given, f"it with {name!r}", given in fields, f"one of {', '.join(fields) or 'no hyperparameter'}")
     return BY_NAME[name](**hyperparameters)

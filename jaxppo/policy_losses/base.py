@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, Literal, NotRequired, TypedDict
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -17,14 +17,6 @@ Tokens = Float[Array, "R T"]
 Indicators = dict[str, Tokens]
 Result = tuple[Tokens, Indicators]
 Level = Literal["token", "sequence"]
-
-
-class Beside(TypedDict):
-    """What a loss is given beside the log-probs and advantages, see `PolicyLoss.__call__`."""
-
-    mask: Tokens
-    segments: Segments
-    selected: NotRequired[Tokens | None]
 
 
 class Loss:
@@ -44,7 +36,8 @@ class PolicyLoss(Loss, abc.ABC):
     """A policy loss: a frozen dataclass whose fields are its hyperparameters.
 
     Its `__call__` is per-shard code: `[R, T]` is what one device holds. Sums and means over a whole sequence come from
-    `segments`, which crosses context shards. Fields may hold traced numbers where the loss is made inside `jit`.
+    `segments`, which crosses context shards. Fields may hold traced numbers where the loss is made inside `jit`. A
+    value out of the range that `number` or `choice` gave its field is a ValueError; a traced one is NaN.
 
     Attributes:
       token_local: the loss of a token depends on that token alone. It may then be computed a block of tokens at a time,
@@ -59,11 +52,8 @@ class PolicyLoss(Loss, abc.ABC):
       ... class Focal(PolicyLoss):
       ...     power: float = 2.0
       ...     token_local: ClassVar[bool] = True
-      ...
       ...     def __call__(self, log_probs, old_log_probs, advantages, *, mask, segments, selected=None):
       ...         return -advantages * (1 - jnp.exp(log_probs)) ** self.power * log_probs, {}
-      >>> Focal(power=1.0)
-      Focal(power=1.0)
     """
 
     token_local: ClassVar[bool] = False

@@ -1,9 +1,9 @@
-"""Losses in which each token has its own ratio and its own advantage."""
+"""Losses in which each token has its own ratio and its own advantage, and a loss of two by the advantage's sign."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,7 @@ from jax import lax
 
 from jaxppo.base.arrays import Coefficient, check_flag
 from jaxppo.base.kl import log_ratio
-from jaxppo.policy_losses.base import (
-    Beside,
-    Level,
-    PolicyLoss,
-    Result,
-    Tokens,
-    choice,
-    clipped_surrogate,
-    number,
-    ratio_at,
-)
+from jaxppo.policy_losses.base import Level, PolicyLoss, Result, Tokens, choice, clipped_surrogate, number, ratio_at
 
 Divergence = Literal["tv", "kl"]
 _TINY = 1e-30
@@ -31,15 +21,10 @@ _TINY = 1e-30
 class PPO(PolicyLoss):
     """Clipped surrogate: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(log_prob - old_log_prob).
 
-    With `dual_clip` c and A < 0 it is at most -A c. Unequal bounds are DAPO's clip-higher.
-
     Args:
       clip_low: the ratio is clipped below 1 - clip_low; 1 clips nothing.
-      clip_high: the ratio is clipped above 1 + clip_high.
-      dual_clip: where A < 0, the largest ratio that counts; above 1. None is off.
-
-    Raises:
-      ValueError: a number out of its range.
+      clip_high: the ratio is clipped above 1 + clip_high; unequal bounds are DAPO's clip-higher.
+      dual_clip: c, above 1: where A < 0 the loss is at most -A c. None is off.
 
     Example:
       >>> PPO(clip_high=0.28)
@@ -72,9 +57,6 @@ class CISPO(PolicyLoss):
       unified_mask: the loss is 0 where the clip of PPO would end the gradient: A > 0 and r above the upper bound, A < 0
         and r below the lower one.
 
-    Raises:
-      ValueError: a number out of its range, an unknown level.
-
     Example:
       >>> CISPO()
       CISPO(clip_low=1.0, clip_high=0.28, level='token', unified_mask=False)
@@ -95,7 +77,7 @@ class CISPO(PolicyLoss):
         super().__post_init__()
         check_flag("unified_mask", self.unified_mask)
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Any) -> Result:
         ratio = lax.stop_gradient(ratio_at(self.level, log_probs, old_log_probs, of["mask"], of["segments"]))
         clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
         indicators = {"clip_fraction": (clipped != ratio).astype(jnp.float32)}
@@ -112,12 +94,9 @@ class SAPO(PolicyLoss):
     """A soft gate in place of the clip: -(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A.
 
     Args:
-      tau_positive: the steepness where A > 0.
-      tau_negative: the steepness elsewhere.
-      level: r is of the "token", or of the "sequence", the geometric mean of its tokens' ratios.
-
-    Raises:
-      ValueError: a steepness that is not above 0, an unknown level.
+      tau_positive: the steepness where A > 0, above 0.
+      tau_negative: the steepness elsewhere, above 0.
+      level: see `CISPO`.
 
     Example:
       >>> SAPO().tau_negative
@@ -134,7 +113,7 @@ class SAPO(PolicyLoss):
     def token_local(self) -> bool:  # type: ignore[override]
         return self.level == "token"
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Any) -> Result:
         tau = jnp.where(advantages > 0, self.tau_positive, self.tau_negative)
         ratio = ratio_at(self.level, log_probs, old_log_probs, of["mask"], of["segments"])
         return -4 / tau * _sigmoid(tau * (ratio - 1)) * advantages, {}
@@ -185,9 +164,6 @@ class DPPO(PolicyLoss):
       clip_high: the divergence allowed upward. The paper has 0.15 for "tv", and 0.05 for "kl".
       ratio_cap: the largest ratio that weighs a token.
 
-    Raises:
-      ValueError: an unknown divergence, a number out of its range.
-
     Example:
       >>> DPPO("kl", 0.05, 0.05).ratio_cap
       20.0
@@ -223,9 +199,6 @@ class DRO(PolicyLoss):
     Args:
       beta: the strength of the pull.
 
-    Raises:
-      ValueError: a negative strength.
-
     Example:
       >>> DRO()
       DRO(beta=0.1)
@@ -246,18 +219,15 @@ class ProbabilityMask(PolicyLoss):
     """-A min(r, ratio_cap) + pull d^2, the first term 0 where p - q is outside [-clip_low, clip_high].
 
     p is the token's probability now, q the old one, d = log p - log q, r = p / q. Unlike in `DPPO`, the mask does not
-    depend on the sign of A: it drops a token that is far from q on either side. The cap bounds the weight of a token's
-    gradient and does not end it; the pull also acts on dropped tokens. prime-rl calls it "ipo": it is not the
-    preference loss IPO. The published setting has q from the sampler, `ratio_to="rollout"`.
+    depend on the sign of A. The cap bounds the weight of a token's gradient and does not end it; the pull also acts on
+    dropped tokens. prime-rl calls it "ipo": it is not the preference loss IPO. The published setting has q from the
+    sampler, `ratio_to="rollout"`.
 
     Args:
       clip_low: how far p may be below q; 1 drops nothing.
       clip_high: how far p may be above q; 1 drops nothing.
       ratio_cap: the largest ratio that weighs a token.
       pull: the strength of the quadratic pull to q.
-
-    Raises:
-      ValueError: a number out of its range.
 
     Example:
       >>> ProbabilityMask(0.1, 0.1, pull=1e-3)
@@ -281,3 +251,52 @@ class ProbabilityMask(PolicyLoss):
         ratio = weight * (1 + (log_probs - lax.stop_gradient(log_probs)))
         loss = jnp.where(leaves, 0, -ratio * advantages) + self.pull * d**2
         return loss, {"clip_fraction": leaves.astype(jnp.float32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class BySign(PolicyLoss):
+    """One loss where A > 0, another one elsewhere.
+
+    The default is TOPR, by tokens: -A log_prob where A > 0, and -min(r, 1) A log_prob with a constant ratio where
+    A <= 0. Good responses are learnt however old they are; bad ones no longer pull once the policy has left them.
+    Metrics of either loss are 0 at the tokens of the other.
+
+    Args:
+      positive: the loss where A > 0.
+      negative: the loss where A <= 0.
+
+    Raises:
+      TypeError: something else than policy losses.
+      ValueError: a loss that selects tokens of the step.
+
+    Example:
+      >>> BySign(positive=PPO(), negative=GSPO()).token_local
+      False
+
+    Le Roux et al. 2025, Tapered off-policy REINFORCE, https://arxiv.org/abs/2503.14286
+    """
+
+    positive: PolicyLoss = Reinforce()
+    negative: PolicyLoss = CISPO(clip_low=1.0, clip_high=0.0)
+
+    def __post_init__(self) -> None:
+        for name, loss in (("positive", self.positive), ("negative", self.negative)):
+            if not isinstance(loss, PolicyLoss):
+                raise TypeError(f"{name}: got {type(loss).__name__}, expected a policy loss, such as PPO()")
+            if loss.selects is not None:
+                raise ValueError(f"{name}: got {loss}, expected one that selects no tokens of the step")
+
+    @property
+    def token_local(self) -> bool:  # type: ignore[override]
+        return self.positive.token_local and self.negative.token_local
+
+    @property
+    def weighs_by_ratio(self) -> bool:  # type: ignore[override]
+        return self.positive.weighs_by_ratio or self.negative.weighs_by_ratio
+
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **given: Any) -> Result:
+        good, arrays = advantages > 0, (log_probs, old_log_probs, advantages)
+        (loss, found), (other, others) = self.positive(*arrays, **given), self.negative(*arrays, **given)
+        indicators = {name: jnp.where(good, x, others.get(name, 0 * x)) for name, x in found.items()}
+        indicators |= {name: jnp.where(good, 0, x) for name, x in others.items() if name not in found}
+        return jnp.where(good, loss, other), indicators

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool
 
 from jaxppo.base.arrays import Coefficient, check, needed
 from jaxppo.base.kl import log_ratio, magnitude
-from jaxppo.policy_losses.base import Beside, PolicyLoss, Result, Tokens, clipped_surrogate, number
+from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, clipped_surrogate, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,14 +21,10 @@ class ClipCov(PolicyLoss):
     `covariance_mask` picks them over the whole step, among the tokens that the ratio's clip leaves alone.
 
     Args:
-      clip_low: the ratio is clipped below 1 - clip_low.
-      clip_high: the ratio is clipped above 1 + clip_high.
+      clip_low, clip_high: see `PPO`.
       share: the share of the step's tokens that are picked.
       low: tokens are picked among covariances above this.
       high: tokens are picked among covariances below this.
-
-    Raises:
-      ValueError: a number out of its range.
 
     Example:
       >>> ClipCov().share
@@ -60,7 +56,7 @@ class ClipCov(PolicyLoss):
         spared = -advantages * clipped <= -advantages * ratio
         return spared & (covariance > self.low) & (covariance < self.high)
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Any) -> Result:
         selected = needed("selected", of.get("selected"), "the step's covariance_mask")
         ratio = jnp.exp(log_ratio(log_probs, old_log_probs))
         loss = clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)[0]
@@ -77,9 +73,6 @@ class KLCov(PolicyLoss):
       share: the share of the step's tokens that are picked. 2e-3 is for 7B models; the paper has 2e-4 for 32B.
       coef: the strength of the penalty.
 
-    Raises:
-      ValueError: a number out of its range.
-
     Example:
       >>> KLCov(coef=0.5).selects
       'highest'
@@ -92,7 +85,7 @@ class KLCov(PolicyLoss):
     token_local: ClassVar[bool] = True
     selects: ClassVar[Literal["highest"]] = "highest"
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Any) -> Result:
         selected = needed("selected", of.get("selected"), "the step's covariance_mask")
         distance = magnitude(log_probs - old_log_probs)
         loss = -advantages * jnp.exp(log_ratio(log_probs, old_log_probs))

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, Unpack
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.base.arrays import Coefficient
 from jaxppo.base.kl import MAX_LOG_RATIO, log_ratio
-from jaxppo.policy_losses.base import (
-    Beside,
-    PolicyLoss,
-    Result,
-    Tokens,
-    choice,
-    clipped_surrogate,
-    number,
-    sequence_log_ratio,
-)
+from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, choice, clipped_surrogate, number, sequence_log_ratio
 
 Gradient = Literal["sequence", "token"]
 _LEAST_LOG_WEIGHT = math.log(1e-8)
@@ -38,9 +29,6 @@ class GSPO(PolicyLoss):
         of s * log_prob (GSPO-token). The values are the same. The gradients differ if the advantages or the weights of
         a sequence's tokens differ.
 
-    Raises:
-      ValueError: a number out of its range, an unknown gradient.
-
     Example:
       >>> GSPO(3e-4, 4e-4).gradient
       'sequence'
@@ -53,7 +41,7 @@ class GSPO(PolicyLoss):
     dual_clip: Coefficient | None = number(None, above=1)
     gradient: Gradient = choice("sequence", Gradient)
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Any) -> Result:
         sequence = sequence_log_ratio(log_probs, old_log_probs, of["mask"], of["segments"])
         if self.gradient == "token":
             sequence = lax.stop_gradient(sequence) + log_probs - lax.stop_gradient(log_probs)
@@ -73,9 +61,6 @@ class GMPO(PolicyLoss):
       clip_low: the lower bound, nats.
       clip_high: the upper bound, nats.
 
-    Raises:
-      ValueError: a number out of its range.
-
     Example:
       >>> GMPO()
       GMPO(clip_low=0.4, clip_high=0.4)
@@ -86,7 +71,7 @@ class GMPO(PolicyLoss):
     clip_low: Coefficient = number(0.4, least=0)
     clip_high: Coefficient = number(0.4, least=0)
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Any) -> Result:
         mask, segments = of["mask"], of["segments"]
         d = log_probs - old_log_probs
         clipped = jnp.clip(d, -self.clip_low, self.clip_high)
@@ -113,9 +98,6 @@ class VESPO(PolicyLoss):
       k_negative: k where A < 0.
       lambda_negative: l where A < 0.
 
-    Raises:
-      ValueError: a number below 0.
-
     Example:
       >>> VESPO()
       VESPO(k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0)
@@ -128,7 +110,7 @@ class VESPO(PolicyLoss):
     k_negative: Coefficient = number(3.0, least=0)
     lambda_negative: Coefficient = number(2.0, least=0)
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Any) -> Result:
         segments = of["segments"]
         d = lax.stop_gradient(log_ratio(log_probs, old_log_probs))
         log_w = segments.spread(jnp.clip(segments.sum(d), _LEAST_LOG_WEIGHT, MAX_LOG_RATIO))

@@ -27,7 +27,8 @@ def slime_config(c: dict) -> PolicyLossConfig:
     name = {"grpo": "ppo"}.get(c["advantage_estimator"], c["advantage_estimator"])
     given = {"clip_low": c["eps_clip"], "clip_high": c["eps_clip_high"], "dual_clip": c["eps_clip_c"]}
     return dataclasses.replace(
-        presets.slime_default(loss_with(name, given)),
+        presets.slime_default(),
+        loss=loss_with(name, given),
         entropy_coef=c["entropy_coef"],
         kl=KL(
             c["kl_loss_coef"] if c["use_kl_loss"] else 0.0,
@@ -69,7 +70,8 @@ def verl_config(case: Case) -> PolicyLossConfig:
         "coef": c.get("ppo_kl_coef"),
     }
     return dataclasses.replace(
-        presets.verl_default(loss_with(name, given)),
+        presets.verl_default(),
+        loss=loss_with(name, given),
         aggregation=aggregation,
         aggregation_norm=float(case.inputs["loss_mask"].shape[1]) if aggregation.endswith("norm") else None,
         off_policy=OffPolicyConfig(weights="token", high=1e6) if "rollout_is_weights" in case.inputs else None,
