@@ -15,21 +15,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxppo.base.arrays import check_array, check_count, check_floating
 from jaxppo.head import reductions
 from jaxppo.head.border import Window, flat_tokens, slice_of, unless
-from jaxppo.head.call import (
-    Asked,
-    HeadCall,
-    HeadOptions,
-    Inputs,
-    Names,
-    as_asked,
-    as_token_arrays,
-    check_vocab_size,
-    temperature_spec,
-)
+from jaxppo.head.call import Asked, HeadOptions, Names, Tokens
 from jaxppo.head.gradient import in_rows, stats_of_tokens
 from jaxppo.head.head import Entropy, Head, LogitStat, TokenStats, Transform
-from jaxppo.head.prepare import prepare_head
-from jaxppo.head.reductions import Columns, Tokens
+from jaxppo.head.prepare import as_asked, as_token_arrays, check_vocab_size, prepare_head, token_specs
+from jaxppo.head.reductions import Columns
 from jaxppo.head.tile import LOW
 from jaxppo.head.tile import logits as to_logits
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary, varying
@@ -54,8 +44,7 @@ def log_probs_from_hidden(
     """Log-probs of the targets, and entropies, from hidden states and a head; the logits never exist as a whole.
 
     The logits are z = softcap(scale * (hidden @ kernel + bias + LoRA)) / temperature; `log_probs_from_logits` has the
-    formulas of the results. Logits are computed a tile of some tokens by some columns at a time, with an online
-    softmax, and again in the backward.
+    formulas of the results. The backward computes the logits again.
 
     Args:
       hidden: `[R, T, H]`, f32 or bf16; sharded by `parallel.hidden_spec`.
@@ -93,7 +82,7 @@ def log_probs_from_hidden(
       Array([[1.3863, 1.3863]], dtype=float32)
     """
     check_array("targets", targets)  # here, because prepare_head accepts None
-    prepared = prepare_head(
+    call, inputs, specs, _ = prepare_head(
         hidden,
         head,
         targets,
@@ -108,19 +97,9 @@ def log_probs_from_hidden(
         adapter_ids=adapter_ids,
         options=options,
     )
-    found: TokenStats = shard_call(
-        "log_probs_from_hidden",
-        _of_hidden,
-        parallel,
-        {"head": prepared.inputs},
-        lambda p: ([prepared.specs], p.tokens_spec),
-        prepared.call,
-    )
-    return dataclasses.replace(found, ids=prepared.inputs.ids)
-
-
-def _of_hidden(axes: ShardAxes, call: HeadCall, inputs: Inputs) -> TokenStats:
-    return stats_of_tokens(call, inputs)
+    of_head = {"head": inputs}, lambda p: ([specs], p.tokens_spec), call
+    found: TokenStats = shard_call("log_probs_from_hidden", stats_of_tokens, parallel, *of_head)
+    return dataclasses.replace(found, ids=inputs.tokens.ids)
 
 
 def log_probs_from_logits(
@@ -145,15 +124,7 @@ def log_probs_from_logits(
     Args:
       logits: `[R, T, V]`, f32 or bf16; sharded by `parallel.logits_spec`. If the tensor axis does not divide V they are
         replicated over it, and each device works on a window of their columns.
-      targets: `i32[R, T]`, the token that each position predicts.
-      parallel: this and the arguments that follow are those of `log_probs_from_hidden`.
-      temperature: a positive scalar or `[R, T]`.
-      entropy: "none", "metric" or "bonus".
-      logit_stats: names of further statistics.
-      top_k: how many of the likeliest ids to find.
-      nucleus_ids: `i32[R, T, K]`, -1 padded.
-      ids: `i32[R, T, K]`, more ids whose log-probs are computed; -1 is an empty slot.
-      where: `bool[R, T]`, the positions that count.
+      targets, parallel, temperature, entropy, logit_stats, top_k, nucleus_ids, ids, where: see `log_probs_from_hidden`.
       vocab_size: columns from here on are padding, with probability 0 and gradient 0.
 
     Returns:
@@ -163,24 +134,22 @@ def log_probs_from_logits(
       TypeError, ValueError: an argument has a wrong dtype, rank, shape or range; the message names it.
 
     Example:
-      >>> stats = log_probs_from_logits(jnp.zeros((1, 2, 4)), jnp.array([[0, 3]]), entropy="metric")
-      >>> stats.log_probs.round(4), stats.entropy.round(4)
-      (Array([[-1.3863, -1.3863]], dtype=float32), Array([[1.3863, 1.3863]], dtype=float32))
+      >>> log_probs_from_logits(jnp.zeros((1, 2, 4)), jnp.array([[0, 3]])).log_probs.round(4)
+      Array([[-1.3863, -1.3863]], dtype=float32)
     """
     check_floating("logits", logits, 3, "[R, T, V]")
     check_array("targets", targets)
+    asked = as_asked(entropy, logit_stats, top_k)
     if vocab_size is not None:
         check_count("vocab_size", vocab_size, least=1)
-    asked = as_asked(entropy, logit_stats, top_k)
-    given = as_token_arrays("logits", logits.shape[:2], targets, nucleus_ids, ids, where, temperature)
-    tokens = Tokens(*given[:3], given[4])
+    tokens, where = as_token_arrays("logits", logits.shape[:2], targets, nucleus_ids, ids, where, temperature)
     args = {"logits": logits, "tokens": tokens, "where": where}
 
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
         # JAX cannot shard a dimension that an axis does not divide: such logits arrive whole
         t = p.tokens_spec
         of_logits = P(*t, None) if logits.shape[2] % p.tensor_size else p.logits_spec
-        return [of_logits, Tokens(t, t, t, temperature_spec(p, tokens.temperature)), t], t
+        return [of_logits, token_specs(p, tokens), t], t
 
     found: TokenStats = shard_call("log_probs_from_logits", _of_logits, parallel, args, specs, (asked, vocab_size))
     return dataclasses.replace(found, ids=tokens.ids)
@@ -189,29 +158,25 @@ def log_probs_from_logits(
 def _of_logits(
     axes: ShardAxes, static: tuple[Asked, int | None], logits: jax.Array, tokens: Tokens, where: jax.Array | None
 ) -> TokenStats:
-    asked, vocab_size = static
-    R, T, V_local = logits.shape
-    vocab_size = check_vocab_size(vocab_size, V_local * axes.size(_v_names(axes, logits)))
-    tokens, where = flat_tokens(tokens, where, R * T, vocab_size)
-    return in_rows((R, T), _statistics(_Call(asked, vocab_size, axes), logits.reshape(R * T, V_local), tokens, where))
+    (asked, vocab_size), (R, T, V_local) = static, logits.shape
+    v_names = axes.tensor if set(axes.tensor) & varying(logits) else ()  # none if each device holds all columns
+    call = _Call(axes, asked, v_names, check_vocab_size(vocab_size, V_local * axes.size(v_names)))
+    tokens, where = flat_tokens(tokens, where, R * T, call.vocab_size)
+    return in_rows((R, T), _statistics(call, logits.reshape(R * T, V_local), tokens, where))
 
 
 class _Call(NamedTuple):
     """The static part of a call with logits, on a device."""
 
-    asked: Asked
-    vocab_size: int
     axes: ShardAxes
-
-
-def _v_names(axes: ShardAxes, logits: jax.Array) -> Names:
-    """The mesh axes that shard the columns; none if each device holds the logits of all columns."""
-    return axes.tensor if set(axes.tensor) & varying(logits) else ()
+    asked: Asked
+    v_names: Names  # the mesh axes that shard the columns
+    vocab_size: int
 
 
 def _z(call: _Call, x: jax.Array, tokens: Tokens) -> tuple[jax.Array, Columns]:
     """The logits of the columns on which this device works, after temperature, and these columns."""
-    window = Window.of(call.axes, _v_names(call.axes, x), x.shape[1], call.vocab_size, stored=True)
+    window = Window.of(call.axes, call.v_names, x.shape[1], call.vocab_size, stored=True)
     start, columns = window.block(0, window.total)
     x = slice_of(x, start, window.total, 1).astype(jnp.float32)
     return to_logits(Transform(), x, tokens.temperature, columns.valid), columns
@@ -229,7 +194,7 @@ def _forward(call: _Call, x: jax.Array, tokens: Tokens, where: jax.Array | None)
     return unless(where, stats), (x, tokens, where, reductions.left_for_gradients(call.asked, found))
 
 
-def _backward(call: _Call, saved: Any, of_stats: TokenStats) -> tuple[jax.Array, Tokens, None]:
+def _backward(call: _Call, saved: Any, of_stats: TokenStats) -> tuple[jax.Array, None, None]:
     x, tokens, where, found = saved
     asked, counts, of_sums = reductions.cotangents(call.asked, found, tokens, call.vocab_size, of_stats)
     # A token whose numbers are finite counts even without a cotangent: its gradient is 0, but may have a derivative.
@@ -239,14 +204,12 @@ def _backward(call: _Call, saved: Any, of_stats: TokenStats) -> tuple[jax.Array,
     counts = counts if where is None else counts & where
     of_sums, peaks = unless(counts, of_sums), unless(counts, found.peaks, -LOW)
 
-    def sums(x: jax.Array) -> reductions.Sums:
+    def sums(x: jax.Array) -> reductions.Numbers:
         z, columns = _z(call, unless(counts, x), tokens)
         return reductions.sums_of(asked, z, peaks, tokens, columns, differentiated=True)
 
-    _, pull = jax.vjp(sums, x)
-    of_x = pull(jax.tree.map(lambda g, like: vary(g, varying(like)), of_sums, jax.eval_shape(sums, x)))[0]
-    zeros = jax.tree.map(lambda x: jnp.zeros_like(x) if x.dtype == jnp.float32 else None, tokens)
-    return of_x, zeros, None
+    like, pull = jax.vjp(sums, x)
+    return *pull(jax.tree.map(lambda g, x: vary(g, varying(x)), of_sums, like)), None, None
 
 
 _statistics.defvjp(_forward, _backward)

@@ -1,9 +1,5 @@
 """The border between a caller's arrays and the walks over tiles, which know one device's tokens and columns.
 
-What a device holds becomes what it works on by linear functions in plain JAX: positions and FSDP shards are gathered,
-padding is zeroed. Their gradients: `ring.summed` sums over devices, and scatters what FSDP gathers over H; `back`
-transposes the other gathers, in f32.
-
 `varying(x)` is the set of mesh axes along which devices hold different x, by its type. `vary(x, axes)` adds axes to
 that type and sends nothing.
 """
@@ -19,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxppo.head.call import HeadCall, Inputs, Names
-from jaxppo.head.reductions import Columns, Tokens
+from jaxppo.head.call import HeadCall, Inputs, Names, Tokens
+from jaxppo.head.reductions import Columns
 from jaxppo.head.tile import Features, Parameters, low_rank, low_rank_by_row
 from jaxppo.sharding import ShardAxes, vary, varying
 
@@ -28,7 +24,7 @@ Axes = frozenset[str]
 Index = int | jax.Array  # a scalar
 Tree = TypeVar("Tree")  # a pytree of arrays
 _BITS = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint16)}
-PARTS = 8  # equal parts of the vocabulary, whose sums are merged in one order on any tensor axis
+PARTS = 8  # of the vocabulary, in deterministic calls: tiles have the same shapes on any number of devices
 
 
 class Local(NamedTuple):
@@ -36,11 +32,10 @@ class Local(NamedTuple):
 
     features: Features  # [R, T, f]
     parameters: Parameters
-    tokens: Tokens  # [N, ...]
+    tokens: Any  # `Tokens`, [N, ...]; None in a gradient
     counts: jax.Array | None  # bool[N]
 
     def size(self, call: HeadCall) -> int:
-        """N."""
         R, T = self.features[0].shape[:2]
         return int(R * T * (call.axes.size(call.axes.tensor) if call.sequence_parallel else 1))
 
@@ -70,8 +65,7 @@ def local(call: HeadCall, inputs: Inputs) -> Local:
     N = R * T * (axes.size(axes.tensor) if call.sequence_parallel else 1)
     if counts is None and call.deterministic:  # the same program with a mask and without
         counts = jnp.ones(N, bool)
-    tokens = Tokens(inputs.targets, inputs.nucleus_ids, inputs.ids, inputs.temperature)
-    tokens, counts = flat_tokens(tokens, counts, N, call.vocab_size)
+    tokens, counts = flat_tokens(inputs.tokens, counts, N, call.vocab_size)
     # if devices share hidden states but not targets, JAX sums the gradients of hidden states over these devices
     names = frozenset().union(*map(varying, jax.tree.leaves((tokens, counts))))
     return Local(tuple(vary(x, names) for x in features), parameters, lax.stop_gradient(tokens), counts)
@@ -81,8 +75,8 @@ def flat_tokens(
     tokens: Tokens, counts: jax.Array | None, size: int, vocab_size: int
 ) -> tuple[Tokens, jax.Array | None]:
     """What reductions read of tokens, `[N, ...]`, without that of tokens that do not count: it may be anything."""
-    if tokens.nucleus is not None:  # an id outside the vocabulary makes the log-prob NaN, as a target of -2 does
-        exist = (tokens.nucleus >= -1) & (tokens.nucleus < vocab_size)
+    if tokens.nucleus_ids is not None:  # an id outside the vocabulary makes the log-prob NaN, as a target of -2 does
+        exist = (tokens.nucleus_ids >= -1) & (tokens.nucleus_ids < vocab_size)
         tokens = tokens._replace(targets=jnp.where(exist.all(axis=-1), tokens.targets, -2))
     tokens, counts = jax.tree.map(
         lambda x: x.reshape(size, *x.shape[2:]) if x.ndim > 1 else jnp.broadcast_to(x, size), (tokens, counts)
@@ -126,9 +120,7 @@ class Window(NamedTuple):
     stored: bool  # see `Columns`
 
     @classmethod
-    def of(
-        cls, axes: ShardAxes, v_names: Names, own: int, vocab_size: int, *, each: bool = False, stored: bool
-    ) -> Window:
+    def of(cls, axes: ShardAxes, v_names: Names, own: int, vocab_size: int, stored: bool, each: bool = False) -> Window:
         """The window of a device that holds `own` columns, which `v_names` shard."""
         stride, strides = own, {}
         for name in reversed(v_names):
@@ -162,10 +154,7 @@ class Window(NamedTuple):
 
 
 def parts_of(call: HeadCall, held: int) -> int:
-    """How many of 8 equal parts of the vocabulary a device works on; 0 if they do not end where devices' columns end.
-
-    In a deterministic call each part is summed apart, in tiles of the same shapes on any number of devices.
-    """
+    """How many of 8 equal parts of the vocabulary a device works on; 0 if they do not end where its columns end."""
     shards = call.axes.size(call.axes.tensor)
     whole = held if call.shared else held * shards
     return PARTS // shards if call.deterministic and not (PARTS % shards or whole % PARTS or call.gathered_v) else 0
@@ -192,9 +181,9 @@ def whole_features(call: HeadCall, axes: Axes, x: jax.Array) -> jax.Array:
     return vary(x.reshape(-1, x.shape[2]), axes)
 
 
-def back(whole: Callable[[jax.Array], jax.Array], like: jax.Array, gradient: jax.Array) -> jax.Array:
-    """The gradient of an array `like` this one, from that of whole(it): JAX's transpose, in that gradient's dtype."""
-    _, pull = jax.vjp(whole, vary(jnp.zeros(like.shape, gradient.dtype), varying(like)))
+def back(whole: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], axes: Axes, gradient: jax.Array) -> jax.Array:
+    """The gradient of an array that varies over `axes`, from that of whole(it): JAX's transpose, in its dtype."""
+    _, pull = jax.vjp(whole, vary(jnp.zeros(shape, gradient.dtype), axes))
     return pull(gradient)[0]
 
 
@@ -209,6 +198,7 @@ class Order(NamedTuple):
 
     places: jax.Array | None  # i32[N]; None if all tokens stay where they are
     inverse: jax.Array | None
+    tokens: int  # N
     counted: Index  # how many count
     most: Index  # the largest such number of the devices whose loops take equally many turns
 
@@ -216,20 +206,20 @@ class Order(NamedTuple):
     def of(cls, call: HeadCall, counts: jax.Array | None, count: int, equal: Axes) -> Order:
         """The order of `count` tokens. Along the axes `equal` all devices count as many: loops may hold collectives."""
         if counts is None or not call.follow_mask:
-            return cls(None, None, count, count)
+            return cls(None, None, count, count, count)
         total = counts.sum(dtype=jnp.int32)
         places = vary(jnp.argsort(~counts, stable=True).astype(jnp.int32), varying(counts))  # its type loses the axes
         inverse = vary(jnp.argsort(places).astype(jnp.int32), varying(counts))
         names = tuple(sorted(equal & varying(total)))
-        return cls(places, inverse, total, lax.pmax(total, names) if names else total)
+        return cls(places, inverse, count, total, lax.pmax(total, names) if names else total)
 
     def put(self, tree: Tree, size: int) -> Tree:
         """Arrays `[N, ...]` in order, with rows of 0 added up to `size`."""
         moved = tree if self.places is None else jax.tree.map(partial(rows_at, self.places), tree)
         return jax.tree.map(lambda x: jnp.pad(x, ((0, size - x.shape[0]), *[(0, 0)] * (x.ndim - 1))), moved)
 
-    def take_back(self, tree: Tree, count: int) -> Tree:
-        tree = jax.tree.map(lambda x: x[:count], tree)
+    def take_back(self, tree: Tree) -> Tree:
+        tree = jax.tree.map(lambda x: x[: self.tokens], tree)
         return tree if self.inverse is None else jax.tree.map(partial(rows_at, self.inverse), tree)
 
 
@@ -244,8 +234,7 @@ def rows_at(places: jax.Array, x: jax.Array) -> jax.Array:
 def slice_of(x: jax.Array, start: Index, size: int, dim: int = 0, carry: bool = False) -> jax.Array:
     """`size` entries of a dimension from `start` on, which must lie inside: a slice beyond the end would start earlier.
 
-    With `carry` a bf16 array is moved as bits. XLA for CPUs would convert all of it to f32 and back in each turn of a
-    loop, or before the loop if it may.
+    With `carry` a bf16 array is moved as bits: XLA for CPUs would convert all of it to f32 and back in a loop's turns.
     """
     if size == x.shape[dim]:
         return x

@@ -7,14 +7,11 @@ from collections.abc import Collection
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
 
-from jaxppo.base.arrays import as_token_ids, check, check_array, check_choice, check_count, check_number, needed
+from jaxppo.base.arrays import as_token_ids, check, check_array, needed
 from jaxppo.head.head import Entropy, LogitStat, TokenStats, Transform
 from jaxppo.sharding import ParallelMesh, ShardAxes, known_device
 
@@ -37,19 +34,14 @@ class HeadOptions(TypedDict, total=False):
         tiles of 4 MiB.
       precision: the precision of products, as in `jnp.dot`. bf16 operands multiply in one pass with f32 sums. For f32
         operands the default is "highest", since accelerators would round them to bf16 or TF32. If hidden states are
-        bf16 and the kernel is f32, both count as f32. The page "Numbers and bits" has the cost, which
-        `kernel.astype(hidden.dtype)` avoids. The logits are always f32.
+        bf16 and the kernel is f32, both count as f32; `kernel.astype(hidden.dtype)` avoids the cost.
       gradient_sum_dtype: the dtype in which gradients of parameters are summed over devices: "float32", or "parameter"
-        for the parameter's own dtype. bf16 sums send two thirds of the bytes on TPUs and half elsewhere. Their rms
-        error is 0.3% over 4 devices and 1.4% over 128.
+        for the parameter's own dtype. bf16 sums send fewer bytes; their rms error is 0.3% over 4 devices.
       follow_mask: compute only the tokens that count; True by default. False computes all tokens, which takes less
         memory on accelerators if nearly all tokens count.
       deterministic: a token's log-prob and entropy have the same bits whatever else is in the batch, and on tp = 1, 2,
-        4 and 8, for one platform, jax version and kernel dtype. Tiles then depend neither on the number of tokens,
-        which costs time if there are few, nor on `memory`, which must have room for one. Losses take two passes. Each
-        eighth of the vocabulary is summed apart. The bits agree for these tp only if 8 divides the number of columns
-        and FSDP does not shard them. With `logit_stats` or `top_k` the bits may differ from those without. On TPUs and
-        GPUs the code is the same, but nobody has tested the bits there.
+        4 and 8 if 8 divides the number of columns and FSDP does not shard them; for one platform, jax version and
+        kernel dtype. Losses take two passes. The page "Numbers and bits" has the costs, and what was tested.
     """
 
     hidden_spec: P | None
@@ -69,6 +61,15 @@ class Asked:
     top_k: int = 0
 
 
+class Tokens(NamedTuple):
+    """What a head reads of tokens, `[R, T, ...]` of a call and `[N, ...]` on a device; None for what is not given."""
+
+    targets: Any = None  # i32[R, T]; None for a divergence of two heads
+    nucleus_ids: Any = None  # i32[R, T, K]
+    ids: Any = None  # i32[R, T, K]
+    temperature: Any = None  # f32, a scalar or [R, T]; None for 1
+
+
 class Inputs(NamedTuple):
     """All arrays of a call, or their PartitionSpecs; None for those not given."""
 
@@ -77,11 +78,8 @@ class Inputs(NamedTuple):
     bias: Any = None  # [V]
     lora_a: Any = None  # [H, r], or of several adapters [A, H, r]
     lora_b: Any = None  # [r, V] or [A, r, V]
-    targets: Any = None  # i32[R, T]; None for a divergence of two heads
-    nucleus_ids: Any = None  # i32[R, T, K]
-    ids: Any = None  # i32[R, T, K]
+    tokens: Any = Tokens()
     counts: Any = None  # bool[R, T], the tokens that are computed; None for all
-    temperature: Any = None  # f32, a scalar or [R, T]; None for 1
     adapter_ids: Any = None  # i32[R], if there are several adapters
 
 
@@ -150,9 +148,10 @@ class HeadCall:
     asked: Asked
     profile: Profile
     precision: Precision | None  # as in `jnp.dot`; None means "highest" for f32 operands
-    sum_dtype: SumDtype  # in which gradients of parameters are summed over devices
-    memory: int | None  # bytes that a device may spend beside its results; None for the default
-    follow_mask: bool  # the work follows the tokens that count
+    # these and the precision: see `HeadOptions`
+    gradient_sum_dtype: SumDtype
+    memory: int | None
+    follow_mask: bool  # true in deterministic calls
     deterministic: bool  # tiles do not depend on the number of tokens, nor on tp where `border.parts_of` allows
     heads: int  # that share the memory
     copied: bool  # parameters come as one copy per device, `[D, ...]`; their gradients are summed later
@@ -182,38 +181,14 @@ class Prepared(NamedTuple):
     tokens: tuple[int, int]  # [R, T]
 
 
-def as_token_arrays(
-    source: str, tokens: tuple[int, ...], targets: Any, nucleus_ids: Any, ids: Any, where: Any, temperature: Any
-) -> tuple[Any, Any, Any, Any, Any]:
-    """The last five arguments, checked against the [R, T] of `source`: ids in i32, the temperature in f32."""
-    if targets is not None:
-        check_array("targets", targets)
-        expected = f"{tokens}, the [R, T] of {source}"
-        check("targets", f"shape {targets.shape}", targets.shape == tokens, expected)
-        targets = as_token_ids(targets)
-    if where is not None:
-        check_array("where", where)
-        check("where", f"shape {where.shape}", where.shape == tokens, f"{tokens}, the shape of targets")
-        where = where.astype(bool)
-    nucleus_ids = None if nucleus_ids is None else as_id_sets("nucleus_ids", nucleus_ids, tokens)
-    ids = None if ids is None else as_id_sets("ids", ids, tokens)
-    return targets, nucleus_ids, ids, where, as_temperature(temperature, tokens)
-
-
-def as_id_sets(what: str, ids: Any, tokens: tuple[int, ...]) -> Int[Array, "R T K"]:
-    """Sets of ids, K at each position, as i32."""
+def as_id_sets(what: str, ids: Any, tokens: tuple[int, ...]) -> Any:
+    """Sets of ids, K at each position, as `i32[R, T, K]`; None stays None."""
+    if ids is None:
+        return None
     check_array(what, ids)
     good = ids.ndim == 3 and ids.shape[:2] == tokens and ids.shape[2] > 0
     check(what, f"shape {ids.shape}", good, f"[R, T, K] with [R, T] = {tokens}")
     return as_token_ids(ids)
-
-
-def as_asked(entropy: Any, logit_stats: Any, top_k: Any) -> Asked:
-    """What is asked for of each token's distribution."""
-    check_choice("entropy", entropy, Entropy)
-    good = isinstance(top_k, int) and not isinstance(top_k, bool) and top_k >= 0
-    check("top_k", repr(top_k), good, "a number of ids, or 0 for none")
-    return Asked(entropy, as_logit_stats(logit_stats), top_k)
 
 
 def as_logit_stats(logit_stats: Any) -> tuple[LogitStat, ...]:
@@ -223,45 +198,6 @@ def as_logit_stats(logit_stats: Any) -> tuple[LogitStat, ...]:
     good = several and set(logit_stats) <= set(names)
     check("logit_stats", repr(logit_stats), good, f"some of {names}, in a tuple, list or set")
     return tuple(name for name in names if name in logit_stats)
-
-
-def as_adapter_ids(what: str, lora: Any, adapter_ids: Any, rows: int) -> Int[Array, " R"] | None:
-    """The adapter of each row, as i32; None if all rows share one adapter, or there is none."""
-    if lora is None or lora.a.ndim == 2:
-        check("adapter_ids", "an array", adapter_ids is None, f"None without several adapters in {what}, [A, H, r]")
-        return None
-    adapter_ids = needed("adapter_ids", adapter_ids, f"i32[R] for the {lora.a.shape[0]} adapters of {what}")
-    check_array("adapter_ids", adapter_ids)
-    check("adapter_ids", f"shape {adapter_ids.shape}", adapter_ids.shape == (rows,), f"{(rows,)}, one per row")
-    return as_token_ids(adapter_ids)
-
-
-def as_temperature(temperature: Any, shape: tuple[int, ...]) -> Float[Array, ""] | Float[Array, "R T"] | None:
-    """The temperature in f32, without a gradient; NaN where it is not a finite number above 0. None stands for 1."""
-    if not isinstance(temperature, (np.ndarray, jax.Array)):
-        check_number("temperature", temperature, above=0)
-    else:
-        check_array("temperature", temperature)
-    if isinstance(temperature, (int, float, np.number)) and temperature == 1:
-        return None
-    temperature = jnp.asarray(temperature, jnp.float32)
-    good = temperature.shape in ((), shape)
-    check("temperature", f"shape {temperature.shape}", good, f"a scalar or {shape}, one per token")
-    sound = (temperature > 0) & jnp.isfinite(temperature)
-    return jax.lax.stop_gradient(jnp.where(sound, temperature, jnp.nan))
-
-
-def check_vocab_size(vocab_size: int | None, columns: int) -> int:
-    if vocab_size is None:
-        return columns
-    check_count("vocab_size", vocab_size, least=1)
-    check("vocab_size", vocab_size, vocab_size <= columns, f"1 to {columns}, the columns there are")
-    return vocab_size
-
-
-def temperature_spec(parallel: ParallelMesh, temperature: jax.Array | None) -> P:
-    """The spec of a temperature that `as_temperature` returned."""
-    return parallel.tokens_spec if getattr(temperature, "ndim", 0) else P()
 
 
 def check_stats(stats: TokenStats, shape: tuple[int, ...], *read: str, how: str = "") -> None:

@@ -1,8 +1,4 @@
-"""Two heads at each token, tile by tile over both vocabularies at once: divergences with their gradient, comparisons.
-
-One sweep finds both softmaxes, a second walk the sums of a divergence's terms and, by forward differentiation, how they
-change with the student's log s. The backward needs no more: JAX differentiates the terms in each tile.
-"""
+"""Two heads at each token, tile by tile over both vocabularies at once: divergences with gradients, comparisons."""
 
 from __future__ import annotations
 
@@ -18,16 +14,17 @@ from jaxtyping import Array, Float, Int
 
 from jaxppo.base.kl import k3, magnitude
 from jaxppo.head.border import Index, Local, local, slice_of, unless
-from jaxppo.head.call import Asked, HeadCall, Inputs, Names
+from jaxppo.head.call import Asked, HeadCall, Inputs, Names, Tokens
 from jaxppo.head.gradient import once, second_pass
 from jaxppo.head.plan import plan_of_second, plan_of_sweep
-from jaxppo.head.reductions import Columns, Reduced, Tokens
+from jaxppo.head.reductions import Columns, Reduced
 from jaxppo.head.sweep import Work, loop, read, sweep, write
 from jaxppo.head.tile import LOW, products
-from jaxppo.sharding import vary
+from jaxppo.sharding import ShardAxes, vary
 
 F32_UNIT = 2.0**-24
-Known = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]  # m and log s of student and teacher, f32[N]
+OfHead = tuple[jax.Array, jax.Array]  # m and log s, f32[N]
+Known = tuple[OfHead, OfHead]  # of student and teacher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +75,9 @@ def _kl_term(a: jax.Array, log_a: jax.Array, b: jax.Array, log_b: jax.Array) -> 
 
 
 def divergences_of_tokens(
-    call: DivergenceCall, inputs: Inputs, teacher: Inputs, log_z: Float[Array, "R T"] | None = None
+    axes: ShardAxes, call: DivergenceCall, inputs: Inputs, teacher: Inputs, log_z: Float[Array, "R T"] | None = None
 ) -> tuple[Float[Array, "R T"], ...]:
-    """Per-shard: the divergences of the device's tokens; no gradient flows to the teacher.
-
-    `log_z` is the teacher's, where its head holds only some columns of its vocabulary; else None.
-    """
+    """Per-shard: the divergences of the device's tokens. `log_z` is that of a teacher whose head lacks some columns."""
     call, given, other = _pair(call, inputs, teacher)
     whole = lax.stop_gradient((other, None if log_z is None else log_z.reshape(-1)))
     return tuple(x.reshape(inputs.hidden.shape[0], -1) for x in _divergences(call, given, *whole))
@@ -108,16 +102,17 @@ def _works(call: DivergenceCall, given: Local, other: Local) -> tuple[Work, Work
     return one._replace(axes=axes), two._replace(axes=axes)
 
 
-def _finite(z: jax.Array) -> jax.Array:
-    """Logits of columns that a head excludes are `LOW`, which keeps slopes finite; NaN stays."""
+def _logits(work: Work, x: jax.Array, tokens: Tokens, columns: Columns) -> jax.Array:
+    """Logits, of columns that a head excludes `LOW`, which keeps slopes finite; NaN stays."""
+    z = work.logits(x, tokens, columns)
     return jnp.where(z < LOW, LOW, z)
 
 
-def _log_p(z: jax.Array, known: tuple[jax.Array, jax.Array]) -> jax.Array:
+def _log_p(z: jax.Array, known: OfHead) -> jax.Array:
     return (z - known[0][:, None]) - known[1][:, None]
 
 
-def _exact(z: jax.Array, known: tuple[jax.Array, jax.Array]) -> jax.Array:
+def _exact(z: jax.Array, known: OfHead) -> jax.Array:
     """log p, of columns that a head excludes -inf."""
     return jnp.where(z <= LOW / 2, -jnp.inf, _log_p(z, known))
 
@@ -130,15 +125,14 @@ def _sums(call: DivergenceCall, columns: Columns, log_p: jax.Array, log_q: jax.A
 
 def _over_tiles(one: Work, two: Work, known: Known, add: Callable[..., Any], totals: Any) -> Any:
     """Loops over all tiles: values of tokens in `totals` become add(values, columns, z, teacher's z, known)."""
-    C, B = one.plan.chunk, one.width(one.plan.columns)
-    blocks = -(-one.window.total // B)
+    C, B, blocks = one.plan.chunk, one.width, one.blocks
 
     def tile(i: Index, j: Index, part: Any) -> Any:
         z = []
         for work in (one, two):
             tokens, features = work.read(j * C, C)
             _, parameters, columns = work.block(i, B)
-            z.append(_finite(work.logits(products(work.call, features, parameters), tokens, columns)))
+            z.append(_logits(work, products(work.call, features, parameters), tokens, columns))
         return one.vary(add(part, columns, *z, read(known, j * C, C)))
 
     def chunk(j: Index, totals: Any) -> Any:
@@ -154,12 +148,18 @@ def _over_tiles(one: Work, two: Work, known: Known, add: Callable[..., Any], tot
 def _evaluate(
     call: DivergenceCall, given: Local, other: Local, log_z: jax.Array | None
 ) -> tuple[tuple[jax.Array, ...], Any]:
+    """Divergences by a sweep for both softmaxes, and a walk for the sums of their terms and slopes by log s.
+
+    The backward needs no more: JAX differentiates the terms in each tile.
+    """
     one, two = _works(call, given, other)
-    known: Any = [_maximum_and_log_s(sweep(work)) for work in ((one, two) if log_z is None else (one,))]
-    if log_z is not None:
+    own = _maximum_and_log_s(sweep(one))
+    if log_z is None:
+        its = _maximum_and_log_s(sweep(two))
+    else:
         log_z = two.order.put(unless(given.counts, log_z), two.size)
-        known.append((log_z, jnp.zeros_like(log_z)))
-    known = one.vary(tuple(known))
+        its = log_z, jnp.zeros_like(log_z)
+    known: Known = one.vary((own, its))
 
     def add(total: Any, columns: Columns, z: jax.Array, teacher_z: jax.Array, known: Known) -> Any:
         (m, log_s), its = known
@@ -175,13 +175,13 @@ def _evaluate(
     total = _over_tiles(one, two, known, add, one.vary(((zeros,) * len(call.divergences),) * 2))
     axes = call.student.axes
     parts = axes.psum(vary(jnp.stack(jax.tree.leaves(total)), axes.tensor), axes.tensor)
-    parts, known = one.order.take_back((parts.T, known), given.size(call.student))
+    parts, known = one.order.take_back((parts.T, known))
     # equal on the devices of a tensor axis, which their type does not say
     out, count = tuple(unless(given.counts, x) for x in parts.T), len(call.divergences)
     return out[:count], (out[count:], known)
 
 
-def _maximum_and_log_s(found: Reduced) -> tuple[jax.Array, jax.Array]:
+def _maximum_and_log_s(found: Reduced) -> OfHead:
     return found.peaks["m"], jnp.log(jnp.where(found.sums["s"] == 0, 1, found.sums["s"]))
 
 
@@ -193,11 +193,11 @@ def _divergences(call: DivergenceCall, given: Local, other: Local, log_z: jax.Ar
 
 def _forward(call: DivergenceCall, given: Local, other: Local, log_z: jax.Array | None) -> Any:
     out, left = _evaluate(call, *jax.tree.map(once, (given, other, log_z)))
-    return out, (given, other, left, log_z)
+    return out, (given, other, left)
 
 
-def _backward(call: DivergenceCall, saved: Any, g: tuple[jax.Array, ...]) -> tuple[Local, Local, jax.Array | None]:
-    given, other, (slopes, known), log_z = saved
+def _backward(call: DivergenceCall, saved: Any, g: tuple[jax.Array, ...]) -> tuple[Local, None, None]:
+    given, other, (slopes, known) = saved
     counts = jnp.stack([x != 0 for x in g]).any(0)
     counts = counts if given.counts is None else counts & given.counts
     of_s = sum(a * b for a, b in zip(g, slopes, strict=True)) / jnp.exp(known[0][1])
@@ -208,32 +208,27 @@ def _backward(call: DivergenceCall, saved: Any, g: tuple[jax.Array, ...]) -> tup
     def sums_at(work: Work, i: Index, start: Index, tokens: Tokens, columns: Columns, part: Any) -> Any:
         counts, own, its, of = part
         its_tokens, features = read((two.tokens, two.features), start, work.plan.group)
-        _, parameters, its_columns = two.block(i, work.width(work.plan.columns))
+        _, parameters, its_columns = two.block(i, work.width)
         y = products(call.teacher, unless(counts, features), parameters)
-        log_q = _log_p(_finite(two.logits(y, its_tokens, its_columns)), its)
+        log_q = _log_p(_logits(two, y, its_tokens, its_columns), its)
 
         def sums(x: jax.Array) -> Any:
-            z = _finite(work.logits(x, tokens, columns))
+            z = _logits(work, x, tokens, columns)
             return _sums(call, columns, _log_p(z, own), log_q), jnp.exp(z - own[0][:, None]).sum(1)
 
         return sums, of
 
-    found = second_pass(call.student, given, counts, (counts, peaks, teacher, of), sums_at)
-    floats = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, (other, log_z))
-    return found, *jax.tree.map(jnp.zeros_like, floats)
+    return second_pass(call.student, given, counts, (counts, peaks, teacher, of), sums_at), None, None
 
 
 _divergences.defvjp(_forward, _backward)
 
 
 def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teacher: Inputs) -> Comparison:
-    """Per-shard: the comparison at each of the device's tokens, without gradients; 0 at tokens that do not count.
-
-    `unit` is the relative rounding of hidden states and kernels, such as 2^-8 for bfloat16.
-    """
+    """Per-shard: each token's comparison, without gradients. `unit` is the relative rounding of both heads' inputs."""
     call, *pair = _pair(call, inputs, teacher)
-    asked = [dataclasses.replace(c, asked=dataclasses.replace(c.asked, top_k=1)) for c in (call.student, call.teacher)]
-    call = DivergenceCall(asked[0], asked[1], ("reverse_kl", "forward_kl", "total_variation"), 0.5)
+    student, teacher_call = (dataclasses.replace(c, asked=Asked(top_k=1)) for c in (call.student, call.teacher))
+    call = DivergenceCall(student, teacher_call, ("reverse_kl", "forward_kl", "total_variation"), 0.5)
     one, two = _works(call, *pair)
     found, axes = [sweep(work) for work in (one, two)], one.call.axes
     known: Any = one.vary(tuple(map(_maximum_and_log_s, found)))
@@ -250,9 +245,9 @@ def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teac
     sums, magnitudes = (vary(jnp.stack(x), axes.tensor) for x in (sums, magnitudes))
     if axes.tensor:
         sums, magnitudes = lax.psum(sums, axes.tensor), lax.pmax(magnitudes, axes.tensor)
-    tops = [x.top for x in found if x.top is not None]
-    same = (tops[0][1] == tops[1][1])[:, 0].astype(jnp.float32)
-    sums, same, magnitudes = one.order.take_back((sums.T, same, magnitudes.T), pair[0].size(call.student))
+    ids, its = (x.top[1] for x in found if x.top is not None)
+    same = (ids == its)[:, 0].astype(jnp.float32)
+    sums, same, magnitudes = one.order.take_back((sums.T, same, magnitudes.T))
     errors = (_logit_error(w, x, unit, m) for w, x, m in zip((one, two), (inputs, teacher), magnitudes.T, strict=True))
     reverse, forward, variation = sums.T
     result = Comparison(reverse, forward, variation, same, jnp.maximum(*errors))
@@ -273,18 +268,18 @@ def _logit_error(work: Work, inputs: Inputs, unit: float, magnitude: jax.Array) 
     """
     call, counts = work.call, work.given.counts
     terms = len(work.features) - (inputs.bias is not None)  # the kernel's, and an adapter's
-    names, B = call.axes.tensor, work.width(work.plan.columns)
+    names = call.axes.tensor
 
     def largest(i: Index, norms: Any) -> Any:
-        _, parameters, columns = work.block(i, B)
+        _, parameters, columns = work.block(i, work.width)
         valid = True if columns.valid is None else columns.valid
         found = [_norms(x, 1 - call.v_dim, valid) for x in parameters[:terms]]
         return work.vary(jax.tree.map(lambda a, b: jnp.maximum(a, b.max()), norms, found))
 
-    norms = loop(-(-work.window.total // B), largest, work.vary([(jnp.float32(0), jnp.float32(0))] * terms))
+    norms = loop(work.blocks, largest, work.vary([(jnp.float32(0), jnp.float32(0))] * terms))
     of_columns = jnp.stack([jnp.stack(pair) for pair in norms])
     of_columns = lax.pmax(vary(of_columns, names), names) if names else of_columns
-    rows = work.order.take_back(work.features[:terms], magnitude.shape[0])
+    rows = work.order.take_back(work.features[:terms])
     total = jnp.zeros_like(magnitude)
     for x, (squares, fourths), weight in zip(rows, of_columns, call.scales, strict=False):
         of_rows = jnp.stack(_norms(x, 1, True if counts is None else counts))
@@ -309,9 +304,9 @@ def _norms(x: jax.Array, dim: int, counts: jax.Array | bool) -> tuple[jax.Array,
 def inputs_of_columns(
     call: HeadCall, inputs: Inputs, ids: Int[Array, " D"], like: HeadCall, its: Inputs
 ) -> tuple[HeadCall, Inputs]:
-    """The columns `ids` of a head as a head of their own, divided over devices as the columns of `like` are, another.
+    """The columns `ids` of a head as a head of their own, which lie as those of the head `like` with the arrays `its`.
 
-    The ids are equal on all devices, one for each column of the other head, of arrays `its`, that is no padding.
+    The ids are equal on all devices, one for each column of that head that is no padding.
     """
     own = int(its.kernel.shape[(1 if like.transposed else like.v_dim) - 2])  # columns that a device holds
     ids = jnp.pad(ids, (0, own * call.axes.size(like.v_names) - ids.shape[0]))
@@ -319,20 +314,17 @@ def inputs_of_columns(
     arrays = {name: x for name in dims if (x := getattr(inputs, name)) is not None}
     found = {name: _columns(x, dims[name] % x.ndim, ids, call.v_names, like.v_names, own) for name, x in arrays.items()}
     call = dataclasses.replace(call, v_names=like.v_names, vocab_size=like.vocab_size, asked=Asked())
-    return call, inputs._replace(**found, targets=None)
+    return call, inputs._replace(**found, tokens=inputs.tokens._replace(targets=None))
 
 
 def _columns(x: jax.Array, dim: int, ids: jax.Array, names: Names, to: Names, own: int) -> jax.Array:
-    """The columns `ids` of an array whose columns are divided over `names`, divided over `to`.
-
-    A device adds what it holds of the columns and 0 for the others, so the sum over devices is exact in any dtype.
-    """
+    """The columns `ids` of an array whose columns are divided over `names`, divided over `to`."""
     count = x.shape[dim]
     place = ids - (count * lax.axis_index(names) if names else 0)
     inside = (place >= 0) & (place < count)
     here = jnp.take(x, jnp.where(inside, place, 0), dim, mode="clip")
     here = jnp.where(jnp.expand_dims(inside, [d for d in range(x.ndim) if d != dim]), here, 0)
-    if names and names == to:
+    if names and names == to:  # exact in any dtype: a device adds 0 for the columns that it lacks
         return lax.psum_scatter(here, names, scatter_dimension=dim, tiled=True)
     here = lax.psum(vary(here, frozenset(names)), names) if names else here
     return slice_of(vary(here, frozenset(to)), own * lax.axis_index(to), own, dim) if to else here

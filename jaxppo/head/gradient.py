@@ -13,23 +13,23 @@ from jax import lax
 
 from jaxppo.head import reductions
 from jaxppo.head.border import Local, back, local, rounded, unless, whole_features
-from jaxppo.head.call import HeadCall, Inputs
+from jaxppo.head.call import HeadCall, Inputs, Tokens
 from jaxppo.head.head import TokenStats
 from jaxppo.head.passes import one_pass, second, tile_sums
-from jaxppo.head.plan import plan_of_one_pass, plan_of_second, plan_of_sweep
-from jaxppo.head.reductions import Columns, Reduced, Tokens
+from jaxppo.head.plan import Plan, plan_of_one_pass, plan_of_second, plan_of_sweep
+from jaxppo.head.reductions import Columns, Reduced
 from jaxppo.head.sweep import Work, sweep
 from jaxppo.head.tile import LOW, Features, Parameters
-from jaxppo.sharding import note, vary, varying
+from jaxppo.sharding import ShardAxes, note, vary, varying
 
 # (statistics f32[n], arrays [n, ...] of these tokens, arrays that are read whole) -> weighted losses f32[n]
 TokenLoss = Callable[[TokenStats, Any, Any], jax.Array]
 Sum = tuple[jax.Array, TokenStats]  # of losses, and statistics
 
 
-def stats_of_tokens(call: HeadCall, inputs: Inputs) -> TokenStats:
+def stats_of_tokens(axes: ShardAxes, call: HeadCall, inputs: Inputs) -> TokenStats:
     """Per-shard: the statistics of the device's tokens, `[R, T]` each."""
-    return in_rows(inputs.targets.shape, statistics(call, local(call, inputs)))
+    return in_rows(inputs.tokens.targets.shape, statistics(call, local(call, inputs)))
 
 
 def in_rows(shape: tuple[int, ...], stats: Any) -> Any:
@@ -41,21 +41,21 @@ def reduce_tokens(call: HeadCall, inputs: Inputs, token_loss: TokenLoss, per_tok
     """Per-shard: the sum of all devices' token losses, and this device's statistics without gradients.
 
     `token_loss` is hashable, and the loss of a token depends on that token alone. It reads the arrays `[R, T, ...]` of
-    `per_token` by token and those of `shared` whole; no gradient flows to them. Two passes are taken where one does not
-    fit the memory, in deterministic calls, and if anything but a bias is in f16.
+    `per_token` by token and those of `shared` whole; no gradient flows to them.
     """
     given = local(call, inputs)
     per_token = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), per_token)
     # one pass would round gradients to f16 before a loss scale multiplies them; a bias and its gradient are f32 here
     narrow = any(x.dtype == jnp.float16 for x in jax.tree.leaves((given.features, given.parameters)))
-    if not narrow and plan_of_one_pass(call, given) is not None:
-        total, stats = losses(call, token_loss, given, per_token, shared)
+    plan = None if narrow else plan_of_one_pass(call, given)
+    if plan is not None:
+        total, stats = losses(call, plan, token_loss, given, per_token, shared)
     else:
         reason = "float16" if narrow else "deterministic" if call.deterministic else "one pass does not fit the memory"
         with note(f"two passes: {reason}"):
             stats = statistics(call, given)
         total = over_tokens(call, token_loss(stats, per_token, shared))
-    return total, in_rows(inputs.targets.shape, lax.stop_gradient(stats))
+    return total, in_rows(inputs.tokens.targets.shape, lax.stop_gradient(stats))
 
 
 def over_tokens(call: HeadCall, losses: jax.Array) -> jax.Array:
@@ -75,7 +75,7 @@ def _statistics(call: HeadCall, given: Local) -> tuple[TokenStats, Reduced]:
         call = dataclasses.replace(call, asked=dataclasses.replace(asked, entropy="metric"))
     work = Work.of(call, plan, given)
     with note(f"forward, {plan}"):
-        found = work.order.take_back(sweep(work), given.size(call))
+        found = work.order.take_back(sweep(work))
     found = jax.tree.map(lambda x: vary(x, varying(given.tokens.targets)), found)
     # log 0, of tokens that do not count, would stop jax_debug_nans
     found = found._replace(peaks=unless(given.counts, found.peaks), sums=unless(given.counts, found.sums, 1))
@@ -106,10 +106,7 @@ def _statistics_backward(call: HeadCall, saved: tuple[Local, Reduced], of_stats:
 
 
 def second_pass(call: HeadCall, given: Local, counts: jax.Array, known: Any, sums_at: Callable[..., Any]) -> Local:
-    """The cotangents of `given`; `counts` are the tokens that have one, bool[N]. `known` are arrays of tokens.
-
-    Features of tokens that do not count are 0: they may hold NaN. See `second` for `sums_at`.
-    """
+    """The cotangents of `given`. `counts`, bool[N], are the tokens that have one; see `second` for the rest."""
     given, known = jax.tree.map(once, (given, known))
     work = Work.of(call, plan_of_second(call, given), given)
     work = work._replace(features=work.vary(work.features))
@@ -120,13 +117,14 @@ def second_pass(call: HeadCall, given: Local, counts: jax.Array, known: Any, sum
 
 
 def cotangents(work: Work, dfeatures: Features, dparameters: Parameters) -> Local:
-    """What a rule returns for `Local`: gradients of features, in order, go back to their places; None or 0 else."""
+    """What a rule returns for `Local`; gradients of features, in order, go back to their places."""
     call, given, features = work.call, work.given, []
-    for x, g in zip(given.features, work.order.take_back(dfeatures, given.size(call)), strict=True):
+    for x, g in zip(given.features, work.order.take_back(dfeatures), strict=True):
         whole = partial(whole_features, call, work.axes)
-        features.append(rounded(back(whole, x, g) if call.sequence_parallel else g.reshape(x.shape), x.dtype))
-    zeros = jax.tree.map(lambda x: jnp.zeros_like(x) if x.dtype == jnp.float32 else None, given.tokens)
-    return Local(tuple(features), dparameters, zeros, None)
+        features.append(
+            rounded(back(whole, x.shape, varying(x), g) if call.sequence_parallel else g.reshape(x.shape), x.dtype)
+        )
+    return Local(tuple(features), dparameters, None, None)
 
 
 @jax.custom_jvp
@@ -146,24 +144,25 @@ def _second_order(primals: Any, tangents: Any) -> NoReturn:
 statistics.defvjp(_statistics_forward, _statistics_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def losses(call: HeadCall, token_loss: TokenLoss, given: Local, per_token: Any, shared: Any) -> Sum:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def losses(call: HeadCall, plan: Plan, token_loss: TokenLoss, given: Local, per_token: Any, shared: Any) -> Sum:
     """The sum of all devices' losses, and this device's statistics (not differentiable), f32[N] each."""
     stats = _statistics(call, given)[0]
     return over_tokens(call, token_loss(stats, per_token, shared)), stats
 
 
-def _losses_forward(call: HeadCall, token_loss: TokenLoss, given: Local, per_token: Any, shared: Any) -> Any:
+def _losses_forward(
+    call: HeadCall, plan: Plan, token_loss: TokenLoss, given: Local, per_token: Any, shared: Any
+) -> Any:
     given, per_token, shared = jax.tree.map(once, (given, per_token, shared))
-    plan: Any = plan_of_one_pass(call, given)  # not None: the caller has asked
     work = Work.of(call, plan, given)
     with note(f"one pass, {plan}"):
         results, *found = one_pass(work, lambda stats, of: token_loss(stats, of, shared), per_token)
-    each, stats = work.order.take_back(results, given.size(call))
+    each, stats = work.order.take_back(results)
     return (over_tokens(call, each), stats), cotangents(work, *found)
 
 
-def _losses_backward(call: HeadCall, token_loss: TokenLoss, found: Local, of_results: Any) -> Any:
+def _losses_backward(call: HeadCall, plan: Plan, token_loss: TokenLoss, found: Local, of_results: Any) -> Any:
     c = of_results[0]
     scaled = jax.tree.map(lambda x: vary((x.astype(jnp.float32) * c).astype(x.dtype), varying(x)), found)
     return scaled, None, None

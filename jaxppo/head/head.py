@@ -81,10 +81,9 @@ class LoRA:
     hidden @ a is summed in f32 and rounded to the dtype of a, as a layer's output is. With bf16 adapters log-probs
     therefore differ slightly from those with f32 adapters.
 
-    Several adapters are stacked, `[A, H, r]` and `[A, r, V]`, and `adapter_ids` tells which one each row uses. The
-    low-rank features of a row stand in its adapter's columns of `[T, A r]`, and the other columns are 0, so that one
-    product serves all adapters. That product costs A r / H of the product with the kernel. If this is more than an
-    eighth, sort the rows by adapter and make one call for each adapter.
+    Several adapters are stacked, `[A, H, r]` and `[A, r, V]`, and `adapter_ids` tells which one each row uses. One
+    product serves all of them. It costs A r / H of the product with the kernel. If this is more than an eighth, sort
+    the rows by adapter and make one call for each adapter.
 
     Args:
       a: `[H, r]`, f32 or bf16, or `[A, H, r]`; on a mesh every device has all of it.
@@ -208,17 +207,10 @@ class Head:
           >>> head.kernel.shape, head.layout
           ((100, 8), 'vh')
         """
-        options: dict[str, Any] = {
-            "logits_dtype": dtype_name(logits_dtype),
-            "softcap": softcap,
-            "scale": scale,
-            "vocab_size": vocab_size,
-            "spec": spec,
-        }
+        options = logits_dtype, softcap, scale, vocab_size, spec
         if isinstance(module, Head):
-            defaults = {f.name: f.default for f in dataclasses.fields(Head)}
-            given = [name for name, value in options.items() if value != defaults[name]]
-            if given or (layout, lora_scale, dtype) != (None, None, None):
+            given = layout, lora_scale, dtype, dtype_name(logits_dtype), *options[1:]
+            if given != (None, None, None, "float32", None, 1.0, None, None):
                 raise ValueError("module: got a Head and options, expected one of them; dataclasses.replace changes it")
             return module
         parts = parts_of(module)
@@ -237,7 +229,7 @@ class Head:
                 raise ValueError(f"lora_scale: got {lora_scale} for the adapter of the module, expected {expected}")
             lora = LoRA(*parts.lora, scale=known[0])
         kernel, bias = (narrowed(x, dtype) for x in (parts.kernel, parts.bias))
-        return Head(kernel, bias, lora, parts.layout or layout, **options)  # type: ignore[arg-type]
+        return Head(kernel, bias, lora, parts.layout or layout, *options)  # type: ignore[arg-type]
 
     @property
     def v_dim(self) -> int:
@@ -250,8 +242,8 @@ class Head:
         columns = self.kernel.shape[self.v_dim]
         if self.bias is not None:
             check_floating(f"{name}.bias", self.bias, 1, "[V]")
-            good = self.bias.shape == (columns,)
-            check(f"{name}.bias", f"shape {self.bias.shape}", good, f"{(columns,)}, one a column")
+            shape = self.bias.shape
+            check(f"{name}.bias", f"shape {shape}", shape == (columns,), f"{(columns,)}, one a column")
         if self.lora is not None:
             if not isinstance(self.lora, LoRA):
                 raise TypeError(f"{name}.lora: got {type(self.lora).__name__}, expected LoRA or None")

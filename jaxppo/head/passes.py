@@ -11,18 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head import reductions
-from jaxppo.head.border import (
-    Axes,
-    Index,
-    as_bits,
-    back,
-    put_slice,
-    rounded,
-    slice_of,
-    unless,
-    whole_parameter,
-)
-from jaxppo.head.reductions import Columns, Sums, Tokens
+from jaxppo.head.border import Axes, Index, as_bits, back, put_slice, rounded, slice_of, unless, whole_parameter
+from jaxppo.head.call import Tokens
+from jaxppo.head.reductions import Columns, Numbers
 from jaxppo.head.ring import Term, summed
 from jaxppo.head.sweep import Work, loop, read, references_of, write
 from jaxppo.head.tile import Features, Parameters, of_feature, of_parameter, products
@@ -37,17 +28,14 @@ def gradient_of_products(work: Work, x: jax.Array, sums: Callable[[jax.Array], A
     return pull(jax.tree.map(lambda g: vary(g, varying(x)), of_sums))[0].astype(work.dtype)
 
 
-def tile_sums(work: Work, peaks: dict[str, jax.Array], tokens: Tokens, columns: Columns, x: jax.Array) -> Sums:
+def tile_sums(work: Work, peaks: Numbers, tokens: Tokens, columns: Columns, x: jax.Array) -> Numbers:
     """The sums of a tile through which a gradient flows, from its products."""
     z = work.logits(x, tokens, columns)
     return reductions.sums_of(work.call.asked, z, peaks, tokens, columns, differentiated=True)
 
 
 def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tuple[Any, Features, Parameters]:
-    """Losses and statistics of all tokens, in order, and gradients: of features in order, of parameters summed.
-
-    It takes a chunk of tokens by all columns at a time; those of a group fill one array for `last_products`.
-    """
+    """Losses and statistics of all tokens, in order, and gradients: of features in order, of parameters summed."""
     call, C, G, V = work.call, work.plan.chunk, work.plan.group, work.window.total
     groups, per_token = work.size // G, work.order.put(per_token, work.size)
     _, parameters, columns = work.block(0, V)
@@ -55,14 +43,14 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
     # XLA for GPUs adds a product to a total in one kernel, but not a product in a branch: several groups are whole
     follows = work.order.places is not None and (groups == 1 or call.profile.rings or not call.profile.whole)
 
-    def chunk(g: Index, j: Index, carry: Any) -> Any:
+    def chunk(g: Index, j: Index, carry: Any) -> Any:  # by all columns; those of a group fill dx for `last_products`
         results, dx_all = carry
         at = g * G + j * C
         (tokens, features), of_tokens = work.read(at, C), read(per_token, at, C)
         found, x = work.numbers(tokens, features, parameters, columns, read(references, at, C))
         found, counts = reductions.over_devices(found, call.axes), work.counts(at, C)
 
-        def losses_of(sums: Sums) -> Any:
+        def losses_of(sums: Numbers) -> Any:
             stats = reductions.finish(call.asked, found, tokens, call.vocab_size, sums)
             return unless(counts, (loss(stats, of_tokens), stats))
 
@@ -87,7 +75,13 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
         of_group, found = last_products(*last, None if groups == 1 else totals)
         return results, write(dfeatures, of_group, g * G), found
 
-    shapes = jax.eval_shape(lambda: chunk_shapes(work))
+    def like_results() -> Any:
+        z = jnp.zeros((work.size, V), jnp.float32)
+        found = reductions.over_devices(work.vary(reductions.reduced(call.asked, z, work.tokens, columns)), call.axes)
+        stats = reductions.finish(call.asked, found, work.tokens, call.vocab_size)
+        return stats.log_probs, stats
+
+    shapes = jax.eval_shape(like_results)
     results = work.vary(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), call.axes.tensor)
     dfeatures = work.vary(tuple(jnp.zeros(x.shape, jnp.float32) for x in work.features))
     if not call.sequence_parallel:  # else a scatter follows; these are summed over devices already
@@ -103,16 +97,6 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
     return results, dfeatures, tuple(in_place(work, k, x) for k, x in enumerate(found))
 
 
-def chunk_shapes(work: Work) -> Any:
-    """Losses and statistics of all tokens, for their shapes."""
-    z = jnp.zeros((work.size, work.window.total), jnp.float32)
-    _, columns = work.window.block(0, work.window.total)
-    found = work.vary(reductions.reduced(work.call.asked, z, work.tokens, columns))
-    found = reductions.over_devices(found, work.call.axes)
-    stats = reductions.finish(work.call.asked, found, work.tokens, work.call.vocab_size)
-    return stats.log_probs, stats
-
-
 def last_products(
     work: Work,
     parameters: Parameters,
@@ -123,10 +107,9 @@ def last_products(
     step: int,
     totals: Parameters | None,
 ) -> tuple[Features, Parameters]:
-    """The gradients of a group's features and of parameters, both summed over devices.
+    """The gradients of a group's features and of parameters, summed over devices, or added to `totals`, f32.
 
-    dx `[G, V]` holds the gradients of products, of whose steps of so many tokens the first ones are written. Where
-    there are `totals`, f32, the gradients of parameters are added to them instead.
+    dx `[G, V]` holds the gradients of products, of whose steps of so many tokens the first ones are `written`.
     """
     call, (G, V), v, whole = work.call, dx.shape, work.call.v_dim, isinstance(written, int)
 
@@ -139,7 +122,6 @@ def last_products(
         return lax.cond(lax.optimization_barrier(jnp.asarray(True)), product, lambda: zeros)
 
     def of_written(product: Callable[[int], jax.Array]) -> jax.Array:
-        """product(n) of the first n tokens, those that are written."""
         if whole:
             return apart(partial(product, G))
         counts = range(0, G + step, step)
@@ -212,16 +194,15 @@ def kept(work: Work, k: int) -> Axes:
 def parameter_sum(work: Work, k: int, columns: Columns, term: Term) -> jax.Array:
     """The gradient of some columns of a parameter as the device holds them, summed over devices, in its dtype.
 
-    A share of a ring is of columns, since a share of the features reads all of dx; unless FSDP shards the features.
     Windows of one tensor axis differ: their sum over it follows, when all of them are in place.
     """
     call, primal, keep = work.call, work.given.parameters[k], kept(work, k)
-    wide, v, h_names = call.sum_dtype == "float32", call.v_dim, call.h_names if k == 0 else ()
+    wide, v, h_names = call.gradient_sum_dtype == "float32", call.v_dim, call.h_names if k == 0 else ()
     length, width = columns.ids.shape[0], work.features[k].shape[1]
-    if not call.gathered_v:
+    if not call.gathered_v:  # shares of a ring are of columns, since a share of the features reads all of dx
         if h_names:
-            by_features: Term = lambda start, size, first, width: term(first, width, start, size)  # noqa: E731
-            return summed(call, by_features, 1 - v, width, length, work.axes - keep, primal.dtype, h_names, wide)
+            flipped: Term = lambda start, size, first, width: term(first, width, start, size)  # noqa: E731
+            return summed(call, flipped, 1 - v, width, length, work.axes - keep, primal.dtype, h_names, wide)
         return summed(call, term, v, length, width, work.axes - keep, primal.dtype, wide=wide)
     total, pieces = term(0, length, 0, width), work.window.bases.shape[0]
     total = total if wide else rounded(total, primal.dtype)
@@ -231,8 +212,7 @@ def parameter_sum(work: Work, k: int, columns: Columns, term: Term) -> jax.Array
         total = put_slice(vary(jnp.zeros(held, total.dtype), varying(total)), total, work.window.start, v)
     shape = list(primal.shape)
     shape[v] = length // pieces
-    like = vary(jnp.zeros(shape, total.dtype), keep)
-    return rounded(back(partial(whole_parameter, call, k, work.axes), like, total), primal.dtype)
+    return rounded(back(partial(whole_parameter, call, k, work.axes), tuple(shape), keep, total), primal.dtype)
 
 
 def in_place(work: Work, k: int, found: jax.Array) -> jax.Array:
@@ -252,10 +232,10 @@ def second(
     """The f32 gradients of features in order, and those of parameters, a finished block of columns at a time.
 
     sums_at(work, i, start, tokens, columns, part) returns the sums of a tile in block i as a function of its products,
-    and their cotangents; `part` is that of its tokens, from `start` on, in `known`, arrays of tokens in order.
+    and their cotangents; `part` is what `known`, arrays of tokens in order, hold of its tokens, from `start` on.
     """
-    call, given, v, C, B = work.call, work.given, work.call.v_dim, work.plan.group, work.width(work.plan.columns)
-    blocks, alone = -(-work.window.total // B), work.size == C
+    call, given, v, C, B, blocks = work.call, work.given, work.call.v_dim, work.plan.group, work.width, work.blocks
+    alone = work.size == C
     if alone:  # a copy; several tiles do without it, since XLA makes the selection a part of their products
         work = work._replace(features=unless(counts, work.features))
 

@@ -6,7 +6,7 @@ memory bandwidth columns or tokens: 664 on a v5p, 1180 on an H100, 2240 on a v6e
 
 from __future__ import annotations
 
-import math
+from itertools import product
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -47,31 +47,34 @@ class Sizes(NamedTuple):
     rows: int  # bytes of gathered hidden states
     total: int  # bytes of an f32 sum of dkernel, 0 if it is the result itself
     masked: bool
+    most: int  # tokens of a tile: with a mask fewer, since the work can stop only after a tile
 
     @classmethod
     def of(cls, call: HeadCall, given: Local) -> Sizes:
         """Beside a logit lie a nucleus, the gradients of ids, and the likeliest ids with their places."""
         kernel, hidden, N, tokens = given.parameters[0], given.features[0], given.size(call), given.tokens
         held, H = kernel.shape[call.v_dim] * call.axes.size(call.gathered_v), hidden.shape[-1]
-        logit = 4 + (tokens.nucleus is not None) + 4 * (tokens.ids is not None) + 8 * (call.asked.top_k > 0)
+        logit = 4 + (tokens.nucleus_ids is not None) + 4 * (tokens.ids is not None) + 8 * (call.asked.top_k > 0)
         gathered = kernel.dtype.itemsize * H * held if call.h_names or call.gathered_v else 0
         rows = hidden.dtype.itemsize * N * H if call.sequence_parallel else 0
         item = wider_dtype(hidden.dtype, kernel.dtype).itemsize
         is_result = kernel.dtype == jnp.float32 and axes_of(call, given) <= varying(kernel) and not gathered
         total = 0 if is_result else 4 * H * held
-        masked = given.counts is not None and call.follow_mask
+        masked, most = given.counts is not None and call.follow_mask, call.profile.group
+        if masked:
+            most = most // 4 if call.profile.whole else min(most, max(most // 8, -(-N // 4)))
         V = -(-held // call.axes.size(call.axes.tensor)) if call.shared else held
-        return cls(N, H, V, held, item, logit * call.heads, gathered, rows, total, masked)
+        return cls(N, H, V, held, item, logit * call.heads, gathered, rows, total, masked, most)
 
 
 def references(call: HeadCall, given: Local) -> bool:
     """Whether sums are relative to the target's logit, which is known before the product: sums become part of it.
 
-    It costs accuracy, so operands must be bf16. Ids and nuclei read the logits again anyway. An H100 takes longer to
-    gather the targets' logits, and to ask whether a token is far, than to read the logits again.
+    It costs accuracy, so operands must be bf16. Ids and nuclei read the logits again anyway, and an H100 does it faster
+    than it gathers the targets' logits.
     """
     tokens, dtypes = given.tokens, {given.features[0].dtype, given.parameters[0].dtype}
-    alone = tokens.targets is not None and tokens.nucleus is None and tokens.ids is None and not call.asked.top_k
+    alone = tokens.targets is not None and tokens.nucleus_ids is None and tokens.ids is None and not call.asked.top_k
     return call.profile.rings and alone and not call.deterministic and dtypes == {jnp.dtype(jnp.bfloat16)}
 
 
@@ -86,7 +89,7 @@ def plan_of_sweep(call: HeadCall, given: Local) -> Plan:
     by_block = s.gathered > 0 and s.gathered + profile.tile > (call.memory or profile.one_pass)
     refer = references(call, given) and not by_block
     if profile.whole and by_block:
-        chunk, columns = _most(call, s), min(s.V, profile.columns)
+        chunk, columns = s.most, min(s.V, profile.columns)
     elif profile.whole:
         # XLA fuses sums relative to a reference into their product. Logits are not in memory then, unless a maximum is
         # asked for. With a mask a tile is smaller, so that few tokens behind the last one that counts are computed.
@@ -99,7 +102,7 @@ def plan_of_sweep(call: HeadCall, given: Local) -> Plan:
             chunk = min(1024, profile.tokens)
             columns = max(128, memory // (s.logit * chunk + 2 * s.item * s.H) // 128 * 128)
     else:
-        chunk = min(profile.tokens, profile.tile // (s.logit * 512), _most(call, s))
+        chunk = min(profile.tokens, profile.tile // (s.logit * 512), s.most)
         # As in the second pass: XLA for CPUs adds the products of tiles of other widths in another order, and then the
         # gradient of a probability near 1 would be that difference.
         columns = even_columns(s.V, profile.columns)
@@ -114,7 +117,7 @@ def plan_of_sweep(call: HeadCall, given: Local) -> Plan:
 
 def plan_of_second(call: HeadCall, given: Local) -> Plan:
     """The tiles of the second of two passes: a block of columns by many tokens. Raises if none fits the memory."""
-    s, profile, memory = Sizes.of(call, given), call.profile, call.memory or math.inf
+    s, profile, memory = Sizes.of(call, given), call.profile, call.memory or 2**62
     columns = min(s.V, profile.columns)
     if call.deterministic:
         columns = min(columns, s.V // (parts_of(call, s.held) or 1))
@@ -122,7 +125,7 @@ def plan_of_second(call: HeadCall, given: Local) -> Plan:
         return Plan(call.fixed_chunk, call.fixed_chunk, columns, by_block=True)
     if profile.whole and not profile.rings and s.masked:  # XLA for GPUs copies a slice of columns before each product
         columns = min(s.V, 2 * columns)
-    chunk = even(s.N, _most(call, s), profile.whole)
+    chunk = even(s.N, s.most, profile.whole)
 
     def size(chunk: int, columns: int) -> int:
         return chunk * columns * (s.logit + s.item) + 8 * s.H * columns + 4 * s.N * s.H + s.rows
@@ -139,37 +142,25 @@ def plan_of_second(call: HeadCall, given: Local) -> Plan:
 
 def plan_of_one_pass(call: HeadCall, given: Local) -> Plan | None:
     """The largest groups and chunks that fit the memory; None if none fit."""
+    if call.deterministic:
+        return None
     s, profile = Sizes.of(call, given), call.profile
     memory = (call.memory or profile.one_pass) - s.gathered - s.rows
     memory -= 2 * s.item * s.N * s.H if s.masked else 0  # hidden states in order, and their gradients
-    if call.deterministic:
-        return None
-    chunks = (1024, 512, 256, 128) if profile.whole else (64, 32)
-    chunks = (2048, *chunks) if s.masked and profile.whole else chunks
+    chunks = (2048, 1024, 512, 256, 128)[0 if s.masked else 1 :] if profile.whole else (64, 32)
     # of several groups; GPUs compute those that follow a mask whole, so there a group is one of the mask's chunks
     largest = profile.group // (4 if s.masked and profile.whole and not profile.rings else 2)
-    for most in (profile.group, *(n for n in GROUPS if n <= profile.group // 2)):
-        group = even(s.N, most, profile.whole)
-        several = group < s.N
-        if several and most > largest:
-            continue
-        for chunk in chunks:
-            chunk = even(group, min(chunk, profile.group // 4), profile.whole)
-            filled = chunk * -(-group // chunk)
-            products = 4 * filled * s.H + 4 * s.H * (min(s.V, 8192) if profile.whole else profile.columns)
-            logits = s.logit * chunk * s.V * (1 if profile.whole else 3)  # XLA for CPUs keeps exponentials too
-            need = s.item * filled * (s.V + 2 * s.H) + max(logits, products) + (s.total if several else 0)
-            if need <= memory:
-                return Plan(chunk, filled, s.V, references=references(call, given), one_pass=True)
+    groups = [s.N] if profile.group >= s.N else []
+    groups += [even(s.N, most, profile.whole) for most in GROUPS if most <= largest]
+    for group, chunk in product(groups, chunks):
+        chunk = even(group, min(chunk, profile.group // 4), profile.whole)
+        filled, several = chunk * -(-group // chunk), group < s.N
+        products = 4 * filled * s.H + 4 * s.H * (min(s.V, 8192) if profile.whole else profile.columns)
+        logits = s.logit * chunk * s.V * (1 if profile.whole else 3)  # XLA for CPUs keeps exponentials too
+        need = s.item * filled * (s.V + 2 * s.H) + max(logits, products) + (s.total if several else 0)
+        if need <= memory:
+            return Plan(chunk, filled, s.V, references=references(call, given), one_pass=True)
     return None
-
-
-def _most(call: HeadCall, s: Sizes) -> int:
-    """The most tokens of a tile: with a mask fewer, since the work can stop only after a tile."""
-    most = call.profile.group
-    if s.masked:
-        return most // 4 if call.profile.whole else min(most, max(most // 8, -(-s.N // 4)))
-    return most
 
 
 def _check(call: HeadCall, least: int) -> None:

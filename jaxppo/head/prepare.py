@@ -4,37 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
 
-from jaxppo.base.arrays import check, check_choice, check_flag, check_floating, dtype_name
+from jaxppo.base.arrays import (
+    as_token_ids,
+    check,
+    check_array,
+    check_choice,
+    check_flag,
+    check_floating,
+    check_number,
+    dtype_name,
+)
 from jaxppo.base.stacked import part_of_a_step
 from jaxppo.head import call as calls
-from jaxppo.head.call import (
-    Asked,
-    HeadCall,
-    HeadOptions,
-    Inputs,
-    Names,
-    Precision,
-    Prepared,
-    SumDtype,
-    as_adapter_ids,
-    as_asked,
-    as_token_arrays,
-    check_vocab_size,
-    temperature_spec,
-)
+from jaxppo.head.call import Asked, HeadCall, HeadOptions, Inputs, Names, Prepared, Tokens
 from jaxppo.head.head import Entropy, Head, LogitsDtype, LogitStat, Transform, as_head
 from jaxppo.sharding import ParallelMesh, ShardAxes, check_parallel, note, one_a_device, varying
 
-LANES = 128  # lanes of a register
-NEEDED_MESH = "the mesh that has these axes, or no spec"
+Parallel = ParallelMesh | ShardAxes | None
+Pair = tuple[Any, Any]  # hidden states and a head
 
 
 def prepare_head(
@@ -42,7 +41,7 @@ def prepare_head(
     head: Any,
     targets: Any,
     *,
-    parallel: ParallelMesh | ShardAxes | None,
+    parallel: Parallel,
     temperature: Any,
     entropy: Entropy,
     options: HeadOptions,
@@ -52,51 +51,63 @@ def prepare_head(
     ids: Any = None,
     where: Any = None,
     adapter_ids: Any = None,
-    heads: int = 1,
-    name: str = "head",
+    heads: int = 1,  # that share the memory
+    name: str = "head",  # in errors
 ) -> Prepared:
-    """Checks the arguments of `log_probs_from_hidden` and prepares the call.
-
-    There are two more arguments. `heads` is the number of heads that share the memory, and `name` is the name of this
-    head in errors. `targets` may be None if no log-probs are asked for.
-    """
+    """Checks the arguments of `log_probs_from_hidden`, with targets or without, and prepares the call."""
     chosen, what = check_options(options), name.removesuffix("head")
     check_floating(f"{what}hidden", hidden, 3, "[R, T, H]")
     head = as_head(name, head)
     asked = as_asked(entropy, logit_stats, top_k)
     check_parallel(parallel)
     roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
-    hidden, by_position = _bring_hidden(f"{what}hidden_spec", parallel, roles, hidden, chosen.get("hidden_spec"))
+    spec = chosen.pop("hidden_spec")
+    hidden, by_position = _bring_hidden(f"{what}hidden_spec", parallel, roles, hidden, spec)
     head.check(name, hidden.shape[2])
-    h_names, v_names = _kernel_axes(parallel, roles, hidden, head)
-    tokens = _check_shapes(parallel, roles, name, hidden, head, h_names, by_position)
-    of_tokens = as_token_arrays("hidden", tokens, targets, nucleus_ids, ids, where, temperature)
-    a, b = (None, None) if head.lora is None else (head.lora.a, head.lora.b)
-    adapter_ids = as_adapter_ids(f"{name}.lora", head.lora, adapter_ids, tokens[0])
-    inputs = Inputs(hidden, head.kernel, head.bias, a, b, *of_tokens, adapter_ids)
-    call = _call(parallel, roles, head, h_names, v_names, by_position, chosen, asked, heads)
+    h_names, v_names = _kernel_axes(parallel, roles, name, hidden, head)
+    columns = own = head.kernel.shape[head.v_dim]
+    R, T = hidden.shape[:2]
+    if isinstance(parallel, ParallelMesh):
+        own //= math.prod(parallel.mesh.shape.get(n, 1) for n in v_names)  # `shard_call` refuses a remainder
+    else:
+        columns *= roles.size(v_names)
+        T *= roles.size(roles.tensor) if by_position else 1
+    tokens, where = as_token_arrays("hidden", (R, T), targets, nucleus_ids, ids, where, temperature)
+    a, b, scales = (None, None, ()) if head.lora is None else (head.lora.a, head.lora.b, (head.lora.scale,))
+    adapter_ids = as_adapter_ids(f"{name}.lora", head.lora, adapter_ids, R)
+    device = calls.device_kind(parallel, head.kernel)
+    # a TPU stores a `[H, V]` kernel transposed if V is not a multiple of 128, the lanes of a register
+    transposed = head.layout == "hv" and "TPU" in device and own % 128 != 0
+    call = HeadCall(
+        axes=roles,
+        v_dim=0 if transposed else head.v_dim,
+        transposed=transposed,
+        h_names=h_names,
+        v_names=v_names,
+        sequence_parallel=by_position,
+        transform=Transform(cast(LogitsDtype, head.logits_dtype), head.softcap, head.scale),
+        scales=(1.0, *scales, *([] if head.bias is None else [1.0])),
+        vocab_size=check_vocab_size(head.vocab_size, columns),
+        asked=asked,
+        profile=next(profile for kind, profile in calls.PROFILES.items() if kind in device),
+        heads=heads,
+        copied=bool(part_of_a_step.value and isinstance(parallel, ParallelMesh) and roles.tokens),
+        **chosen,
+    )
+    inputs = Inputs(hidden, head.kernel, head.bias, a, b, tokens, where, adapter_ids)
     if not isinstance(parallel, ParallelMesh):
-        return Prepared(call, inputs, None, tokens)
-    return Prepared(call, *_on_mesh(parallel, head, call, inputs, P(h_names or None), P(v_names or None)), tokens)
-
-
-def entry_names(entry: Any) -> Names:
-    """The mesh axes of one entry of a PartitionSpec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        return Prepared(call, inputs, None, (R, T))
+    return Prepared(call, *_on_mesh(parallel, head.v_dim, call, inputs), (R, T))
 
 
 def _bring_hidden(
-    what: str, parallel: ParallelMesh | ShardAxes | None, roles: ShardAxes, hidden: jax.Array, given: P | None
+    what: str, parallel: Parallel, roles: ShardAxes, hidden: jax.Array, given: P | None
 ) -> tuple[jax.Array, bool]:
-    """Reshards hidden states like the batch's tokens, and tells whether the tensor axis shards their positions too.
-
-    On a mesh any spec is accepted. Inside a `shard_map` hidden states must already be sharded like the tokens.
-    """
+    """Reshards hidden states like the batch's tokens, and tells whether the tensor axis shards their positions too."""
     if given is not None and not isinstance(given, P):
         raise TypeError(f"{what}: got {given!r}, expected a PartitionSpec or None")
     if given is None or parallel is None:
-        good = parallel is not None or not any(map(entry_names, given or ()))
-        check(what, f"{given} without parallel=", good, NEEDED_MESH)
+        _check_mesh_given(what, parallel, given or P())
         return hidden, bool(roles.tensor) and roles.sequence_parallel
     mesh = parallel if isinstance(parallel, ParallelMesh) else None
     sizes = mesh.mesh.shape if mesh else jax.sharding.get_abstract_mesh().shape
@@ -123,15 +134,40 @@ def _bring_hidden(
         return to(to(hidden, mesh.sharding(given)), mesh.sharding(wanted)), by_position
 
 
+def _check_mesh_given(what: str, parallel: Parallel, given: P) -> None:
+    good = parallel is not None or not any(given)
+    check(what, f"{given} without parallel=", good, "the mesh that has these axes, or no spec")
+
+
 def _above_1(sizes: Any, entries: Sequence[Any]) -> list[Names]:
     """The axes of each entry, without those of size 1, which have no role and do not cut anything."""
-    return [tuple(name for name in entry_names(entry) if sizes.get(name) != 1) for entry in entries]
+    each = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
+    return [tuple(name for name in names if sizes.get(name) != 1) for names in each]
 
 
-def _kernel_axes(
-    parallel: ParallelMesh | ShardAxes | None, roles: ShardAxes, hidden: jax.Array, head: Head
-) -> tuple[Names, Names]:
-    """The mesh axes that shard the kernel's H and its V: those that were given, or the defaults."""
+def _kernel_axes(parallel: Parallel, roles: ShardAxes, name: str, hidden: jax.Array, head: Head) -> tuple[Names, Names]:
+    """The mesh axes that shard the kernel's H and its V. Raises unless its shape then fits the hidden states."""
+    kernel, v_dim, on_mesh = head.kernel, head.v_dim, isinstance(parallel, ParallelMesh)
+    h_names, v_names = _given_axes(parallel, roles, hidden, head)
+    if hidden.shape[2] != kernel.shape[1 - v_dim] * (1 if on_mesh else roles.size(h_names)):
+        raise ValueError(
+            f"{name}.kernel: got shape {kernel.shape} with layout {head.layout!r}, expected {hidden.shape[2]} rows of "
+            f"H, as in hidden {hidden.shape}"
+        )
+    if on_mesh:
+        return h_names, v_names
+    own, shards, names = kernel.shape[v_dim], roles.size(roles.tensor), varying(kernel)
+    if set(roles.tensor) & names and head.vocab_size is not None and head.vocab_size <= own * (shards - 1):
+        raise ValueError(
+            f"{name}.vocab_size: got {head.vocab_size} with {own} columns on each of {shards} tensor shards, the last "
+            "of which would hold padding alone, expected each device's part of the vocabulary; a kernel that was "
+            "gathered over the tensor axis is to be invariant over it: all_gather(..., to='invarying')"
+        )
+    return h_names, tuple(n for n in v_names if n in names)
+
+
+def _given_axes(parallel: Parallel, roles: ShardAxes, hidden: jax.Array, head: Head) -> tuple[Names, Names]:
+    """The axes of the head's spec, of H and of V, or the defaults."""
     kernel, v_dim, given = head.kernel, head.v_dim, head.spec
     if isinstance(parallel, ParallelMesh) and parallel.is_explicit and given is None:
         given = getattr(jax.typeof(kernel).sharding, "spec", None)
@@ -140,10 +176,9 @@ def _kernel_axes(
         return roles.fsdp, () if kernel.shape[v_dim] % parallel.tensor_size else roles.tensor
     if given is None:
         return roles.fsdp if kernel.shape[1 - v_dim] != hidden.shape[2] else (), roles.tensor
-    good = parallel is not None or not any(map(entry_names, given))
-    check("head.spec", f"{given} without parallel=", good, NEEDED_MESH)
-    sizes: Any = parallel.mesh.shape if isinstance(parallel, ParallelMesh) else {}
+    _check_mesh_given("head.spec", parallel, given)
     check("head.spec", given, len(given) <= 2, "a PartitionSpec of two dimensions")
+    sizes: Any = parallel.mesh.shape if isinstance(parallel, ParallelMesh) else {}
     entries = _above_1(sizes, (*given, *[None] * (2 - len(given))))
     h_names, v_names, tensor = entries[1 - v_dim], entries[v_dim], set(roles.tensor)
     if set(h_names) & tensor:
@@ -153,142 +188,109 @@ def _kernel_axes(
     return h_names, v_names
 
 
-def _check_shapes(
-    parallel: ParallelMesh | ShardAxes | None,
-    roles: ShardAxes,
-    name: str,
-    hidden: jax.Array,
-    head: Head,
-    h_names: Names,
-    by_position: bool,
-) -> tuple[int, int]:
-    """[R, T] of the tokens; raises if the kernel does not fit hidden states, or the part that a device should hold."""
-    kernel, on_mesh = head.kernel, isinstance(parallel, ParallelMesh)
-    H = kernel.shape[1 - head.v_dim] * (1 if on_mesh else roles.size(h_names))
-    if hidden.shape[2] != H:
-        raise ValueError(
-            f"{name}.kernel: got shape {kernel.shape} with layout {head.layout!r}, expected {hidden.shape[2]} rows of "
-            f"H, as in hidden {hidden.shape}"
-        )
-    own, shards = kernel.shape[head.v_dim], 1 if on_mesh else roles.size(roles.tensor)
-    is_part = not on_mesh and bool(set(roles.tensor) & varying(kernel))
-    if is_part and head.vocab_size is not None and head.vocab_size <= own * (shards - 1):
-        raise ValueError(
-            f"{name}.vocab_size: got {head.vocab_size} with {own} columns on each of {shards} tensor shards, the last "
-            "of which would hold padding alone, expected each device's part of the vocabulary; a kernel that was "
-            "gathered over the tensor axis is to be invariant over it: all_gather(..., to='invarying')"
-        )
-    return hidden.shape[0], hidden.shape[1] * (shards if by_position else 1)
-
-
-def _call(
-    parallel: ParallelMesh | ShardAxes | None,
-    roles: ShardAxes,
-    head: Head,
-    h_names: Names,
-    v_names: Names,
-    by_position: bool,
-    options: dict[str, Any],
-    asked: Asked,
-    heads: int,
-) -> HeadCall:
-    columns = head.kernel.shape[head.v_dim]
-    if isinstance(parallel, ParallelMesh):
-        own = columns // math.prod(parallel.mesh.shape.get(n, 1) for n in v_names)  # `shard_call` refuses a remainder
-    else:
-        v_names = tuple(n for n in v_names if n in varying(head.kernel))
-        own, columns = columns, columns * roles.size(v_names)
-    device = calls.device_kind(parallel, head.kernel)
-    # a TPU stores a `[H, V]` kernel transposed if V is not a multiple of 128
-    transposed = head.layout == "hv" and "TPU" in device and own % LANES != 0
-    deterministic = options.get("deterministic", False)
-    return HeadCall(
-        axes=roles,
-        v_dim=0 if transposed else head.v_dim,
-        transposed=transposed,
-        h_names=h_names,
-        v_names=v_names,
-        sequence_parallel=by_position,
-        transform=Transform(cast(LogitsDtype, head.logits_dtype), head.softcap, head.scale),
-        scales=(1.0, *([] if head.lora is None else [head.lora.scale]), *([] if head.bias is None else [1.0])),
-        vocab_size=check_vocab_size(head.vocab_size, columns),
-        asked=asked,
-        profile=next(profile for kind, profile in calls.PROFILES.items() if kind in device),
-        precision=options.get("precision"),
-        sum_dtype=options.get("gradient_sum_dtype", "float32"),
-        memory=options.get("memory"),
-        follow_mask=options.get("follow_mask", True) or deterministic,
-        deterministic=deterministic,
-        heads=heads,
-        copied=bool(part_of_a_step.value and isinstance(parallel, ParallelMesh) and roles.tokens),
-    )
-
-
-def _on_mesh(p: ParallelMesh, head: Head, call: HeadCall, inputs: Inputs, h: P, v: P) -> tuple[Inputs, Inputs]:
+def _on_mesh(p: ParallelMesh, v_dim: int, call: HeadCall, inputs: Inputs) -> tuple[Inputs, Inputs]:
     """The inputs with their specs; with copies of the parameters, so that a step of many parts sums gradients once."""
     hidden_spec = dataclasses.replace(p, sequence_parallel=call.sequence_parallel).hidden_spec
-    of_b = P(None, *v) if inputs.adapter_ids is None else P(None, None, *v)
-    of_tokens = (*[p.tokens_spec] * 4, temperature_spec(p, inputs.temperature), P(p.rows_spec[0]))
-    specs = Inputs(hidden_spec, P(*h, *v) if head.v_dim == 1 else P(*v, *h), v, P(), of_b, *of_tokens)
-    if not call.copied:
-        return inputs, specs
-    for name in ("kernel", "bias", "lora_a", "lora_b"):
+    h, v = call.h_names or None, call.v_names or None
+    of_b = P(None, v) if inputs.adapter_ids is None else P(None, None, v)
+    of_tokens = token_specs(p, inputs.tokens), p.tokens_spec, P(p.rows_spec[0])
+    specs = Inputs(hidden_spec, P(h, v) if v_dim == 1 else P(v, h), P(v), P(), of_b, *of_tokens)
+    for name in ("kernel", "bias", "lora_a", "lora_b") if call.copied else ():
         x, spec = getattr(inputs, name), getattr(specs, name)
         inputs = inputs._replace(**{name: None if x is None else one_a_device(x, p, spec)})
         specs = specs._replace(**{name: p.copies_spec(spec)})
     return inputs, specs
 
 
+def as_token_arrays(
+    source: str, tokens: tuple[int, ...], targets: Any, nucleus_ids: Any, ids: Any, where: Any, temperature: Any
+) -> tuple[Tokens, Any]:
+    """The last five arguments, checked against the [R, T] of `source`: ids in i32, the temperature in f32."""
+    for name, x, of in (("targets", targets, f"the [R, T] of {source}"), ("where", where, "the shape of targets")):
+        if x is not None:
+            check_array(name, x)
+            check(name, f"shape {x.shape}", x.shape == tokens, f"{tokens}, {of}")
+    targets = None if targets is None else as_token_ids(targets)
+    where = None if where is None else where.astype(bool)
+    nucleus_ids, ids = calls.as_id_sets("nucleus_ids", nucleus_ids, tokens), calls.as_id_sets("ids", ids, tokens)
+    return Tokens(targets, nucleus_ids, ids, as_temperature(temperature, tokens)), where
+
+
+def as_asked(entropy: Any, logit_stats: Any, top_k: Any) -> Asked:
+    check_choice("entropy", entropy, Entropy)
+    good = isinstance(top_k, int) and not isinstance(top_k, bool) and top_k >= 0
+    check("top_k", repr(top_k), good, "a number of ids, or 0 for none")
+    return Asked(entropy, calls.as_logit_stats(logit_stats), top_k)
+
+
+def as_adapter_ids(what: str, lora: Any, adapter_ids: Any, rows: int) -> Int[Array, " R"] | None:
+    """The adapter of each row, as i32; None if all rows share one adapter, or there is none."""
+    if lora is None or lora.a.ndim == 2:
+        check("adapter_ids", "an array", adapter_ids is None, f"None without several adapters in {what}, [A, H, r]")
+        return None
+    check("adapter_ids", None, adapter_ids is not None, f"i32[R] for the {lora.a.shape[0]} adapters of {what}")
+    check_array("adapter_ids", adapter_ids)
+    check("adapter_ids", f"shape {adapter_ids.shape}", adapter_ids.shape == (rows,), f"{(rows,)}, one per row")
+    return as_token_ids(adapter_ids)
+
+
+def as_temperature(temperature: Any, shape: tuple[int, ...]) -> Float[Array, ""] | Float[Array, "R T"] | None:
+    """The temperature in f32, without a gradient; NaN where it is not a finite number above 0. None stands for 1."""
+    if not isinstance(temperature, (np.ndarray, jax.Array)):
+        check_number("temperature", temperature, above=0)
+    else:
+        check_array("temperature", temperature)
+    if isinstance(temperature, (int, float, np.number)) and temperature == 1:
+        return None
+    temperature = jnp.asarray(temperature, jnp.float32)
+    good = temperature.shape in ((), shape)
+    check("temperature", f"shape {temperature.shape}", good, f"a scalar or {shape}, one per token")
+    sound = (temperature > 0) & jnp.isfinite(temperature)
+    return jax.lax.stop_gradient(jnp.where(sound, temperature, jnp.nan))
+
+
+def check_vocab_size(vocab_size: int | None, columns: int) -> int:
+    if vocab_size is None:
+        return columns
+    check("vocab_size", vocab_size, vocab_size <= columns, f"1 to {columns}, the columns there are")
+    return vocab_size
+
+
+def token_specs(p: ParallelMesh, tokens: Tokens) -> Tokens:
+    t = p.tokens_spec
+    return Tokens(t, t, t, t if getattr(tokens.temperature, "ndim", 0) else P())
+
+
 def check_options(options: HeadOptions) -> dict[str, Any]:
-    """The options, with a precision and a dtype as names; raises if an option is unknown or out of range."""
+    """All options, with a precision and a dtype as names; raises if one is unknown or out of range."""
     unknown = set(options) - set(HeadOptions.__annotations__)
     if unknown:
         raise TypeError(f"options: got {sorted(unknown)}, expected some of {sorted(HeadOptions.__annotations__)}")
-    found: dict[str, Any] = dict(options)
-    of_names = {"precision": (_precision_name, Precision), "gradient_sum_dtype": (dtype_name, SumDtype)}
-    for name, (named, choices) in of_names.items():
-        if found.get(name) is not None:
-            found[name] = named(found[name])
-            check_choice(name, found[name], choices)
+    found: dict[str, Any] = {"gradient_sum_dtype": "float32", "follow_mask": True, "deterministic": False}
+    found = {**dict.fromkeys(HeadOptions.__annotations__), **found, **options}
+    if found["precision"] is not None:
+        with suppress(ValueError, TypeError):  # of what is no precision, and is refused below
+            found["precision"] = lax.Precision(found["precision"]).name.lower()
+        check_choice("precision", found["precision"], calls.Precision)
+    found["gradient_sum_dtype"] = dtype_name(found["gradient_sum_dtype"])
+    check_choice("gradient_sum_dtype", found["gradient_sum_dtype"], calls.SumDtype)
     for name in ("follow_mask", "deterministic"):
-        check_flag(name, found.get(name, False))
-    memory = options.get("memory")
+        check_flag(name, found[name])
+    found["follow_mask"] |= found["deterministic"]
+    memory = found["memory"]
     good = memory is None or (isinstance(memory, int) and memory > 0)
     check("memory", memory, good, "a positive number of bytes, or None")
     return found
 
 
-def _precision_name(precision: Any) -> Any:
-    """The name of a precision in any form that jnp takes. Anything else is returned, and `check_choice` refuses it."""
-    try:
-        return lax.Precision(precision).name.lower()
-    except (ValueError, TypeError):
-        return precision
-
-
 def prepare_pair(
-    first: tuple[Any, Any],
-    second: tuple[Any, Any],
-    *,
-    names: tuple[str, str],
-    second_spec: P | None,
-    parallel: ParallelMesh | ShardAxes | None,
-    temperature: Any,
-    where: Any,
-    options: HeadOptions,
+    first: Pair, second: Pair, *, names: tuple[str, str], second_spec: P | None, options: HeadOptions, **given: Any
 ) -> tuple[Prepared, Prepared]:
     """Prepares two calls, each of hidden states and a head, and checks that tokens, columns and shards agree.
 
-    Args:
-      first: the arguments `hidden` and `head`.
-      second: the arguments `teacher_hidden` and `teacher_head` where the second name is "teacher".
-      names: the names of the two models, for errors.
-      second_spec: how the second hidden states are sharded, see `HeadOptions.hidden_spec`.
-      parallel: this and the remaining arguments are used in both calls, see `log_probs_from_hidden`.
+    `names` are those of the models in errors: the arguments may be `hidden`, `head`, `teacher_hidden`, `teacher_head`.
     """
-    prepare = partial(
-        prepare_head, targets=None, parallel=parallel, entropy="none", temperature=temperature, where=where, heads=2
-    )
+    prepare: Callable[..., Prepared] = partial(prepare_head, targets=None, entropy="none", heads=2, **given)
     of_second: HeadOptions = {**options, "hidden_spec": second_spec}
     name, the = f"{names[1]}_head", f"the {names[0]}'s"
     one, other = prepare(*first, options=options), prepare(*second, name=name, options=of_second)

@@ -1,13 +1,7 @@
-"""The statistics of a token's distribution as reductions over the columns of the vocabulary.
+"""The statistics of a token's distribution, which follow from a few numbers over the vocabulary's columns, `Reduced`.
 
-Every statistic follows from a few numbers per token, of three kinds:
-
-    peaks   largest values over the columns; constants of differentiation
-    sums    sums over the columns of functions of a logit, relative to the peaks
-    top     the k largest logits with their ids; constants too
-
-Two disjoint sets of columns merge: the larger peaks, the sums rescaled to them and added, the k largest of both. So
-tiles and devices are alike. JAX differentiates `sums_of` tile by tile, and `finish` once per token.
+Tiles and devices are alike: the numbers of two disjoint sets of columns `merge`. JAX differentiates `sums_of` tile by
+tile, and `finish` once per token.
 """
 
 from __future__ import annotations
@@ -20,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.call import Asked, Names
+from jaxppo.head.call import Asked, Names, Tokens
 from jaxppo.head.head import TokenStats
 from jaxppo.head.tile import LOW
 from jaxppo.sharding import ShardAxes, note, vary, varying
@@ -28,30 +22,19 @@ from jaxppo.sharding import ShardAxes, note, vary, varying
 NO_ID = 2**31 - 1  # the id of an empty place among the likeliest, which sorts last
 FARTHEST = 8.8e6  # e^16: a larger sum means a logit so far above the reference that the sum loses digits
 CONSTANT = ("squares", "count")  # sums without a gradient
-Sums = dict[str, jax.Array]
+Numbers = dict[str, jax.Array]  # f32[N] each, and f32[N, K] of ids
 Tree = TypeVar("Tree")
 
 
-class Tokens(NamedTuple):
-    """What a reduction reads of tokens beside their logits; None for what is not given."""
-
-    targets: Any  # i32[N]; None for a divergence of two heads
-    nucleus: Any = None  # i32[N, K]
-    ids: Any = None  # i32[N, K]
-    temperature: Any = None  # f32[N]
-
-
 class Reduced(NamedTuple):
-    """The numbers of N tokens over some columns."""
+    """The numbers of N tokens over some columns; peaks and top are constants of differentiation."""
 
-    peaks: dict[str, jax.Array]  # [N] each
-    sums: Sums  # f32[N], and f32[N, K] of ids
-    top: tuple[jax.Array, jax.Array] | None = None  # f32[N, k] and i32[N, k]
+    peaks: Numbers  # largest values
+    sums: Numbers  # of functions of a logit, relative to the peaks
+    top: tuple[jax.Array, jax.Array] | None = None  # f32[N, k] and i32[N, k], the k largest logits and their ids
 
 
 class Columns(NamedTuple):
-    """Some columns of the vocabulary."""
-
     ids: jax.Array  # i32[B], rising
     valid: jax.Array | None = None  # bool[B], False for padding and for another tile's columns; None if none is
     apart: bool = False  # ids do not rise by one: they are of several pieces of the vocabulary
@@ -76,7 +59,7 @@ class Columns(NamedTuple):
 
     def nucleus(self, tokens: Tokens) -> jax.Array:
         """bool[C, B], the columns that the sampler could draw, the target's included."""
-        ids = jnp.concatenate([tokens.nucleus, tokens.targets[:, None]], axis=1)
+        ids = jnp.concatenate([tokens.nucleus_ids, tokens.targets[:, None]], axis=1)
         (place, inside), B = self.places(ids), self.ids.shape[0]
         empty = vary(jnp.zeros((ids.shape[0], B), bool), varying(place) | varying(inside))
         rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
@@ -84,13 +67,8 @@ class Columns(NamedTuple):
 
 
 def sums_of(
-    asked: Asked,
-    z: jax.Array,
-    peaks: dict[str, jax.Array],
-    tokens: Tokens,
-    columns: Columns,
-    differentiated: bool = False,
-) -> Sums:
+    asked: Asked, z: jax.Array, peaks: Numbers, tokens: Tokens, columns: Columns, differentiated: bool = False
+) -> Numbers:
     """The sums over columns `[C, B]`, or only those through which a gradient flows: 0 * u costs as much as g * u."""
     d = z - peaks["m"][:, None]
     e = jnp.exp(d)
@@ -103,7 +81,7 @@ def sums_of(
     if asked.entropy == "bonus" or (asked.entropy == "metric" and not differentiated):
         d = jnp.where(e > 0, d, 0) if differentiated else d  # it may be -inf, and its slope 0 * inf
         found["u"] = jnp.where(e > 0, e * d, 0).sum(1)
-    if tokens.nucleus is not None:
+    if tokens.nucleus_ids is not None:
         inside = columns.nucleus(tokens) & ~(z < LOW)
         found["nucleus"] = jnp.where(inside, jnp.exp(jnp.where(inside, z, LOW) - peaks["nucleus"][:, None]), 0).sum(1)
     if "sum_p2" in asked.logit_stats and not differentiated:
@@ -115,14 +93,13 @@ def sums_of(
             found["count"] = exists.astype(jnp.float32).sum(1)
     if tokens.ids is not None:
         place, inside = columns.places(tokens.ids)
-        of = f"of {place.shape[1]} ids per token"
-        backward, forward = f"gradients {of}, one scatter-add per tile", f"logits {of}, gathered from each tile"
-        with note(backward if differentiated else forward):
+        what = ("gradients", "one scatter-add per tile") if differentiated else ("logits", "gathered from each tile")
+        with note(f"{what[0]} of {place.shape[1]} ids per token, {what[1]}"):
             found["ids"] = jnp.where(inside, jnp.take_along_axis(z, place, axis=1), 0)
     return found
 
 
-def differentiated(asked: Asked, sums: Sums) -> Sums:
+def differentiated(asked: Asked, sums: Numbers) -> Numbers:
     """Those of the sums through which a gradient flows."""
     constant = CONSTANT if asked.entropy == "bonus" else (*CONSTANT, "u")
     return {name: x for name, x in sums.items() if name not in constant}
@@ -131,15 +108,15 @@ def differentiated(asked: Asked, sums: Sums) -> Sums:
 def left_for_gradients(asked: Asked, found: Reduced) -> Reduced:
     """What a backward reads of the numbers: an entropy that is a metric leaves nothing."""
     peaks = {name: x for name, x in found.peaks.items() if name != "key"}
-    constants = {name: found.sums[name] for name in ("count",) if name in found.sums}
-    return Reduced(peaks, differentiated(asked, found.sums) | constants)
+    count = {"count": found.sums["count"]} if "count" in found.sums else {}
+    return Reduced(peaks, differentiated(asked, found.sums) | count)
 
 
 def reduced(asked: Asked, z: jax.Array, tokens: Tokens, columns: Columns, reference: Any = None) -> Reduced:
     """All numbers of one tile; sums are relative to the largest logits, or to a reference, which saves a reading."""
     constant = lax.stop_gradient(z)
     peaks = {"m": jnp.maximum(constant.max(1), LOW) if reference is None else reference}  # all may be -inf
-    if tokens.nucleus is not None:
+    if tokens.nucleus_ids is not None:
         peaks["nucleus"] = jnp.where(columns.nucleus(tokens) & ~(constant < LOW), constant, LOW).max(1)
     if "accuracy" in asked.logit_stats:  # integers that sort like logits; the lowest bit is set at the target
         bits = lax.bitcast_convert_type(jnp.where(constant == 0, 0, constant), jnp.int32)  # -0 is as likely as 0
@@ -150,14 +127,13 @@ def reduced(asked: Asked, z: jax.Array, tokens: Tokens, columns: Columns, refere
 
 
 def nothing(like: Reduced) -> Reduced:
-    """The numbers over no columns."""
     low = {"m": LOW, "nucleus": LOW, "key": jnp.iinfo(jnp.int32).min}
     peaks = {name: jnp.full(x.shape, low[name], x.dtype) for name, x in like.peaks.items()}
     top = like.top and (jnp.full(like.top[0].shape, LOW, jnp.float32), jnp.full(like.top[1].shape, NO_ID, jnp.int32))
     return Reduced(peaks, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.sums), top)
 
 
-def _rescaled(sums: Sums, old: dict[str, jax.Array], new: dict[str, jax.Array]) -> Sums:
+def _rescaled(sums: Numbers, old: Numbers, new: Numbers) -> Numbers:
     """Sums relative to `old` peaks as sums relative to larger ones."""
     delta = old["m"] - new["m"]
     f, found = jnp.exp(delta), dict(sums)
@@ -183,48 +159,42 @@ def merge(a: Reduced, b: Reduced) -> Reduced:
 
 def over_devices(found: Reduced, axes: ShardAxes) -> Reduced:
     """The numbers over the whole vocabulary: one max, one sum, and a gather of the k largest, over the tensor axis."""
-    if not axes.tensor:
+    names = axes.tensor
+    if not names:
         return found
-    found = jax.tree.map(lambda x: vary(x, axes.tensor), found)
-    peaks = _at_once(lambda x: lax.pmax(x, axes.tensor), found.peaks)
-    sums = _at_once(lambda x: lax.psum(x, axes.tensor), _rescaled(found.sums, found.peaks, peaks))
+    found = jax.tree.map(lambda x: vary(x, names), found)
+    peaks = _at_once(lambda x: lax.pmax(x, names), found.peaks)
+    sums = _at_once(lambda x: lax.psum(x, names), _rescaled(found.sums, found.peaks, peaks))
     if found.top is None:
         return Reduced(peaks, sums)
     (z, ids), k = found.top, found.top[0].shape[1]
     with note(f"{k} likeliest ids per token, gathered over the tensor axis"):
         both = jnp.stack([lax.bitcast_convert_type(z, jnp.int32), ids])
-        bits, ids = lax.all_gather(both, axes.tensor, axis=2, tiled=True, to="invarying")
+        bits, ids = lax.all_gather(both, names, axis=2, tiled=True, to="invarying")
     return Reduced(peaks, sums, _first_of(lax.bitcast_convert_type(bits, jnp.float32), ids, k))
 
 
 def over_parts(found: Reduced, names: Names) -> Reduced:
     """The numbers over the whole vocabulary from a device's parts `[parts, N]`, merged in one order on any mesh.
 
-    A device merges its own parts first, and then those of all devices in the order of the vocabulary, which is that of
-    `names`, the tensor axes.
+    A device merges its own parts first, and then those of all devices in the order of the tensor axes, `names`.
     """
-    found = _in_pairs(found)
-    if not names:
-        return found
+
+    def in_pairs(found: Reduced) -> Reduced:
+        while (count := found.peaks["m"].shape[0]) > 1:
+            pair = (jax.tree.map(lambda x, k=k: x[k:count:2], found) for k in (0, 1))
+            found = lax.optimization_barrier(merge(*pair))
+        return jax.tree.map(lambda x: x[0], found)
 
     def gather(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(lax.all_gather(vary(x, names), names, to="invarying"), 0, 1)
 
-    return _in_pairs(_at_once(gather, found))
-
-
-def _in_pairs(found: Reduced) -> Reduced:
-    while (count := found.peaks["m"].shape[0]) > 1:
-        pair = (jax.tree.map(lambda x, k=k: x[k:count:2], found) for k in (0, 1))
-        found = lax.optimization_barrier(merge(*pair))
-    return jax.tree.map(lambda x: x[0], found)
+    found = in_pairs(found)
+    return in_pairs(_at_once(gather, found)) if names else found
 
 
 def _at_once(reduce: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
-    """Applies `reduce` to all leaves, `[N]` or `[N, K]`, stacked along the first dimension: one collective for a dtype.
-
-    The result of `reduce` may have more dimensions, between the first and that of the tokens.
-    """
+    """Applies `reduce` to all leaves, `[N]` or `[N, K]`, stacked as rows `[., N]`: one collective for a dtype."""
     leaves, treedef = jax.tree.flatten(tree)
     found = list(leaves)
     for dtype in dict.fromkeys(x.dtype for x in leaves):
@@ -260,11 +230,8 @@ def _first_of(z: jax.Array, ids: jax.Array, k: int) -> tuple[jax.Array, jax.Arra
     return -z[..., :k], ids[..., :k]
 
 
-def finish(asked: Asked, found: Reduced, tokens: Tokens, vocab_size: int, sums: Sums | None = None) -> TokenStats:
-    """The statistics from the numbers over the whole vocabulary; differentiable in `sums`, some of the numbers' own.
-
-    A target or an id outside the vocabulary makes log s NaN, and the gradient too.
-    """
+def finish(asked: Asked, found: Reduced, tokens: Tokens, vocab_size: int, sums: Numbers | None = None) -> TokenStats:
+    """The statistics from the numbers over the whole vocabulary; differentiable in `sums`, some of the numbers' own."""
     peaks, sums = found.peaks, found.sums | (sums or {})
 
     def log_probs(z: jax.Array, m: jax.Array, log_s: jax.Array) -> jax.Array:
@@ -272,6 +239,7 @@ def finish(asked: Asked, found: Reduced, tokens: Tokens, vocab_size: int, sums: 
         found = found - lax.stop_gradient(jnp.maximum(found, 0))  # above 0 by rounding only
         return found + jnp.where(z <= LOW / 2, -jnp.inf, 0)
 
+    # a target or an id outside the vocabulary makes log s NaN, and the gradient too
     log_s = _nan_unless(jnp.log(sums["s"]), ~(peaks["m"] <= LOW / 2))
     exists = (tokens.targets >= 0) & (tokens.targets < vocab_size)
     of_target = _nan_unless(jnp.log(sums["nucleus"]) if "nucleus" in sums else log_s, exists)
@@ -302,17 +270,14 @@ def finish(asked: Asked, found: Reduced, tokens: Tokens, vocab_size: int, sums: 
 
 def cotangents(
     asked: Asked, found: Reduced, tokens: Tokens, vocab_size: int, of_stats: TokenStats
-) -> tuple[Asked, jax.Array, Sums]:
-    """What a backward asks for, the tokens with a cotangent that is not 0, and the cotangents of the sums.
-
-    An entropy that is a metric is as if it were not there.
-    """
+) -> tuple[Asked, jax.Array, Numbers]:
+    """What a backward asks for, the tokens with a cotangent that is not 0, and the cotangents of the sums."""
     stats = tuple(name for name in asked.logit_stats if name in ("log_z", "mean_logit"))
-    asked = Asked("bonus" if asked.entropy == "bonus" else "none", stats)
     names = ["log_probs", *stats, "id_log_probs", *(["entropy"] if asked.entropy == "bonus" else [])]
+    asked = Asked("bonus" if asked.entropy == "bonus" else "none", stats)  # no gradient reads an entropy as a metric
     given = {name: x for name in names if (x := getattr(of_stats, name)) is not None}
 
-    def finished(sums: Sums) -> dict[str, jax.Array]:
+    def finished(sums: Numbers) -> Numbers:
         stats = finish(asked, found, tokens, vocab_size, sums)
         return {name: getattr(stats, name) for name in given}
 

@@ -1,8 +1,7 @@
 """Sums over devices of terms that each device computes while sums are on their way, so that links and products overlap.
 
-A sum goes around a ring of devices. Each device ends with one share of it, or with all shares if they are gathered. The
-sum of a share starts at the device behind the share's own, and each device adds its term. Half of a share goes around
-one way, half the other way, since a link carries both at once. Where there is no ring, collectives sum it in blocks.
+The sum of a share goes around a ring, from the device behind the share's own. Half of it goes around each way, since a
+link carries both at once. Where there is no ring, collectives sum it in blocks.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def summed(
 ) -> jax.Array:
     """The sum of f32 terms over `axes`, rounded to `dtype` behind the sum, or before it if it is not `wide`.
 
-    Shares are cut of dimension `dim`, which has size `length`; each device keeps its own if the axes `scatter` shard
-    that dimension of the result. `zero` depends on what must be known before memory for the result is taken.
+    Shares are cut of dimension `dim`; each device keeps its own if the axes `scatter` shard that dimension of the
+    result. `zero` depends on what must be known before memory for the result is taken.
     """
     given = term if wide else lambda *part: rounded(term(*part), dtype)
     names = tuple(n for n in jax.sharding.get_abstract_mesh().axis_names if n in (scatter or axes))

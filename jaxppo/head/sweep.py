@@ -1,7 +1,4 @@
-"""One device's part of a call, and the walk over its tiles that finds the statistics of tokens.
-
-`sweep` takes a chunk of tokens by a block of columns at a time, and merges the numbers of blocks.
-"""
+"""One device's part of a call, and the walk over its tiles that finds the statistics of tokens."""
 
 from __future__ import annotations
 
@@ -12,25 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head import reductions
-from jaxppo.head.border import (
-    Axes,
-    Index,
-    Local,
-    Order,
-    Tree,
-    Window,
-    axes_of,
-    parts_of,
-    put_slice,
-    slice_of,
-    unless,
-    whole_features,
-    whole_parameter,
-)
-from jaxppo.head.call import HeadCall, Names
+from jaxppo.head import border, reductions
+from jaxppo.head.border import Axes, Index, Local, Order, Tree, Window, put_slice, slice_of, unless
+from jaxppo.head.call import HeadCall, Names, Tokens
 from jaxppo.head.plan import Plan
-from jaxppo.head.reductions import Columns, Reduced, Tokens
+from jaxppo.head.reductions import Columns, Reduced
 from jaxppo.head.tile import LOW, Features, Parameters, dot, logits, products, scaled
 from jaxppo.sharding import note, vary, wider_dtype
 
@@ -43,37 +26,36 @@ class Work(NamedTuple):
     call: HeadCall
     plan: Plan
     axes: Axes
+    size: int  # N', the number of tokens with padding
+    dtype: Any  # in which products are multiplied
     order: Order
     features: Features  # [N', f]
     tokens: Tokens  # [N', ...]
     given: Local
     window: Window
+    width: int  # of a block of columns
+    blocks: int
     whole: Parameters | None  # the parameters of all columns held, None if they are gathered block by block
 
     @classmethod
     def of(cls, call: HeadCall, plan: Plan, given: Local) -> Work:
-        axes, N = axes_of(call, given), given.size(call)
+        axes, N = border.axes_of(call, given), given.size(call)
         alone = plan.chunk >= N and not call.deterministic  # a single chunk keeps tokens in place
         order = Order.of(call, None if alone else given.counts, N, axes if plan.one_pass else frozenset())
         least = 2 if call.deterministic else 1  # a loop of one turn would be compiled as another program
         size = plan.group * max(least, -(-N // plan.group))
-        features = tuple(whole_features(call, axes, x) for x in given.features)
+        features = tuple(border.whole_features(call, axes, x) for x in given.features)
         features, tokens = order.put((features, given.tokens), size)
         by_block = plan.by_block and bool(call.h_names or call.gathered_v)
-        own, stored = given.parameters[0].shape[call.v_dim], not call.profile.whole
-        window = Window.of(call.axes, call.v_names, own, call.vocab_size, each=by_block, stored=stored)
-        whole = None if by_block else tuple(whole_parameter(call, k, axes, p) for k, p in enumerate(given.parameters))
-        return cls(call, plan, axes, order, features, tokens, given, window, whole)
-
-    @property
-    def size(self) -> int:
-        """N', the number of tokens with padding."""
-        return self.features[0].shape[0]
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype in which products are multiplied."""
-        return wider_dtype(self.features[0].dtype, self.given.parameters[0].dtype)
+        kernel, stored = given.parameters[0], not call.profile.whole
+        own, dtype = kernel.shape[call.v_dim], wider_dtype(features[0].dtype, kernel.dtype)
+        window = Window.of(call.axes, call.v_names, own, call.vocab_size, stored, by_block)
+        pieces = window.bases.shape[0] if by_block else 1  # blocks that are gathered one by one have columns of each
+        width = min(window.total, max(128, plan.columns // pieces) if pieces > 1 else plan.columns)
+        blocks, whole = -(-window.total // width), None
+        if not by_block:
+            whole = tuple(border.whole_parameter(call, k, axes, p) for k, p in enumerate(given.parameters))
+        return cls(call, plan, axes, size, dtype, order, features, tokens, given, window, width, blocks, whole)
 
     def vary(self, tree: Tree, equal: Names = ()) -> Tree:
         """A loop's carry must vary over all axes from the start, but for those along which its results are equal."""
@@ -85,14 +67,13 @@ class Work(NamedTuple):
         held = self.given.parameters if self.whole is None else self.whole
         parts = [slice_of(p, start, size, call.v_dim, call.profile.upcast) for p in held]
         if self.whole is None:
-            parts = [whole_parameter(call, k, self.axes, p) for k, p in enumerate(parts)]
+            parts = [border.whole_parameter(call, k, self.axes, p) for k, p in enumerate(parts)]
         if columns.valid is not None:  # padding may hold NaN
             exist = jnp.expand_dims(columns.ids < call.vocab_size, 1 - call.v_dim)
             parts = [jnp.where(exist, p, 0) for p in parts]
         return start, tuple(parts), columns
 
     def logits(self, x: jax.Array, tokens: Tokens, columns: Columns) -> jax.Array:
-        """The logits of a tile from its products."""
         return logits(self.call.transform, x, tokens.temperature, columns.valid)
 
     def numbers(
@@ -124,18 +105,13 @@ class Work(NamedTuple):
         with note("rarely: sums of tokens far from their maximum"):
             return lax.cond(far.any(), exactly, lambda: found), x
 
-    def width(self, columns: int) -> int:
-        """The size of blocks of about so many columns, which are of all pieces if blocks are gathered one by one."""
-        pieces = self.window.bases.shape[0] if self.window.each else 1
-        return min(self.window.total, max(128, columns // pieces) if pieces > 1 else columns)
-
     def turns(self, size: int) -> Index:
         """How many tiles of that many tokens have one that counts; the most is there for `audit` to read."""
         turns = -(-self.order.most // size)
         return turns if isinstance(turns, int) else jnp.minimum(turns, -(-self.size // size))
 
     def read(self, start: Index, size: int) -> tuple[Tokens, Features]:
-        """The tokens from a place on, and their features, 0 where tokens do not count: they may hold NaN."""
+        """Tokens and their features, 0 where tokens do not count: they may hold NaN."""
         tokens, features = read((self.tokens, self.features), start, size)
         return tokens, features if self.given.counts is None else unless(self.counts(start, size), features)
 
@@ -163,9 +139,9 @@ def write(tree: Tree, part: Tree, start: Index) -> Tree:
 
 
 def sweep(work: Work) -> Reduced:
-    """The numbers of all tokens over the whole vocabulary, in order."""
-    call, C, B = work.call, work.plan.chunk, work.width(work.plan.columns)
-    parts, blocks = parts_of(call, work.window.own * work.window.bases.shape[0]), -(-work.window.total // B)
+    """The numbers of all tokens over the whole vocabulary, in order: chunks of tokens by blocks of columns, merged."""
+    call, C, B, blocks = work.call, work.plan.chunk, work.width, work.blocks
+    parts = border.parts_of(call, work.window.own * work.window.bases.shape[0])
     turns, references = work.turns(C), references_of(work, B)
 
     def tile(i: Index, j: Index) -> Reduced:
@@ -208,10 +184,7 @@ def sweep(work: Work) -> Reduced:
 
 
 def references_of(work: Work, size: int) -> References:
-    """The references of all tokens, found in loops of their own.
-
-    In a forward each device has its own number of chunks, so the loop over chunks can hold no collective.
-    """
+    """The references of all tokens, with one collective: later each device has its own number of chunks."""
     call, C, (_, parameters, columns) = work.call, work.plan.chunk, work.block(0, size)
     if not work.plan.references or columns.apart or columns.ids.shape[0] < work.window.total:
         return None
@@ -220,7 +193,6 @@ def references_of(work: Work, size: int) -> References:
     parts = 8 if call.v_dim == 1 and H % 1024 == 0 and call.profile.rings else 1
 
     def add(first: Index, width: int, k: int, total: jax.Array) -> jax.Array:
-        """The products of targets with `width` features of product k, from `first` on."""
         p = slice_of(parameters[k], first, width, 1 - call.v_dim)
 
         def chunk(j: Index, total: jax.Array) -> jax.Array:

@@ -1,8 +1,6 @@
-"""Logits of a tile: some tokens by some columns. No mesh and no collective.
+"""Logits of a tile, some tokens by some columns: an elementwise map of a sum of products, of features and parameters.
 
-A head is a sum of products, of features `[N, f]` with parameters that have a dimension of the vocabulary, and an
-elementwise map of that sum. Hidden states and kernel are one product. An adapter is a second one, whose features are
-hidden @ a, and a bias a third one, whose features are ones.
+Hidden states and kernel are one product, hidden @ a and b of an adapter a second one, ones and a bias a third one.
 """
 
 from __future__ import annotations
@@ -20,21 +18,14 @@ from jaxppo.sharding import wider_dtype
 
 Features = tuple[jax.Array, ...]  # [N, f] each; of hidden states first
 Parameters = tuple[jax.Array, ...]  # [f, V] each, or [V, f]; the kernel first
+Dims = tuple[int, int]  # one of each array
 LOW = -1e30  # the logit of a column that does not exist: finite, so that no 0 * inf is in any gradient
 
 
 def dot(
-    call: HeadCall,
-    a: jax.Array,
-    b: jax.Array,
-    contract: tuple[int, int],
-    batch: tuple[int, int] | None = None,
-    found: Any = jnp.float32,
+    call: HeadCall, a: jax.Array, b: jax.Array, contract: Dims, batch: Dims | None = None, found: Any = jnp.float32
 ) -> jax.Array:
-    """Every product of a head: in the wider of both dtypes, in the precision that was asked for, with f32 sums.
-
-    The dimensions `batch` of a and b belong together. A product rounds its sums to the dtype `found` itself.
-    """
+    """Every product of a head: in the wider of both dtypes, with f32 sums, which it rounds to the dtype `found`."""
     dtype = wider_dtype(a.dtype, b.dtype)
     if call.profile.upcast and dtype == jnp.bfloat16:  # exact, and the faster product of XLA for CPUs
         dtype = wider_dtype(jnp.float32)
@@ -115,14 +106,12 @@ def low_rank(call: HeadCall, hidden: jax.Array, a: jax.Array) -> jax.Array:
 def low_rank_by_row(
     call: HeadCall, hidden: jax.Array, a: jax.Array, b: jax.Array, adapter_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The features `[R, T, A r]` of rows that use one of A adapters each, and the matrix `[A r, V]` for them.
-
-    Columns of other adapters are 0, for the id -1 all are. For an id that names no adapter all columns are NaN.
-    """
+    """The features `[R, T, A r]` of rows that use one of A adapters each, NaN for an unknown one; and b `[A r, V]`."""
     count, _, rank = a.shape
     low = low_rank(call, hidden, a.transpose(1, 0, 2).reshape(a.shape[1], count * rank))
     ids = adapter_ids[:, None, None]
     columns = jnp.arange(count * rank, dtype=jnp.int32)[None, None] // rank
     unknown = (ids < -1) | (ids >= count)
+    # the columns of other adapters are 0, for the id -1 all are
     low = jnp.where(columns == ids, low, jnp.where(unknown, jnp.nan, 0.0).astype(low.dtype))
     return low, b.reshape(count * rank, b.shape[2])

@@ -127,7 +127,7 @@ def _of_parts(
         known = [step.normalizer for step in before]
     elif head is not None:
         with note("two passes: the loss of a token depends on others"):
-            stats = stats_of_tokens(head, given)
+            stats = stats_of_tokens(axes, head, given)
     steps = steps_of(stats, known)  # after one pass again, to check the log-probs too
     if names == (ALONE,):
         return finish(steps[0], losses[0], stats, total)
@@ -201,8 +201,8 @@ def _broken_rules(
     sizes: dict[str, int] = {}
     if head is not None:
         call, inputs = head
-        of_head = ("targets", "nucleus_ids", "adapter_ids", "temperature")
-        arrays |= {name: getattr(inputs, name) for name in of_head}
+        of_head = inputs._asdict() | inputs.tokens._asdict()
+        arrays |= {name: of_head[name] for name in ("targets", "nucleus_ids", "adapter_ids", "temperature")}
         adapters = 0 if inputs.adapter_ids is None else inputs.lora_a.shape[-3]
         sizes = {"vocab_size": call.vocab_size, "adapters": adapters}
     arrays |= reads

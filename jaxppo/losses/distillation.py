@@ -15,7 +15,7 @@ from jaxppo.base.arrays import Aggregation, check, check_aggregation, check_choi
 from jaxppo.base.metrics import Metrics, Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
-from jaxppo.head.call import HeadOptions, Inputs
+from jaxppo.head.call import HeadOptions
 from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
 from jaxppo.head.head import Head
 from jaxppo.head.prepare import prepare_pair
@@ -93,12 +93,7 @@ def divergence_from_hidden(
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
         return [student.specs, teacher.specs], p.tokens_spec
 
-    return shard_call("divergence_from_hidden", of_pair, parallel, args, specs, static)[0]
-
-
-def of_pair(axes: ShardAxes, call: DivergenceCall, one: Inputs, other: Inputs) -> tuple[Float[Array, "R T"], ...]:
-    """Per-shard: the divergences of a student from a teacher, or of a draft from the policy."""
-    return divergences_of_tokens(call, one, other)
+    return shard_call("divergence_from_hidden", divergences_of_tokens, parallel, args, specs, static)[0]
 
 
 def distillation_loss(

@@ -37,7 +37,7 @@ from jaxppo.head.divergence import (
 from jaxppo.head.gradient import stats_of_tokens
 from jaxppo.head.head import Head, as_head
 from jaxppo.head.prepare import prepare_head, prepare_pair
-from jaxppo.losses.distillation import DivergenceLoss, of_pair
+from jaxppo.losses.distillation import DivergenceLoss
 from jaxppo.losses.draft_ids import as_draft_ids
 from jaxppo.losses.mtp import Heads, OfDepths, States, heads_of, shift_targets, shift_temperature, sum_of_depths
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, shift_left
@@ -254,7 +254,7 @@ def _of_pair(
     if ids is None:
         spec = given["options"].get("hidden_spec")
         one, other = prepare_pair(*pair, names=("draft", "policy"), second_spec=spec, **given)
-        fn: Any = of_pair if loss else _compare
+        fn: Any = divergences_of_tokens if loss else _compare
         args: dict[str, Any] = {}
         sound: Any = None
     else:
@@ -287,14 +287,15 @@ def _of_columns(
     axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Inputs, ids: jax.Array
 ) -> tuple[jax.Array, ...]:
     """The divergences of a draft with fewer columns, and with `top_k` whether the top tokens are the same."""
-    of_policy = stats_of_tokens(call.teacher, policy)
+    of_policy = stats_of_tokens(axes, call.teacher, policy)
     student = dataclasses.replace(call.student, asked=Asked())
     teacher, columns = inputs_of_columns(call.teacher, policy, ids, student, draft)
     pair = dataclasses.replace(call, student=student, teacher=teacher)
-    found = divergences_of_tokens(pair, draft._replace(targets=None), columns, of_policy.log_z)
+    without = draft._replace(tokens=draft.tokens._replace(targets=None))
+    found = divergences_of_tokens(axes, pair, without, columns, of_policy.log_z)
     if not call.student.asked.top_k:
         return found
-    top, its = (x.top_ids[..., 0] for x in (stats_of_tokens(call.student, draft), of_policy))
+    top, its = (x.top_ids[..., 0] for x in (stats_of_tokens(axes, call.student, draft), of_policy))
     return *found, (ids[top] == its).astype(jnp.float32)
 
 
