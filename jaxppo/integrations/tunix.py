@@ -13,12 +13,16 @@ import jax.numpy as jnp
 
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.prepare import check_options
-from jaxppo.integrations.tunix_loss import MeshOrMaker, batch_of, config_of, loss_fn
-from jaxppo.integrations.tunix_models import check_unread, head_of, hidden_states, log_probs
+from jaxppo.integrations.tunix_loss import MeshOrMaker
+from jaxppo.integrations.tunix_loss import batch_of as batch_of
+from jaxppo.integrations.tunix_loss import config_of as config_of
+from jaxppo.integrations.tunix_loss import loss_fn as loss_fn
+from jaxppo.integrations.tunix_models import check_unread
+from jaxppo.integrations.tunix_models import head_of as head_of
+from jaxppo.integrations.tunix_models import hidden_states as hidden_states
+from jaxppo.integrations.tunix_models import log_probs as log_probs
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.sharding import ParallelMesh
-
-__all__ = ["batch_of", "config_of", "head_of", "hidden_states", "log_probs", "loss_fn", "register", "rl_cluster"]
 
 
 def register(

@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -37,6 +39,9 @@ def read(path: str | Path) -> Arrays:
     """The arrays of a file by name; an .npy is `log_probs`, and a mask of numbers is bool. Nothing is unpickled."""
     check(str(path), "no file", Path(path).is_file(), _FILE)  # a pipe would block
     try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as parts:
+                _check_size(sum(part.file_size for part in parts.infolist()))
         # a map of the file is refused if the file is shorter than its header says; an .npz is not mapped
         loaded = np.load(path, allow_pickle=False, mmap_mode="r")
         arrays = {"log_probs": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
@@ -54,6 +59,12 @@ def read(path: str | Path) -> Arrays:
         check(f"{path}: where", "other numbers than 0 and 1", (arrays["where"] == where).all(), "bool")
         arrays["where"] = where
     return arrays
+
+
+def _check_size(size: int) -> None:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > memory:
+        raise MemoryError(f"{size} bytes of arrays, {memory} of memory")
 
 
 def _check_names(role: str, arrays: Arrays, hidden: bool) -> None:

@@ -382,7 +382,7 @@ BAD_FILES = {
     "an .npy cut": (lambda path: _cut(path, np.save, LOG_PROBS), LOG_PROBS, [], "a.npy: got a file that numpy cannot"),
     "an .npz cut": (lambda path: _cut(path, _savez, LOG_PROBS), LOG_PROBS, [], "a.npy: got a file that numpy cannot"),
     "terabytes": (promise, LOG_PROBS, [], "a.npy: got a file that numpy cannot read"),
-    "a bomb": (bomb, LOG_PROBS, [], "a.npy: got a file that numpy cannot read"),
+    "a bomb": (bomb, LOG_PROBS, [], "cannot read (MemoryError: 17592186044416 bytes of arrays"),
     "no array": (lambda path: _zip(path, "log_probs.txt"), LOG_PROBS, [], "a.npy: got a file that numpy cannot read"),
     "text in it": ({"log_probs": np.array(["a"])}, LOG_PROBS, [], "a.npz: log_probs: got dtype <U1"),
     "a typo": (

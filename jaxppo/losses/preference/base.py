@@ -74,7 +74,7 @@ def sample_terms(
 class Responses(NamedTuple):
     """Responses as a preference loss sees them, by sums over the loss tokens of each.
 
-    Attributes:
+    Args:
       log_prob: the sum of log_probs.
       log_ratio: the sum of log_probs - ref_log_probs; that of log_probs where the loss reads no reference.
       tokens: the number of loss tokens, at least 1.
