@@ -37,6 +37,10 @@ def grpo() -> PolicyLossConfig:
 
     Each response counts the same, whatever its length. With `advantages.grpo`.
 
+    Example:
+      >>> grpo().kl
+      KL(coef=0.04, estimator='k3', importance='none', compares='current/old')
+
     Shao et al. 2024, DeepSeekMath, https://arxiv.org/abs/2402.03300
     """
     return PolicyLossConfig(kl=KL(0.04), aggregation="sequence_mean_token_mean")
@@ -78,6 +82,10 @@ def luspo() -> PolicyLossConfig:
     This is GSPO with a sum over tokens, so that length is not punished. The clip is 2e-3 and 2.5e-3. With
     `advantages.grpo`.
 
+    Example:
+      >>> luspo().aggregation
+      'sequence_mean_token_sum'
+
     2026, Length-unbiased sequence policy optimization, https://github.com/murphy4122/luspo
     """
     return PolicyLossConfig(GSPO(2e-3, 2.5e-3), aggregation="sequence_mean_token_sum")
@@ -98,6 +106,10 @@ def prime_rl_default() -> PolicyLossConfig:
 
     In August 2026 the bounds were 0.1, with `pull=1e-3`.
 
+    Example:
+      >>> prime_rl_default().ratio_to
+      'rollout'
+
     https://github.com/PrimeIntellect-ai/prime-rl
     """
     return PolicyLossConfig(ProbabilityMask(), ratio_to="rollout", aggregation="token_mean")
@@ -109,6 +121,10 @@ def prime_rl_ref_kl() -> PolicyLossConfig:
     The advantages are `advantages.on_policy_distillation` of the current log-probs, computed again in each update. A
     token has no loss if its probability is 0.2 below the sampler's, whatever the sign of its advantage.
 
+    Example:
+      >>> prime_rl_ref_kl().loss.clip_low, prime_rl_ref_kl().loss.clip_high
+      (0.2, 1.0)
+
     https://github.com/PrimeIntellect-ai/prime-rl
     """
     loss = ProbabilityMask(clip_low=0.2, clip_high=1.0)
@@ -119,6 +135,10 @@ def importance_sampling() -> PolicyLossConfig:
     """Tinker's `importance_sampling`: -r A over the sampler, no clip, a sum over tokens.
 
     It is PPO with bounds that no ratio meets. The sum makes the gradient grow with the batch.
+
+    Example:
+      >>> importance_sampling().loss
+      PPO(clip_low=1.0, clip_high=1000000000.0, dual_clip=None)
 
     https://tinker-docs.thinkingmachines.ai/losses
     """
@@ -204,7 +224,12 @@ def gpg() -> PolicyLossConfig:
 def topr() -> PolicyLossConfig:
     """TOPR: the score function where A > 0, min(r, 1) times it elsewhere, over the sampler; a mean over tokens.
 
-    The ratio is of a token, as in ROLL and Trinity; the paper's is of a sequence.
+    The ratio is of a token, as in ROLL and Trinity; the paper's is of a sequence. ROLL takes the sign of the raw score,
+    not that of the advantage.
+
+    Example:
+      >>> topr().loss.positive
+      Reinforce()
 
     Le Roux et al. 2025, https://arxiv.org/abs/2503.14286
     """
@@ -214,7 +239,12 @@ def topr() -> PolicyLossConfig:
 def up_grpo() -> PolicyLossConfig:
     """UP-GRPO: the score function where A > 0, without ratio and clip, and GRPO's clipped loss elsewhere.
 
-    That is verl's PPO, clip 0.2 and dual clip 3. Nothing corrects an old sample with A > 0. With `advantages.grpo`.
+    That is verl's PPO, clip 0.2 and dual clip 3. Nothing corrects an old sample with A > 0, and a note on the pull
+    request reports a collapse where both signs are without bounds. With `advantages.grpo`.
+
+    Example:
+      >>> up_grpo().loss.negative.dual_clip
+      3.0
 
     2026, https://arxiv.org/abs/2607.06987, https://github.com/volcengine/verl/pull/7022
     """
@@ -260,8 +290,18 @@ def truncated_importance_sampling() -> PolicyLossConfig:
 def sequence_masked_importance_sampling(low: float = 0.999, high: float = 1.002) -> PolicyLossConfig:
     """PPO weighted by the unclipped trainer / sampler; a sequence has no loss if its geometric mean is out of bounds.
 
-    "seq-mask-tis" of NeMo-RL and OpenRLHF, with NeMo-RL's bounds and a mean over tokens. Bounds out of order are a
-    ValueError.
+    "seq-mask-tis" of NeMo-RL and OpenRLHF, with NeMo-RL's bounds and a mean over tokens.
+
+    Args:
+      low: the smallest geometric mean.
+      high: the largest.
+
+    Raises:
+      ValueError: bounds out of order.
+
+    Example:
+      >>> sequence_masked_importance_sampling(0.5, 2.0).off_policy.rejections[0].high
+      2.0
 
     https://github.com/NVIDIA-NeMo/RL, https://github.com/OpenRLHF/OpenRLHF
     """
@@ -274,7 +314,18 @@ def sequence_masked_importance_sampling(low: float = 0.999, high: float = 1.002)
 def rollout_is(clip_low: float = 0.2, clip_high: float = 0.28) -> PolicyLossConfig:
     """SkyRL's `rollout_is`: REINFORCE weighted by current / sampler, 0 outside of [1 - clip_low, 1 + clip_high].
 
-    A mean over tokens, SkyRL's default reduction. Bounds below 0, or a `clip_low` above 1, are a ValueError.
+    A mean over tokens, SkyRL's default reduction. Only SkyRL ships it.
+
+    Args:
+      clip_low: from 0 to 1.
+      clip_high: at least 0.
+
+    Raises:
+      ValueError: bounds out of range.
+
+    Example:
+      >>> rollout_is().off_policy.outside
+      'zero'
 
     https://github.com/NovaSky-AI/SkyRL
     """
@@ -296,6 +347,10 @@ def icepop() -> PolicyLossConfig:
 def slime_default() -> PolicyLossConfig:
     """slime's defaults: clip 0.2, no dual clip, k1 with coefficient 0, loss and metrics by rollout.
 
+    Example:
+      >>> slime_default() == PolicyLossConfig.from_slime({})
+      True
+
     https://github.com/THUDM/slime
     """
     return PolicyLossConfig.from_slime({})
@@ -303,6 +358,10 @@ def slime_default() -> PolicyLossConfig:
 
 def verl_default() -> PolicyLossConfig:
     """verl's defaults: clip 0.2, dual clip 3, low_var_kl with coefficient 0, a mean over tokens.
+
+    Example:
+      >>> verl_default().loss
+      PPO(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
 
     https://github.com/verl-project/verl
     """
