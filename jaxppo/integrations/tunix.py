@@ -11,9 +11,9 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
+from jaxppo.base.arrays import check
 from jaxppo.head.call import HeadOptions
-from jaxppo.head.prepare import check_options
-from jaxppo.integrations.tunix_loss import MeshOrMaker
+from jaxppo.integrations.tunix_loss import MeshOrMaker, check_head_options
 from jaxppo.integrations.tunix_loss import batch_of as batch_of
 from jaxppo.integrations.tunix_loss import config_of as config_of
 from jaxppo.integrations.tunix_loss import loss_fn as loss_fn
@@ -50,6 +50,7 @@ def register(
       ModuleNotFoundError: Tunix is not installed.
       TypeError, ValueError: a wrong config or option.
     """
+    check("name", repr(name), isinstance(name, str) and name != "", "a text")
     from tunix.rl import function_registry
 
     loss = loss_fn(config, parallel, lora_scale=lora_scale, num_segments=num_segments, **options)
@@ -74,9 +75,9 @@ def rl_cluster(*, lora_scale: float | None = None, **options: Unpack[HeadOptions
     Raises:
       ModuleNotFoundError: Tunix is not installed.
     """
+    check_head_options(lora_scale, options)
     from tunix.rl import rl_cluster as theirs
 
-    check_options(options)
     return _without_logits(theirs, lora_scale, options)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from jaxppo.base.arrays import Aggregation
+from jaxppo.base.arrays import Aggregation, check_count, check_number
 from jaxppo.base.kl import KL, Estimator
 from jaxppo.base.metrics import Metric, Metrics
 from jaxppo.batch.rollout_batch import RolloutBatch
@@ -89,8 +89,17 @@ def loss_fn(
     if not (parallel is None or isinstance(parallel, ParallelMesh) or callable(parallel)):
         expected = "ParallelMesh, a function that makes one, None"
         raise TypeError(f"parallel: got {type(parallel).__name__}, expected {expected}")
-    check_options(options)
+    check_head_options(lora_scale, options)
+    if num_segments is not None:
+        check_count("num_segments", num_segments, least=1)
     return _Loss(config, parallel, lora_scale, num_segments, options)
+
+
+def check_head_options(lora_scale: float | None, options: HeadOptions) -> None:
+    """Raises for a wrong option when it is given, not when the first step is traced."""
+    check_options(options)
+    if lora_scale is not None:
+        check_number("lora_scale", lora_scale)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

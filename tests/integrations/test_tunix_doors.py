@@ -205,12 +205,22 @@ def test_options_that_the_loss_does_not_apply(option, value, config):
         ({"config": "grpo"}, "config: got str, expected PolicyLossConfig or None"),
         ({"parallel": "fsdp=2"}, "parallel: got str, expected ParallelMesh, a function that makes one, None"),
         ({"memory": "much"}, "memory: "),
+        ({"lora_scale": float("nan")}, "lora_scale: got nan, expected a finite number"),
+        ({"num_segments": 1.5}, "num_segments: got 1.5, expected a whole number of at least 1"),
     ],
     ids=lambda case: next(iter(case)) if isinstance(case, dict) else "",
 )
 def test_wrong_arguments_of_a_loss(wrong, message):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         tunix.loss_fn(**wrong)
+
+
+def test_wrong_arguments_of_a_cluster_and_of_a_name():
+    """They are refused where they are given, whether Tunix is installed or not."""
+    with pytest.raises(ValueError, match=r"^lora_scale: got nan, expected a finite number"):
+        tunix.rl_cluster(lora_scale=float("nan"))
+    with pytest.raises(ValueError, match=r"^name: got 3, expected a text"):
+        tunix.register(name=3)
 
 
 def test_a_function_that_makes_no_mesh():
