@@ -96,7 +96,8 @@ def _without_logits(theirs: Any, lora_scale: float | None, options: HeadOptions)
         **more: Any,
     ) -> jax.Array:
         """The log-probs of prompts and completions, some rows at a time; by default at the sampler's temperature."""
-        packed = {name: more.pop(name, None) for name in ("segment_ids", "segment_positions")}
+        names = "segment_ids", "segment_positions", "routed_experts"
+        arrays = {name: more.pop(name, None) for name in names}
         check_unread("a pass for log-probs", more)
         if temperature is None:
             temperature = cluster.get_rollout_config(mode=theirs.Mode.TRAIN).temperature
@@ -104,7 +105,7 @@ def _without_logits(theirs: Any, lora_scale: float | None, options: HeadOptions)
         of_all: Any = {"pad_id": pad_id, "temperature": temperature, "lora_scale": lora_scale, **options}
 
         def of_rows(first: int) -> jax.Array:
-            (prompts, completions), its = jax.tree.map(lambda x: x[first : first + rows], (tokens, packed))
+            (prompts, completions), its = jax.tree.map(lambda x: x[first : first + rows], (tokens, arrays))
             return log_probs(model, prompts, completions, **its, parallel=cluster.parallel_of(role), **of_all)
 
         return jnp.concatenate([of_rows(first) for first in range(0, len(tokens[0]), rows)])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxppo.base.arrays import Aggregation, check_count, check_number
 from jaxppo.base.kl import KL, Estimator
 from jaxppo.base.metrics import Metric, Metrics
+from jaxppo.batch.extras import Extra
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.prepare import check_options
@@ -38,7 +39,7 @@ _UNREAD += ["sampler_is_length_buckets"]
 _OF_EXAMPLES = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "old_per_token_logps"}
 _OF_EXAMPLES |= {"ref_per_token_logps", "segment_ids", "segment_positions", "num_segments", "sampler_is_weights"}
 _OF_EXAMPLES |= {"is_update_step", "policy_version", "returns", "old_values", "rollout_per_token_logps", "overlong"}
-_OF_EXAMPLES |= {"metadata"}
+_OF_EXAMPLES |= {"metadata", "routed_experts"}
 
 MeshOrMaker = ParallelMesh | Callable[[], ParallelMesh | None] | None
 
@@ -128,9 +129,10 @@ class _Loss:
         if batch.old_log_probs is None and config.ratio_to == "old":
             config = dataclasses.replace(config, ratio_to="current")
         normalizer = Normalizer.of(config, batch, parallel=parallel)
-        packed = getattr(x, "segment_ids", None), getattr(x, "segment_positions", None)
+        names = "segment_ids", "segment_positions", "routed_experts"
+        its = [getattr(x, name, None) for name in names]
         loss, metrics = policy_loss_from_hidden(
-            hidden_of_example(model, x.prompt_ids, x.completion_ids, pad_id, *packed),
+            hidden_of_example(model, x.prompt_ids, x.completion_ids, pad_id, *its),
             head_of(model, lora_scale=self.lora_scale),
             batch,
             config,
@@ -223,7 +225,8 @@ def batch_of(
     Args:
       train_example: prompt_ids `[B, P]`, completion_ids and completion_mask `[B, C]`, advantages `[B]` or `[B, C]`,
         old_per_token_logps, ref_per_token_logps and the sampler's rollout_per_token_logps `[B, C]` or None; packed,
-        segment_ids and segment_positions `[B, C]`, and empty prompts.
+        segment_ids and segment_positions `[B, C]`, and empty prompts. routed_experts `[B, P + C, layers, k]` become
+        the extra of that name.
       pad_id: of the tokenizer.
       parallel: the mesh.
       num_segments: S of a packed batch; by default its own num_segments, or C.
@@ -246,6 +249,9 @@ def batch_of(
     given = {"advantages": x.advantages, "rollout_log_probs": fields.get("rollout_per_token_logps")}
     given |= {"old_log_probs": x.old_per_token_logps, "ref_log_probs": x.ref_per_token_logps}
     arrays: dict[str, Any] = {name: jnp.asarray(v) for name, v in given.items() if v is not None}
+    experts = fields.get("routed_experts")
+    if experts is not None:
+        arrays["extras"] = {"routed_experts": Extra(jnp.asarray(experts, jnp.int32), at="input", fill=-1)}
     mask = jnp.asarray(x.completion_mask, jnp.float32)
     segments = getattr(x, "segment_ids", None)
     if segments is None:

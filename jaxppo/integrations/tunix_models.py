@@ -17,6 +17,7 @@ from jaxppo.head.head import Head
 from jaxppo.integrations import maxtext
 from jaxppo.sharding import ParallelMesh
 
+_FORCED = "forced_routed_experts"  # the argument of a model's call that replays a sampler's choices
 _SOFTCAPS = ("final_logits_softcap", "final_logit_softcap")  # the names in Gemma's models and in its configs
 
 
@@ -53,6 +54,7 @@ def hidden_states(
     positions: Int[Array, "B T"],
     attention_mask: Array | None,
     segment_ids: Int[Array, "B T"] | None = None,
+    routed_experts: Int[Array, "B T L k"] | None = None,
 ) -> Float[Array, "B T H"]:
     """The hidden states that the head of a Tunix model multiplies, after its last norm.
 
@@ -66,6 +68,8 @@ def hidden_states(
       positions: `i32[B, T]`.
       attention_mask: `bool[B, T, T]`.
       segment_ids: `i32[B, T]`, for attention kernels; left out for models whose call does not take them.
+      routed_experts: integers `[B, T, layers, k]`, the experts that the sampler chose, for models whose call takes
+        `forced_routed_experts`; -1 where the model's own router decides.
 
     Returns:
       `[B, T, H]` in the model's dtype.
@@ -95,6 +99,11 @@ def hidden_states(
     call: dict[str, Any] = {"positions": positions, "cache": None, "attention_mask": attention_mask}
     if segment_ids is not None:
         call |= {name: segment_ids for name in ("segment_ids", "decoder_segment_ids") if name in taken}
+    if routed_experts is not None:
+        if _FORCED not in taken:
+            got = f"got them for {type(model).__name__}, whose call takes no {_FORCED}"
+            raise TypeError(f"routed_experts: {got}, expected None: the pass would not be the sampler's")
+        call[_FORCED] = jnp.asarray(routed_experts, jnp.int32)
     if base is None and "skip_lm_head" in taken:
         hidden: Float[Array, "B T H"] = model(tokens, **call, skip_lm_head=True)[0]
         return hidden
@@ -119,7 +128,7 @@ def check_unread(where: str, given: Mapping[str, Any]) -> None:
     if unread:
         raise TypeError(
             f"{unread[0]}: got it in {where}, which does not read it, expected None; the passes and losses of "
-            "jaxppo.integrations.tunix read no routed experts and no masks of log-probs"
+            "jaxppo.integrations.tunix read no masks of log-probs"
         )
 
 
@@ -136,6 +145,7 @@ def hidden_of_example(
     pad_id: int,
     segment_ids: Int[Array, "B C"] | None = None,
     segment_positions: Any = None,
+    routed_experts: Int[Array, "B T L k"] | None = None,
 ) -> Float[Array, "B T H"]:
     """The hidden states of prompts and completions, `[B, P + C, H]`, padded or packed as Tunix's TrainExample is.
 
@@ -146,10 +156,10 @@ def hidden_of_example(
 
     if segment_ids is None:
         tokens, positions, mask, segments = common.process_ids(prompt_ids, completion_ids, pad_id, pad_id)
-        return hidden_states(model, tokens, positions, mask, segments)
+        return hidden_states(model, tokens, positions, mask, segments, routed_experts)
     tokens = jnp.concatenate([prompt_ids, completion_ids], axis=1)
     same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids > 0)[:, None, :]
-    return hidden_states(model, tokens, segment_positions, jnp.tril(same), segment_ids)
+    return hidden_states(model, tokens, segment_positions, jnp.tril(same), segment_ids, routed_experts)
 
 
 def log_probs(
@@ -161,6 +171,7 @@ def log_probs(
     temperature: float = 1.0,
     segment_ids: Int[Array, "B C"] | None = None,
     segment_positions: Int[Array, "B C"] | None = None,
+    routed_experts: Int[Array, "B T L k"] | None = None,
     parallel: ParallelMesh | None = None,
     lora_scale: float | None = None,
     **options: Unpack[HeadOptions],
@@ -175,6 +186,7 @@ def log_probs(
       temperature: of the sampler; like Tunix's, 0 divides by nothing.
       segment_ids: of packed rows, 0 is padding.
       segment_positions: of packed rows.
+      routed_experts: of prompts and completions, T = P + C; see `hidden_states`.
       parallel: the mesh of the model.
       lora_scale: see `head_of`.
       **options: see `HeadOptions`.
@@ -184,23 +196,23 @@ def log_probs(
     """
     from flax import nnx
 
-    packed = () if segment_ids is None else (segment_ids, segment_positions)
+    its = segment_ids, segment_positions, routed_experts
     static = (pad_id, float(temperature), parallel, lora_scale, tuple(sorted(options.items())))
-    found: Float[Array, "B C"] = _log_probs(*nnx.split(model), prompt_ids, completion_ids, packed, static)
+    found: Float[Array, "B C"] = _log_probs(*nnx.split(model), prompt_ids, completion_ids, its, static)
     return found
 
 
 @partial(jax.jit, static_argnames=("static",))  # a graph is a pytree: it need not have a hash
-def _log_probs(graph: Any, state: Any, prompt_ids: Any, completion_ids: Any, packed: Any, static: Any) -> Any:
+def _log_probs(graph: Any, state: Any, prompt_ids: Any, completion_ids: Any, its: Any, static: Any) -> Any:
     from flax import nnx
 
     pad_id, temperature, parallel, lora_scale, options = static
     model = nnx.merge(graph, state)
-    hidden = hidden_of_example(model, prompt_ids, completion_ids, pad_id, *packed)
+    hidden = hidden_of_example(model, prompt_ids, completion_ids, pad_id, *its)
     tokens = jnp.concatenate([prompt_ids, completion_ids], axis=1)
     is_next = tokens != pad_id
-    if packed:
-        is_next = (packed[0] > 0) & (packed[0] == jnp.roll(packed[0], 1, axis=1))
+    if (segments := its[0]) is not None:
+        is_next = (segments > 0) & (segments == jnp.roll(segments, 1, axis=1))
     first = jnp.arange(tokens.shape[1]) < max(prompt_ids.shape[1], 1)  # nothing predicts the first token of a row
     where = jnp.roll(is_next & ~first[None], -1, axis=1)
     stats = log_probs_from_hidden(

@@ -7,6 +7,7 @@ PYTHONPATH=.../tunix python -m pytest tests/integrations/test_tunix*.py --nightl
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from flax import nnx
 from tunix_steps import (
     EOS,
     PAD,
+    LossOutput,
     Words,
     cluster_of,
     clusters,
@@ -133,3 +135,55 @@ def test_what_contradicts_the_learner_is_refused_by_name():
         ours.register("grpo")
     with pytest.raises(ValueError, match=r"kl_clamp_value: got 5.0 with 'kl'"):
         ours.config_of(grpo(kl_clamp_value=5.0))
+
+
+class Routed(nnx.Module):
+    """The embedder of a Qwen 3, and one expert a token: the sampler's, or where it has none the token's own."""
+
+    def __init__(self):
+        self.embedder, self.final_norm = qwen().embedder, nnx.RMSNorm(16, rngs=nnx.Rngs(0))
+        self.experts = nnx.Param(jax.random.normal(jax.random.key(1), (4, 16)))
+
+    def __call__(self, tokens, positions, cache, attention_mask, skip_lm_head=False, forced_routed_experts=None):
+        own = tokens % 4
+        chosen = own if forced_routed_experts is None else forced_routed_experts[:, :, 0, 0]
+        x = self.embedder.encode(tokens) + self.experts[...][jnp.where(chosen < 0, own, chosen)]
+        x = self.final_norm(x)
+        return (x if skip_lm_head else self.embedder.decode(x)), cache
+
+
+def test_the_samplers_experts_are_replayed_in_passes_and_in_the_loss(monkeypatch):
+    """As branches of September hand them over: an array of prompts and completions, -1 at what nobody sampled."""
+    batch, model = example(), Routed()
+    shape = (*batch.prompt_ids.shape[:1], batch.prompt_ids.shape[1] + batch.completion_ids.shape[1], 1, 1)
+    experts = jnp.asarray(np.random.default_rng(0).integers(-1, 4, shape), jnp.int16)
+    logits, _ = model(
+        jnp.concatenate([batch.prompt_ids, batch.completion_ids], 1), None, None, None, forced_routed_experts=experts
+    )
+    at = batch.prompt_ids.shape[1] - 1
+    expected = jnp.take_along_axis(jax.nn.log_softmax(logits[:, at:-1]), batch.completion_ids[..., None], 2)[..., 0]
+    kept = batch.completion_mask
+
+    def found(**more):
+        return jnp.where(kept, ours.log_probs(model, batch.prompt_ids, batch.completion_ids, pad_id=PAD, **more), 0)
+
+    np.testing.assert_allclose(found(routed_experts=experts), jnp.where(kept, expected, 0), rtol=1e-5, atol=1e-5)
+    assert np.abs(found() - jnp.where(kept, expected, 0)).max() > 1e-2
+    with mesh_of(1, 1) as mesh:
+        worker = cluster_of(ours.rl_cluster(), mesh).inference_worker
+    monkeypatch.setattr(worker._of, "get_model", lambda role: model)
+    args = batch.prompt_ids, batch.completion_ids, PAD, EOS, 1.0
+    passed = worker.get_ref_per_token_logps(*args, routed_experts=experts)
+    np.testing.assert_array_equal(jnp.where(kept, passed, 0), found(routed_experts=experts))
+    # at the old log-probs of the replayed pass the ratio is 1, and not without replay
+    loss = ours.loss_fn(PolicyLossConfig(PPO()))
+    payload = SimpleNamespace(**vars(batch) | {"old_per_token_logps": expected, "ref_per_token_logps": None})
+    config = SimpleNamespace(temperature=1.0)
+    ratios = []
+    for payload.routed_experts in (experts, None):
+        returned = loss(model, payload, config, PAD, EOS)
+        metrics = returned.aux_metrics if isinstance(returned, LossOutput) else returned[1]
+        ratio = metrics["ratio_max"]
+        ratios.append(float(ratio.compute() if hasattr(ratio, "compute") else ratio))
+    np.testing.assert_allclose(ratios[0], 1, rtol=1e-5)
+    assert ratios[1] > 1.01

@@ -19,7 +19,6 @@ from jaxppo.integrations import tunix
 
 # of Tunix's branches after August 2026
 UNREAD = {
-    "routed_experts": np.zeros((1, 6, 2, 2), np.int32),
     "token_mask": np.ones((1, 6), bool),
     "logps_mask": np.ones((1, 6), bool),
     "max_logp_positions": 4,
@@ -144,7 +143,7 @@ def test_an_example_with_a_field_that_no_loss_reads(name):
 class Slots:
     """A payload that keeps its fields elsewhere than in its `__dict__`, as dataclasses with slots do."""
 
-    __slots__ = tuple(vars(example(routed_experts=0)))
+    __slots__ = tuple(vars(example(token_mask=0)))
 
     def __init__(self, **fields):
         for name, value in fields.items():
@@ -152,8 +151,58 @@ class Slots:
 
 
 def test_fields_in_slots_are_read_too():
-    with pytest.raises(TypeError, match=r"^routed_experts: got it in a TrainExample"):
-        tunix.batch_of(Slots(**vars(example(routed_experts=UNREAD["routed_experts"]))), 0)
+    with pytest.raises(TypeError, match=r"^token_mask: got it in a TrainExample"):
+        tunix.batch_of(Slots(**vars(example(token_mask=UNREAD["token_mask"]))), 0)
+
+
+class Routed(Model):
+    """An expert for each token, the sampler's where it is given, adds to what the last norm reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nnx.Param(jax.random.normal(jax.random.key(1), (4, 8)))
+
+    def __call__(self, tokens, positions, cache, attention_mask, skip_lm_head=False, forced_routed_experts=None, **_):
+        own = tokens % 4
+        chosen = own if forced_routed_experts is None else forced_routed_experts[:, :, 0, 0]
+        chosen = jnp.where(chosen < 0, own, chosen)
+        x = self.final_norm(self.embedder.input_embedding[...][tokens] + self.experts[...][chosen])
+        return (x if skip_lm_head else self.embedder.decode(x)), cache
+
+
+EXPERTS = np.array([[-1, 3, 1, 2, -1, -1]], np.int16)[..., None, None]  # as Tunix aligns them, prompt and completion
+
+
+def test_the_samplers_experts_are_replayed():
+    """Values and gradients; -1 leaves the choice to the model."""
+    graph, params = nnx.split(Routed())
+    tokens = jnp.concatenate([PROMPTS, COMPLETIONS], axis=1)
+
+    def ours(params, experts):
+        model = nnx.merge(graph, params)
+        hidden = tunix.hidden_states(model, tokens, None, None, routed_experts=experts)
+        return log_probs_from_hidden(hidden, tunix.head_of(model), tokens).log_probs.sum()
+
+    def theirs(params, experts):
+        logits, _ = nnx.merge(graph, params)(tokens, None, None, None, forced_routed_experts=experts)
+        return reference_from_logits(logits, tokens).log_probs.sum()
+
+    found, expected = (jax.value_and_grad(f)(params, jnp.asarray(EXPERTS, jnp.int32)) for f in (ours, theirs))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found[1], expected[1])
+    assert abs(found[0] - ours(params, None)) > 1e-2
+    with pytest.raises(TypeError, match=r"^routed_experts: got them for Model, whose call takes no forced_routed_exp"):
+        tunix.hidden_states(Model(), tokens, None, None, routed_experts=EXPERTS)
+
+
+def test_the_samplers_experts_are_an_extra_of_the_batch():
+    batch = tunix.batch_of(example(routed_experts=EXPERTS), 0)
+    np.testing.assert_array_equal(batch.extras["routed_experts"], EXPERTS)
+    ids, places = np.array([[1, 1, 1, 2, 2, 0]]), np.array([[0, 1, 2, 0, 1, 0]])
+    packed = {"prompt_ids": np.zeros((1, 0), int), "completion_ids": np.array([[3, 4, 5, 6, 7, 0]])}
+    packed |= {"completion_mask": np.array([[0, 1, 1, 0, 1, 0]]), "segment_ids": ids, "segment_positions": places}
+    batch = tunix.batch_of(example(routed_experts=EXPERTS, **packed, advantages=np.ones((1, 6), np.float32)), 0)
+    np.testing.assert_array_equal(batch.extras["routed_experts"], EXPERTS)
 
 
 def test_a_payload_with_the_samplers_log_probs():
