@@ -10,7 +10,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxppo.base.arrays import check, check_alike, check_number, masked, sound, unless_mask
+from jaxppo.advantages.token_statistics import Parallel, on_rows, scan_rows
+from jaxppo.base.arrays import Coefficient, as_number, check, check_alike, check_number, masked, sound, unless_mask
+from jaxppo.base.stacked import of_rows
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.sharding import ShardAxes
 
 
 def on_policy_distillation(
@@ -49,6 +53,57 @@ def on_policy_distillation(
     check_number("coef", coef)
     before, own, theirs = (masked(sound(what, x), loss_mask.astype(jnp.float32)) for what, x in arrays.items())
     return lax.stop_gradient(before - coef * (own - theirs) + unless_mask(loss_mask))
+
+
+def importance_weighted_distillation(
+    log_probs: Float[Array, "*K R T"],
+    teacher_log_probs: Float[Array, "*K R T"],
+    batch: RolloutBatch,
+    *,
+    gain: Coefficient = 0.5,
+    parallel: Parallel = None,
+) -> Float[Array, "*K R T"]:
+    """IW-OPD: distillation on the policy's own samples that weighs the tokens before the first differences more.
+
+        A_t = w_t d_t,   d_t = teacher_log_prob_t - log_prob_t,   w_t = 1 + gain (1 - sum_{u<t} |d_u| / sum_u |d_u|)
+
+    Sums are over a sample's loss tokens: w falls from 1 + gain to just above 1. Its loss is `Reinforce`.
+
+    Args:
+      log_probs, teacher_log_probs: `f32[R, T]`, or `[K, R, T]` of a stacked step, under the policy that sampled and
+        under the teacher; anything where the loss mask is 0.
+      batch, parallel: see `spread`.
+      gain: of the first token's weight, at least 0.
+
+    Returns:
+      `f32`, the shape of the loss mask, 0 where the mask is 0.
+
+    Raises:
+      ValueError, TypeError: shapes or dtypes that differ, a negative gain.
+
+    Example:
+      >>> samples = [Sample([1, 2, 3, 4], response_start=1)]
+      >>> batch = RolloutBatch.from_samples(samples, row_length=4)
+      >>> own, teacher = jnp.log(jnp.array([[0.5, 0.2, 0.4, 1.0]])), jnp.log(jnp.array([[0.8, 0.1, 0.3, 1.0]]))
+      >>> advantages.importance_weighted_distillation(own, teacher, batch).round(3).tolist()
+      [[0.7049999833106995, -0.9269999861717224, -0.3160000145435333, 0.0]]
+
+    2026, https://arxiv.org/abs/2606.22600; TRL's `iw_opd_trainer`
+    """
+    arrays = {"log_probs": log_probs, "teacher_log_probs": teacher_log_probs}
+    numbers = {"gain": as_number("gain", gain, least=0)}
+    return on_rows("importance_weighted_distillation", _weighted, parallel, batch, arrays, numbers=numbers)
+
+
+@of_rows
+def _weighted(axes: ShardAxes, own: jax.Array, teacher: jax.Array, gain: jax.Array, batch: RolloutBatch) -> jax.Array:
+    mask, segments = batch.loss_mask.astype(jnp.float32), batch.segments(axes)
+    d = masked(sound("teacher_log_probs", teacher), mask) - masked(sound("log_probs", own), mask)
+    size = jnp.abs(d)
+    before = scan_rows(axes, batch, jnp.ones_like(size), size) - size
+    whole = segments.spread(segments.sum(size))
+    weights = 1 + gain * (1 - before / jnp.maximum(whole, 1e-8))
+    return lax.stop_gradient(jnp.where(mask > 0, weights * d, 0) + unless_mask(batch.loss_mask))
 
 
 def align_spans(

@@ -130,6 +130,22 @@ def test_distillation_pulls_to_the_teacher():
     assert_trees_close(got, expected)
 
 
+def test_weighted_distillation_follows_each_sequence_on_any_mesh():
+    own, theirs = (-np.abs(x) for x in (np.asarray(BATCH.returns), np.asarray(BATCH.values)))
+
+    def fn(parallel, rewards, batch):
+        given = -jnp.abs(batch.returns), -jnp.abs(batch.values), batch
+        return advantages.importance_weighted_distillation(*given, gain=0.75, parallel=parallel)
+
+    expected = np.zeros(own.shape)
+    for row, s in np.argwhere(np.asarray(BATCH.sample_ids) >= 0):
+        at = (np.asarray(BATCH.segment_ids)[row] == s + 1) & (np.asarray(MASK)[row] > 0)
+        d = (theirs - own)[row, at].astype(np.float64)
+        before = np.cumsum(np.abs(d)) - np.abs(d)
+        expected[row, at] = (1 + 0.75 * (1 - before / max(np.abs(d).sum(), 1e-8))) * d
+    on_every_layout_and_mesh(fn, expected)
+
+
 def test_advantages_are_constants():
     def total(rewards):
         advantage, returns = advantages.gae(rewards, BATCH.values, BATCH)

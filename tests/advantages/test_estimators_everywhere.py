@@ -72,6 +72,7 @@ def everything(parallel, b, x, hidden, kernel):
         "reinforce_plus_plus": advantages.reinforce_plus_plus(x, b, **on),
         "baseline": advantages.reinforce_plus_plus_baseline(b.rewards, b.group_ids, b, **kl, **on),
         "distillation": advantages.on_policy_distillation(b.advantages, x, -jnp.abs(b.values), mask),
+        "weighted distillation": advantages.importance_weighted_distillation(x, -jnp.abs(b.values), b, **on),
         "log_probs": compute_log_probs(score, kernel, b).log_probs,
         "correction": corrected(parallel, b, x),
         "dvalues": jax.grad(lambda x: loss_from_stats(x, b, Value(), **on)[0])(x),

@@ -359,6 +359,16 @@ def on_policy_distillation(advantages: Any, log_probs: Any, teacher: Any, mask: 
     return _write(_read(advantages, mask) - coef * (_read(log_probs, mask) - _read(teacher, mask)), mask)
 
 
+def importance_weighted_distillation(log_probs: Any, teacher: Any, mask: Any, gain: float = 0.5) -> Array:
+    """w (x_T - x), w = 1 + gain (1 - the share of |x_T - x| that came before). https://arxiv.org/abs/2606.22600."""
+    d = _read(teacher, mask) - _read(log_probs, mask)
+    out, before, whole = np.zeros(len(d)), 0.0, max(sum(abs(x) for x in d), 1e-8)
+    for t, x in enumerate(d):
+        out[t] = (1 + gain * (1 - before / whole)) * x
+        before += abs(x)
+    return _write(out, mask)
+
+
 def optimal_token_baseline(
     returns: Sequence[Any],
     log_probs: Sequence[Any],

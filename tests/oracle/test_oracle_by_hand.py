@@ -339,6 +339,11 @@ def test_whitening():
     np.testing.assert_allclose(np.concatenate(got), [0.5**0.5, -(0.5**0.5)], rtol=1e-9)
     got = advantages.on_policy_distillation([1.0, np.nan], [-2.0, np.nan], [-1.5, np.nan], [1, 0], 2.0)
     np.testing.assert_allclose(got, [2, 0])
+    own, teacher = np.log([0.5, 0.2, 1.0, 0.4]), np.log([0.8, 0.1, 0.5, 0.3])
+    got = advantages.importance_weighted_distillation(own, teacher, [1, 1, 0, 1])
+    weights, d = [1.5, 1.338023, 1.099144], [0.470004, -0.693147, -0.287682]
+    np.testing.assert_allclose(got[[0, 1, 3]], np.multiply(weights, d), rtol=2e-6)
+    np.testing.assert_allclose(-(got * own)[[0, 1, 3]].mean(), -0.431243, rtol=1e-5)
 
 
 def test_other_losses():

@@ -140,6 +140,10 @@ TAKE_ARRAYS = {
         advantages.on_policy_distillation,
         {"advantages": X, "log_probs": X, "teacher_log_probs": X, "loss_mask": X},
     ),
+    "importance_weighted_distillation": (
+        partial(advantages.importance_weighted_distillation, batch=BATCH),
+        {"log_probs": X, "teacher_log_probs": X},
+    ),
     "gae": (partial(advantages.gae, batch=BATCH), {"rewards": X, "values": X}),
     "discounted_returns": (partial(advantages.discounted_returns, batch=BATCH), {"rewards": X}),
     "token_rewards": (partial(advantages.token_rewards, batch=BATCH), {"rewards": REWARDS}),

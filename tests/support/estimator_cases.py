@@ -229,6 +229,15 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
             )
         ],
     ),
+    "importance_weighted_distillation": (
+        lambda g, o, p: advantages.importance_weighted_distillation(
+            -jnp.abs(g.tokens["values"]), -jnp.abs(g.tokens["kl"]), g.batch, gain=abs(o.coef), parallel=p
+        ),
+        lambda k, o: [
+            truth.importance_weighted_distillation(-np.abs(values), -np.abs(kl), mask, abs(o.coef))
+            for values, kl, mask in zip(k.tokens["values"], k.tokens["kl"], k.masks, strict=True)
+        ],
+    ),
     "remax": (
         lambda g, o, p: advantages.remax(g.slots["given"], g.slots["baselines"], g.batch.sample_ids),
         lambda k, o: truth.remax(k.slots["given"], k.slots["baselines"]),

@@ -273,6 +273,9 @@ ESTIMATORS: dict[str, Callable[[Given], Any]] = {
         weights=g.batch.advantages,
         **g.on,
     ),
+    "importance_weighted_distillation": lambda g: advantages.importance_weighted_distillation(
+        g.batch.returns, g.batch.old_log_probs, g.batch, **g.on
+    ),
     "on_policy_distillation": lambda g: advantages.on_policy_distillation(
         g.batch.advantages, g.batch.returns, g.batch.old_log_probs, g.batch.loss_mask
     ),

@@ -196,6 +196,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "on_policy_distillation": {
         "advantages": LOG, "log_probs": LOG, "teacher_log_probs": LOG, "loss_mask": MASK, "coef": 1.0,
     },
+    "importance_weighted_distillation": {
+        **SOFT, "log_probs": LOG, "teacher_log_probs": LOG, "batch": BATCH, "gain": 0.5,
+    },
     "opo": {**GROUPED, **ALONE, "lengths": REWARDS + 1},
     "optimal_token_baseline": {
         **SOFT, "returns": LOG, "stats": STATS, "group_ids": GROUPS, "batch": BATCH, "place": "position",
