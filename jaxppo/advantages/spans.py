@@ -63,7 +63,7 @@ def importance_weighted_distillation(
     gain: Coefficient = 0.5,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R T"]:
-    """IW-OPD: distillation on the policy's own samples that weighs the tokens before the first differences more.
+    """IW-OPD: distillation on the policy's own samples, in which the first tokens of a response weigh more.
 
         A_t = w_t d_t,   d_t = teacher_log_prob_t - log_prob_t,   w_t = 1 + gain (1 - sum_{u<t} |d_u| / sum_u |d_u|)
 
@@ -84,9 +84,9 @@ def importance_weighted_distillation(
     Example:
       >>> samples = [Sample([1, 2, 3, 4], response_start=1)]
       >>> batch = RolloutBatch.from_samples(samples, row_length=4)
-      >>> own, teacher = jnp.log(jnp.array([[0.5, 0.2, 0.4, 1.0]])), jnp.log(jnp.array([[0.8, 0.1, 0.3, 1.0]]))
-      >>> advantages.importance_weighted_distillation(own, teacher, batch).round(3).tolist()
-      [[0.7049999833106995, -0.9269999861717224, -0.3160000145435333, 0.0]]
+      >>> own, teacher = jnp.array([[-1.0, -2.0, -1.0, 0.0]]), jnp.array([[-0.5, -2.5, -1.0, 0.0]])
+      >>> advantages.importance_weighted_distillation(own, teacher, batch).tolist()
+      [[0.75, -0.625, 0.0, 0.0]]
 
     2026, https://arxiv.org/abs/2606.22600; TRL's `iw_opd_trainer`
     """
