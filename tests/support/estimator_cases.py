@@ -324,20 +324,26 @@ def given_of(step: Step, k: Known, batch: RolloutBatch, o: Options) -> Given:
 
 
 def amplified_by_gdpo(k: Known, o: Options) -> float:
-    """The largest of the scaled rewards, which may cancel each other in their sum, over the deviation of the sums."""
+    """The largest of the scaled rewards, and their rounding, over the deviation of their sums.
+
+    Scaled rewards may cancel each other in their sum. They are rounded as far as `amplified_by_scaling` says.
+    """
     scaled = truth.rloo if o.leave_one_out else truth.grpo
-    rewards = (k.slots["given"], o.coef * k.slots["likelihoods"])
+    rewards = [k.slots["given"], o.coef * k.slots["likelihoods"]]
     nothing = np.isnan(np.stack(rewards)).any(0)
-    each = [
-        scaled(np.where(nothing, np.nan, x), k.slots["groups"], scale_by_std=True, epsilon=o.epsilon, **k.which)
-        for x in rewards
-    ]
+    rewards = [np.where(nothing, np.nan, x) for x in rewards]
+    each, plain = (
+        [scaled(x, k.slots["groups"], scale_by_std=by, epsilon=o.epsilon, **k.which) for x in rewards]
+        for by in (True, False)
+    )
+    factors = [np.max(np.abs(x[y != 0] / y[y != 0]), initial=0) for x, y in zip(each, plain, strict=True)]
+    rounded = max(np.max(np.abs(x[~nothing]), initial=0) * by for x, by in zip(rewards, factors, strict=True))
     counted = ~nothing & (k.slots["among"] if o.left_out else True)
     sums = sum(each)[counted]
     if o.whitened_over == "tokens":
         masks = [m for m, counts in zip(k.masks, counted, strict=True) if counts]
         sums = np.concatenate([np.zeros(0), *(x[m > 0] for x, m in zip(truth.spread(sums, masks), masks, strict=True))])
-    largest = max(np.max(np.abs(x), initial=0) for x in each)
+    largest = rounded + max(np.max(np.abs(x), initial=0) for x in each)
     return float(largest / np.sqrt(sums.var() + 1e-12)) if sums.size else 0.0
 
 
