@@ -73,7 +73,7 @@ def importance_weighted_distillation(
       log_probs, teacher_log_probs: `f32[R, T]`, or `[K, R, T]` of a stacked step, under the policy that sampled and
         under the teacher; anything where the loss mask is 0.
       batch, parallel: see `spread`.
-      gain: of the first token's weight, at least 0.
+      gain: by how much the weight of the first token is above 1; at least 0.
 
     Returns:
       `f32`, the shape of the loss mask, 0 where the mask is 0.

@@ -324,9 +324,9 @@ def given_of(step: Step, k: Known, batch: RolloutBatch, o: Options) -> Given:
 
 
 def amplified_by_gdpo(k: Known, o: Options) -> float:
-    """The largest of the scaled rewards, and their rounding, over the deviation of their sums.
+    """The largest of the scaled rewards, and of their rounding, over the deviation of their sums.
 
-    Scaled rewards may cancel each other in their sum. They are rounded as far as `amplified_by_scaling` says.
+    Scaled rewards may cancel each other in their sum. The largest reward of a group is rounded before it is scaled.
     """
     scaled = truth.rloo if o.leave_one_out else truth.grpo
     rewards = [k.slots["given"], o.coef * k.slots["likelihoods"]]
@@ -336,8 +336,13 @@ def amplified_by_gdpo(k: Known, o: Options) -> float:
         [scaled(x, k.slots["groups"], scale_by_std=by, epsilon=o.epsilon, **k.which) for x in rewards]
         for by in (True, False)
     )
-    factors = [np.max(np.abs(x[y != 0] / y[y != 0]), initial=0) for x, y in zip(each, plain, strict=True)]
-    rounded = max(np.max(np.abs(x[~nothing]), initial=0) * by for x, by in zip(rewards, factors, strict=True))
+    rounded = 0.0
+    for group in np.unique(k.slots["groups"]):
+        its = (k.slots["groups"] == group) & ~nothing
+        for x, y, r in zip(each, plain, rewards, strict=True):
+            differs = its & (y != 0)
+            factor = np.max(np.abs(x[differs] / y[differs]), initial=0)
+            rounded = max(rounded, float(factor * np.max(np.abs(r[its]), initial=0)))
     counted = ~nothing & (k.slots["among"] if o.left_out else True)
     sums = sum(each)[counted]
     if o.whitened_over == "tokens":
