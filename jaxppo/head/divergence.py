@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from jaxppo.head.sweep import Work, loop, read, sweep, write
 from jaxppo.head.tile import LOW, products
 from jaxppo.sharding import ShardAxes, vary
 
-F32_UNIT = 2.0**-24
 OfHead = tuple[jax.Array, jax.Array]  # m and log s, f32[N]
 Known = tuple[OfHead, OfHead]  # of student and teacher
 
@@ -35,16 +34,6 @@ class DivergenceCall:
     teacher: HeadCall
     divergences: tuple[str, ...]
     beta: float
-
-
-class Comparison(NamedTuple):
-    """Student p compared with teacher q at each token: KL(p || q), KL(q || p), and more; f32 `[R, T]` each."""
-
-    reverse_kl: jax.Array
-    forward_kl: jax.Array
-    total_variation: jax.Array
-    same_top: jax.Array  # 1 if the same token is likeliest in both, the first of equally likely ones; else 0
-    logit_error: jax.Array  # the scale of the error that rounding makes in a logit, see `_logit_error`
 
 
 def terms(divergence: str, beta: float, log_p: Float[Array, "..."], log_q: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -78,12 +67,12 @@ def divergences_of_tokens(
     axes: ShardAxes, call: DivergenceCall, inputs: Inputs, teacher: Inputs, log_z: Float[Array, "R T"] | None = None
 ) -> tuple[Float[Array, "R T"], ...]:
     """Per-shard: the divergences of the device's tokens. `log_z` is that of a teacher whose head lacks some columns."""
-    call, given, other = _pair(call, inputs, teacher)
+    call, given, other = both_local(call, inputs, teacher)
     whole = lax.stop_gradient((other, None if log_z is None else log_z.reshape(-1)))
     return tuple(x.reshape(inputs.hidden.shape[0], -1) for x in _divergences(call, given, *whole))
 
 
-def _pair(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[DivergenceCall, Local, Local]:
+def both_local(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[DivergenceCall, Local, Local]:
     """Both heads' arrays. If one's hidden states are sharded by position over the tensor axis they are gathered."""
     calls, arrays = [call.student, call.teacher], [inputs, teacher]
     if call.student.sequence_parallel != call.teacher.sequence_parallel:
@@ -94,7 +83,7 @@ def _pair(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[Diverg
     return call, local(calls[0], arrays[0]), local(calls[1], arrays[1])
 
 
-def _works(call: DivergenceCall, given: Local, other: Local) -> tuple[Work, Work]:
+def works_of(call: DivergenceCall, given: Local, other: Local) -> tuple[Work, Work]:
     plan, calls = plan_of_sweep(call.student, given), (call.student, call.teacher)
     plan = plan._replace(by_block=plan.by_block and all(c.h_names or c.gathered_v for c in calls))
     one, two = (Work.of(c, plan, x) for c, x in zip(calls, (given, other), strict=True))
@@ -112,18 +101,18 @@ def _log_p(z: jax.Array, known: OfHead) -> jax.Array:
     return (z - known[0][:, None]) - known[1][:, None]
 
 
-def _exact(z: jax.Array, known: OfHead) -> jax.Array:
+def exact_log_p(z: jax.Array, known: OfHead) -> jax.Array:
     """log p, of columns that a head excludes -inf."""
     return jnp.where(z <= LOW / 2, -jnp.inf, _log_p(z, known))
 
 
-def _sums(call: DivergenceCall, columns: Columns, log_p: jax.Array, log_q: jax.Array) -> tuple[jax.Array, ...]:
+def sums_of_terms(call: DivergenceCall, columns: Columns, log_p: jax.Array, log_q: jax.Array) -> tuple[jax.Array, ...]:
     """The sums of the terms of each divergence over some columns."""
     each = (terms(kind, call.beta, log_p, log_q) for kind in call.divergences)
     return tuple((x if columns.valid is None else jnp.where(columns.valid[None], x, 0)).sum(1) for x in each)
 
 
-def _over_tiles(one: Work, two: Work, known: Known, add: Callable[..., Any], totals: Any) -> Any:
+def over_tiles(one: Work, two: Work, known: Known, add: Callable[..., Any], totals: Any) -> Any:
     """Loops over all tiles: values of tokens in `totals` become add(values, columns, z, teacher's z, known)."""
     C, B, blocks = one.plan.chunk, one.width, one.blocks
 
@@ -152,10 +141,10 @@ def _evaluate(
 
     The backward needs no more: JAX differentiates the terms in each tile.
     """
-    one, two = _works(call, given, other)
-    own = _maximum_and_log_s(sweep(one))
+    one, two = works_of(call, given, other)
+    own = maximum_and_log_s(sweep(one))
     if log_z is None:
-        its = _maximum_and_log_s(sweep(two))
+        its = maximum_and_log_s(sweep(two))
     else:
         log_z = two.order.put(unless(given.counts, log_z), two.size)
         its = log_z, jnp.zeros_like(log_z)
@@ -165,14 +154,14 @@ def _evaluate(
         (m, log_s), its = known
 
         def shifted(log_s: jax.Array) -> tuple[jax.Array, ...]:
-            return _sums(call, columns, _log_p(z, (m, log_s)), _log_p(teacher_z, its))
+            return sums_of_terms(call, columns, _log_p(z, (m, log_s)), _log_p(teacher_z, its))
 
         _, slopes = jax.jvp(shifted, (log_s,), (jnp.ones_like(log_s),))
-        sums = _sums(call, columns, _exact(z, known[0]), _exact(teacher_z, its))
+        sums = sums_of_terms(call, columns, exact_log_p(z, known[0]), exact_log_p(teacher_z, its))
         return jax.tree.map(jnp.add, total, (sums, slopes))
 
     zeros = jnp.zeros(one.size, jnp.float32)
-    total = _over_tiles(one, two, known, add, one.vary(((zeros,) * len(call.divergences),) * 2))
+    total = over_tiles(one, two, known, add, one.vary(((zeros,) * len(call.divergences),) * 2))
     axes = call.student.axes
     parts = axes.psum(vary(jnp.stack(jax.tree.leaves(total)), axes.tensor), axes.tensor)
     parts, known = one.order.take_back((parts.T, known))
@@ -181,7 +170,7 @@ def _evaluate(
     return out[:count], (out[count:], known)
 
 
-def _maximum_and_log_s(found: Reduced) -> OfHead:
+def maximum_and_log_s(found: Reduced) -> OfHead:
     return found.peaks["m"], jnp.log(jnp.where(found.sums["s"] == 0, 1, found.sums["s"]))
 
 
@@ -214,7 +203,7 @@ def _backward(call: DivergenceCall, saved: Any, g: tuple[jax.Array, ...]) -> tup
 
         def sums(x: jax.Array) -> Any:
             z = _logits(work, x, tokens, columns)
-            return _sums(call, columns, _log_p(z, own), log_q), jnp.exp(z - own[0][:, None]).sum(1)
+            return sums_of_terms(call, columns, _log_p(z, own), log_q), jnp.exp(z - own[0][:, None]).sum(1)
 
         return sums, of
 
@@ -222,83 +211,6 @@ def _backward(call: DivergenceCall, saved: Any, g: tuple[jax.Array, ...]) -> tup
 
 
 _divergences.defvjp(_forward, _backward)
-
-
-def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teacher: Inputs) -> Comparison:
-    """Per-shard: each token's comparison, without gradients. `unit` is the relative rounding of both heads' inputs."""
-    call, *pair = _pair(call, inputs, teacher)
-    student, teacher_call = (dataclasses.replace(c, asked=Asked(top_k=1)) for c in (call.student, call.teacher))
-    call = DivergenceCall(student, teacher_call, ("reverse_kl", "forward_kl", "total_variation"), 0.5)
-    one, two = _works(call, *pair)
-    found, axes = [sweep(work) for work in (one, two)], one.call.axes
-    known: Any = one.vary(tuple(map(_maximum_and_log_s, found)))
-
-    def add(totals: Any, columns: Columns, z: jax.Array, teacher_z: jax.Array, known: Known) -> Any:
-        sums, magnitudes = totals
-        logs = map(_exact, (z, teacher_z), known)
-        largest = tuple(jnp.where((x <= LOW / 2) | ~jnp.isfinite(x), 0, jnp.abs(x)).max(1) for x in (z, teacher_z))
-        sums = jax.tree.map(jnp.add, sums, _sums(call, columns, *logs))
-        return sums, jax.tree.map(jnp.maximum, magnitudes, largest)
-
-    zeros = jnp.zeros(one.size, jnp.float32)
-    sums, magnitudes = _over_tiles(one, two, known, add, one.vary(((zeros,) * 3, (zeros,) * 2)))
-    sums, magnitudes = (vary(jnp.stack(x), axes.tensor) for x in (sums, magnitudes))
-    if axes.tensor:
-        sums, magnitudes = lax.psum(sums, axes.tensor), lax.pmax(magnitudes, axes.tensor)
-    ids, its = (x.top[1] for x in found if x.top is not None)
-    same = (ids == its)[:, 0].astype(jnp.float32)
-    sums, same, magnitudes = one.order.take_back((sums.T, same, magnitudes.T))
-    errors = (_logit_error(w, x, unit, m) for w, x, m in zip((one, two), (inputs, teacher), magnitudes.T, strict=True))
-    reverse, forward, variation = sums.T
-    result = Comparison(reverse, forward, variation, same, jnp.maximum(*errors))
-    return jax.tree.map(lambda x: unless(pair[0].counts, x).reshape(inputs.hidden.shape[0], -1), result)
-
-
-def _logit_error(work: Work, inputs: Inputs, unit: float, magnitude: jax.Array) -> jax.Array:
-    """The scale s, f32[N], of the error e of any logit of a token: P(|e| > t s) <= 2 exp(-t^2 / 2).
-
-    e is a sum of independent and bounded errors of mean 0. They come from two roundings of each entry of the hidden
-    state h and of the kernel's column w, each by u (`unit`) relative, and from the f32 sum of H terms. h^2 and w^2 are
-    squares by entry. Since sum_k h_k^2 w_k^2 <= |h^2| |w^2|:
-
-        s^2 = (4 u^2 |h^2| |w^2| + (4 * 2^-24)^2 |h|^2 |w|^2) (scale / temperature)^2 + 2 v^2 max |z|^2
-
-    w is the column with the largest norm. An adapter adds a term with its own features and columns. v is 2^-8 if the
-    head rounds its logits to bf16, else 2^-24.
-    """
-    call, counts = work.call, work.given.counts
-    terms = len(work.features) - (inputs.bias is not None)  # the kernel's, and an adapter's
-    names = call.axes.tensor
-
-    def largest(i: Index, norms: Any) -> Any:
-        _, parameters, columns = work.block(i, work.width)
-        valid = True if columns.valid is None else columns.valid
-        found = [_norms(x, 1 - call.v_dim, valid) for x in parameters[:terms]]
-        return work.vary(jax.tree.map(lambda a, b: jnp.maximum(a, b.max()), norms, found))
-
-    norms = loop(work.blocks, largest, work.vary([(jnp.float32(0), jnp.float32(0))] * terms))
-    of_columns = jnp.stack([jnp.stack(pair) for pair in norms])
-    of_columns = lax.pmax(vary(of_columns, names), names) if names else of_columns
-    rows = work.order.take_back(work.features[:terms])
-    total = jnp.zeros_like(magnitude)
-    for x, (squares, fourths), weight in zip(rows, of_columns, call.scales, strict=False):
-        of_rows = jnp.stack(_norms(x, 1, True if counts is None else counts))
-        # rows are the same on all devices of a tensor axis, but their type does not say so
-        of_rows = lax.pmax(of_rows, names) if names else of_rows
-        of_f32 = (4 * F32_UNIT) ** 2 * of_rows[0] * squares
-        total += weight**2 * (4 * unit**2 * jnp.sqrt(of_rows[1] * fourths) + of_f32)
-    total *= call.transform.scale**2
-    if work.given.tokens.temperature is not None:
-        total /= work.given.tokens.temperature**2
-    of_logits = 2.0**-8 if call.transform.dtype == "bfloat16" else F32_UNIT
-    return jnp.sqrt(total + 2 * (of_logits * magnitude) ** 2)
-
-
-def _norms(x: jax.Array, dim: int, counts: jax.Array | bool) -> tuple[jax.Array, jax.Array]:
-    """The sums along a dimension of squares and of fourth powers, 0 where `counts` is False."""
-    square = jnp.square(x.astype(jnp.float32))
-    sums = square.sum(axis=dim), jnp.square(square).sum(axis=dim)
-    return jnp.where(counts, sums[0], 0), jnp.where(counts, sums[1], 0)
 
 
 def inputs_of_columns(

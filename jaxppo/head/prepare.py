@@ -34,6 +34,7 @@ from jaxppo.sharding import ParallelMesh, ShardAxes, check_parallel, note, one_a
 
 Parallel = ParallelMesh | ShardAxes | None
 Pair = tuple[Any, Any]  # hidden states and a head
+NO_MESH = "the mesh that has these axes, or no spec"
 
 
 def prepare_head(
@@ -107,7 +108,7 @@ def _bring_hidden(
     if given is not None and not isinstance(given, P):
         raise TypeError(f"{what}: got {given!r}, expected a PartitionSpec or None")
     if given is None or parallel is None:
-        _check_mesh_given(what, parallel, given or P())
+        check(what, f"{given} without parallel=", parallel is not None or not any(given or ()), NO_MESH)
         return hidden, bool(roles.tensor) and roles.sequence_parallel
     mesh = parallel if isinstance(parallel, ParallelMesh) else None
     sizes = mesh.mesh.shape if mesh else jax.sharding.get_abstract_mesh().shape
@@ -132,11 +133,6 @@ def _bring_hidden(
     with note(f"hidden states brought from {given} to {wanted}"):
         # the first constraint gives the gradient the caller's spec
         return to(to(hidden, mesh.sharding(given)), mesh.sharding(wanted)), by_position
-
-
-def _check_mesh_given(what: str, parallel: Parallel, given: P) -> None:
-    good = parallel is not None or not any(given)
-    check(what, f"{given} without parallel=", good, "the mesh that has these axes, or no spec")
 
 
 def _above_1(sizes: Any, entries: Sequence[Any]) -> list[Names]:
@@ -176,7 +172,7 @@ def _given_axes(parallel: Parallel, roles: ShardAxes, hidden: jax.Array, head: H
         return roles.fsdp, () if kernel.shape[v_dim] % parallel.tensor_size else roles.tensor
     if given is None:
         return roles.fsdp if kernel.shape[1 - v_dim] != hidden.shape[2] else (), roles.tensor
-    _check_mesh_given("head.spec", parallel, given)
+    check("head.spec", f"{given} without parallel=", parallel is not None or not any(given), NO_MESH)
     check("head.spec", given, len(given) <= 2, "a PartitionSpec of two dimensions")
     sizes: Any = parallel.mesh.shape if isinstance(parallel, ParallelMesh) else {}
     entries = _above_1(sizes, (*given, *[None] * (2 - len(given))))
