@@ -35,10 +35,6 @@ class Local(NamedTuple):
     tokens: Any  # `Tokens`, [N, ...]; None in a gradient
     counts: jax.Array | None  # bool[N]
 
-    def size(self, call: HeadCall) -> int:
-        R, T = self.features[0].shape[:2]
-        return int(R * T * (call.axes.size(call.axes.tensor) if call.sequence_parallel else 1))
-
 
 def local(call: HeadCall, inputs: Inputs) -> Local:
     """Adapters and bias as further products, and tokens flat. JAX differentiates it."""

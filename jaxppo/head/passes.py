@@ -144,11 +144,11 @@ def last_products(
         return jnp.where((start + jnp.arange(size) < end)[:, None], found, 0)
 
     def parameter_term(k: int, dtype: Any, start: Index, size: int, first: Index, width: int) -> jax.Array:
-        def product(n: int) -> jax.Array:
-            part = matrix_part(dx, 0, 0, n, start, size), matrix_part(features[k], 0, 0, n, first, width)
-            return of_parameter(call, k, *part, dtype)
-
-        return of_written(product)
+        return of_written(
+            lambda n: of_parameter(
+                call, k, matrix_part(dx, 0, 0, n, start, size), matrix_part(features[k], 0, 0, n, first, width), dtype
+            )
+        )
 
     def added(k: int, total: jax.Array) -> jax.Array:
         """`total` and the gradient of a parameter. CPUs add some columns at a time, and never hold the second."""

@@ -52,7 +52,8 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, call: HeadCall, given: Local) -> Sizes:
         """Beside a logit lie a nucleus, the gradients of ids, and the likeliest ids with their places."""
-        kernel, hidden, N, tokens = given.parameters[0], given.features[0], given.size(call), given.tokens
+        kernel, hidden, tokens = given.parameters[0], given.features[0], given.tokens
+        N = hidden.size // hidden.shape[-1] * (call.axes.size(call.axes.tensor) if call.sequence_parallel else 1)
         held, H = kernel.shape[call.v_dim] * call.axes.size(call.gathered_v), hidden.shape[-1]
         logit = 4 + (tokens.nucleus_ids is not None) + 4 * (tokens.ids is not None) + 8 * (call.asked.top_k > 0)
         gathered = kernel.dtype.itemsize * H * held if call.h_names or call.gathered_v else 0

@@ -39,12 +39,13 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, call: HeadCall, plan: Plan, given: Local) -> Work:
-        axes, N = border.axes_of(call, given), given.size(call)
+        axes = border.axes_of(call, given)
+        features = tuple(border.whole_features(call, axes, x) for x in given.features)
+        N = features[0].shape[0]
         alone = plan.chunk >= N and not call.deterministic  # a single chunk keeps tokens in place
         order = Order.of(call, None if alone else given.counts, N, axes if plan.one_pass else frozenset())
         least = 2 if call.deterministic else 1  # a loop of one turn would be compiled as another program
         size = plan.group * max(least, -(-N // plan.group))
-        features = tuple(border.whole_features(call, axes, x) for x in given.features)
         features, tokens = order.put((features, given.tokens), size)
         by_block = plan.by_block and bool(call.h_names or call.gathered_v)
         kernel, stored = given.parameters[0], not call.profile.whole

@@ -26,12 +26,12 @@ from jaxppo.base.metrics import Metric, Metrics, reduce_metric
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.call import Asked, HeadOptions, Inputs
-from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens, inputs_of_columns, sound_ids
+from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
 from jaxppo.head.gradient import stats_of_tokens
 from jaxppo.head.head import Head, as_head
 from jaxppo.head.prepare import prepare_head, prepare_pair
 from jaxppo.losses.distillation import DivergenceLoss
-from jaxppo.losses.draft_ids import as_draft_ids
+from jaxppo.losses.draft_ids import as_draft_ids, inputs_of_columns, sound_ids
 from jaxppo.losses.mtp import Heads, OfDepths, States, heads_of, shift_targets, shift_temperature, sum_of_depths
 from jaxppo.mismatch.heads import F32_UNIT, comparison_of_tokens
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, shift_left

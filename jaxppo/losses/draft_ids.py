@@ -8,13 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jax import lax
+from jaxtyping import Array, Int
 
 from jaxppo.base.arrays import AnyArray, as_token_ids, check, check_array, check_count
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
-from jaxppo.head.divergence import sound_ids
-from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
+from jaxppo.head.border import slice_of
+from jaxppo.head.call import Asked, HeadCall, Inputs, Names
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 
 __all__ = ["draft_ids_of_counts", "draft_ids_of_d2t", "draft_targets"]
 
@@ -126,3 +128,39 @@ def _check_ids(what: str, ids: np.ndarray, vocab_size: int) -> None:
     for bad, how, expected in ((outside, "", f"0 to {vocab_size - 1}"), (twice, " twice", "each once")):
         if bad.size:
             raise ValueError(f"{what}: got the id {bad[0]}{how}, expected {expected}")
+
+
+def sound_ids(ids: Int[Array, " D"], vocab_size: int) -> jax.Array:
+    """A scalar, 0 where the ids are different ids of the vocabulary, and NaN elsewhere."""
+    ordered = jnp.sort(ids)
+    fine = (ordered[0] >= 0) & (ordered[-1] < vocab_size) & (ordered[1:] != ordered[:-1]).all()
+    return jnp.where(fine, jnp.float32(0), jnp.nan)
+
+
+def inputs_of_columns(
+    call: HeadCall, inputs: Inputs, ids: Int[Array, " D"], like: HeadCall, its: Inputs
+) -> tuple[HeadCall, Inputs]:
+    """The columns `ids` of a head as a head of their own, which lie as those of the head `like` with the arrays `its`.
+
+    The ids are equal on all devices, one for each column of that head that is no padding.
+    """
+    own = int(its.kernel.shape[(1 if like.transposed else like.v_dim) - 2])  # columns that a device holds
+    ids = jnp.pad(ids, (0, own * call.axes.size(like.v_names) - ids.shape[0]))
+    dims = {"kernel": (1 if call.transposed else call.v_dim) - 2, "bias": -1, "lora_b": -1}
+    arrays = {name: x for name in dims if (x := getattr(inputs, name)) is not None}
+    found = {name: _columns(x, dims[name] % x.ndim, ids, call.v_names, like.v_names, own) for name, x in arrays.items()}
+    call = dataclasses.replace(call, v_names=like.v_names, vocab_size=like.vocab_size, asked=Asked())
+    return call, inputs._replace(**found, tokens=inputs.tokens._replace(targets=None))
+
+
+def _columns(x: jax.Array, dim: int, ids: jax.Array, names: Names, to: Names, own: int) -> jax.Array:
+    """The columns `ids` of an array whose columns are divided over `names`, divided over `to`."""
+    count = x.shape[dim]
+    place = ids - (count * lax.axis_index(names) if names else 0)
+    inside = (place >= 0) & (place < count)
+    here = jnp.take(x, jnp.where(inside, place, 0), dim, mode="clip")
+    here = jnp.where(jnp.expand_dims(inside, [d for d in range(x.ndim) if d != dim]), here, 0)
+    if names and names == to:  # exact in any dtype: a device adds 0 for the columns that it lacks
+        return lax.psum_scatter(here, names, scatter_dimension=dim, tiled=True)
+    here = lax.psum(vary(here, frozenset(names)), names) if names else here
+    return slice_of(vary(here, frozenset(to)), own * lax.axis_index(to), own, dim) if to else here
