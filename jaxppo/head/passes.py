@@ -75,14 +75,8 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
         of_group, found = last_products(*last, None if groups == 1 else totals)
         return results, write(dfeatures, of_group, g * G), found
 
-    def like_results() -> Any:
-        z = jnp.zeros((work.size, V), jnp.float32)
-        found = reductions.over_devices(work.vary(reductions.reduced(call.asked, z, work.tokens, columns)), call.axes)
-        stats = reductions.finish(call.asked, found, work.tokens, call.vocab_size)
-        return stats.log_probs, stats
-
-    shapes = jax.eval_shape(like_results)
-    results = work.vary(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), call.axes.tensor)
+    stats = reductions.no_stats(call.asked, work.tokens, work.size)
+    results = work.vary((stats.log_probs, stats), call.axes.tensor)
     dfeatures = work.vary(tuple(jnp.zeros(x.shape, jnp.float32) for x in work.features))
     if not call.sequence_parallel:  # else a scatter follows; these are summed over devices already
         pairs = zip(dfeatures, work.given.features, strict=True)
@@ -175,7 +169,9 @@ def last_products(
 def matrix_part(x: jax.Array, dim: int, start: Index, size: int, first: Index, width: int) -> jax.Array:
     """A part of a matrix, `size` of dimension `dim`. XLA for TPUs would copy what lies between two slices."""
     at, shape = ((start, first), (size, width)) if dim == 0 else ((first, start), (width, size))
-    return x if shape == x.shape else lax.dynamic_slice(x, at, shape, allow_negative_indices=False)
+    if isinstance(start, int) and isinstance(first, int):
+        return x[at[0] : at[0] + shape[0], at[1] : at[1] + shape[1]]
+    return lax.dynamic_slice(x, at, shape, allow_negative_indices=False)
 
 
 def feature_sum(work: Work, k: int, term: Term, count: int, zero: jax.Array | None = None) -> jax.Array:
@@ -183,7 +179,7 @@ def feature_sum(work: Work, k: int, term: Term, count: int, zero: jax.Array | No
     primal = work.given.features[k]
     if work.call.sequence_parallel:
         return term(0, count, 0, primal.shape[2])
-    return summed(work.call, term, 0, count, primal.shape[2], work.axes - varying(primal), primal.dtype, zero=zero)
+    return summed(work, term, 0, count, primal.shape[2], varying(primal), primal.dtype, zero=zero)
 
 
 def kept(work: Work, k: int) -> Axes:
@@ -202,8 +198,8 @@ def parameter_sum(work: Work, k: int, columns: Columns, term: Term) -> jax.Array
     if not call.gathered_v:  # shares of a ring are of columns, since a share of the features reads all of dx
         if h_names:
             flipped: Term = lambda start, size, first, width: term(first, width, start, size)  # noqa: E731
-            return summed(call, flipped, 1 - v, width, length, work.axes - keep, primal.dtype, h_names, wide)
-        return summed(call, term, v, length, width, work.axes - keep, primal.dtype, wide=wide)
+            return summed(work, flipped, 1 - v, width, length, keep, primal.dtype, h_names, wide)
+        return summed(work, term, v, length, width, keep, primal.dtype, wide=wide)
     total, pieces = term(0, length, 0, width), work.window.bases.shape[0]
     total = total if wide else rounded(total, primal.dtype)
     if call.shared and not work.window.each:  # a window of all pieces together

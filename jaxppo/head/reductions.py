@@ -268,6 +268,19 @@ def finish(asked: Asked, found: Reduced, tokens: Tokens, vocab_size: int, sums: 
     return TokenStats(**stats, entropy_mode=asked.entropy)
 
 
+def no_stats(asked: Asked, tokens: Tokens, count: int) -> TokenStats:
+    """Zeros in the place of all that `finish` returns for so many tokens."""
+    zeros = jnp.zeros(count, jnp.float32)
+    names = ["log_probs", *asked.logit_stats, *([] if asked.entropy == "none" else ["entropy"])]
+    stats = dict.fromkeys(names, zeros)
+    if tokens.ids is not None:
+        stats["id_log_probs"] = jnp.zeros((count, tokens.ids.shape[1]), jnp.float32)
+    if asked.top_k:
+        stats["top_log_probs"] = jnp.zeros((count, asked.top_k), jnp.float32)
+        stats["top_ids"] = jnp.zeros((count, asked.top_k), jnp.int32)
+    return TokenStats(**stats, entropy_mode=asked.entropy)
+
+
 def cotangents(
     asked: Asked, found: Reduced, tokens: Tokens, vocab_size: int, of_stats: TokenStats
 ) -> tuple[Asked, jax.Array, Numbers]:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head.border import Axes, Index, put_slice, rounded
-from jaxppo.head.call import HeadCall, Names
+from jaxppo.head.call import Names
+from jaxppo.head.sweep import Work
 from jaxppo.sharding import unvary, vary
 
 # term(start, size, first, width): a part of this device's term, `size` of one dimension, and `width` of the other
@@ -27,22 +28,23 @@ AT_ONCE = 2**23  # the same on TPUs for a sum over more devices than a ring take
 
 
 def summed(
-    call: HeadCall,
+    work: Work,
     term: Term,
     dim: int,
     length: int,
     width: int,
-    axes: Axes,
+    keep: Axes,
     dtype: Any,
     scatter: Names = (),
     wide: bool = True,
     zero: jax.Array | None = None,
 ) -> jax.Array:
-    """The sum of f32 terms over `axes`, rounded to `dtype` behind the sum, or before it if it is not `wide`.
+    """The sum of f32 terms over all axes but `keep`, rounded to `dtype` behind the sum, or before it if not `wide`.
 
     Shares are cut of dimension `dim`; each device keeps its own if the axes `scatter` shard that dimension of the
     result. `zero` depends on what must be known before memory for the result is taken.
     """
+    axes, rings = work.axes - keep, work.call.profile.rings
     given = term if wide else lambda *part: rounded(term(*part), dtype)
     names = tuple(n for n in jax.sharding.get_abstract_mesh().axis_names if n in (scatter or axes))
     n = lax.axis_size(names) if names else 1
@@ -59,8 +61,8 @@ def summed(
         return done(lax.psum(x, names) if names else x)
 
     fits = length % (2 * n * UNIT) == 0 and scatter == names if scatter else length >= 2 * n * LANES
-    if n == 1 or n > MOST or not call.profile.rings or not fits:
-        count = -(-length * width // (AT_ONCE if call.profile.rings else LARGE)) if n > 1 else 1
+    if n == 1 or n > MOST or not rings or not fits:
+        count = -(-length * width // (AT_ONCE if rings else LARGE)) if n > 1 else 1
         return in_blocks(at_once, *((1 - dim, width) if scatter else (dim, length)), count)
     blocks = 1 if scatter or length < 4 * n * LANES or length * width < LARGE else 2
     # A product for half a share reads the operand of the other half too, so the longer side is cut.
@@ -71,7 +73,8 @@ def summed(
 
     def block(b: Index, out: jax.Array) -> jax.Array:
         def start(share: Index, half: int) -> Index:
-            return start_of((share if cut else 2 * share + half) * blocks + b, size, length)
+            i = share if cut else 2 * share + half
+            return start_of(i if blocks == 1 else i * blocks + b, size, length)
 
         def put(out: jax.Array, share: Index, half: int, x: jax.Array) -> jax.Array:
             at = (start(share, half), sides[half][0])
@@ -81,17 +84,17 @@ def summed(
         halves = [done(x) for x in halves]
         return jnp.concatenate(halves, dim) if scatter else ring_gather(halves, names, put, out)
 
-    like = jax.eval_shape(lambda: given(0, size, *sides[0]))
-    kept = frozenset(like.manual_axis_type.varying) - set(rest)
     if scatter:
-        return block(0, vary(lax.empty((1, 1), dtype), kept))
+        return block(0, lax.empty((1, 1), dtype))
     shape = (length, width) if dim == 0 else (width, length)
-    out = vary(lax.empty(shape, dtype) if zero is None else jnp.full(shape, zero, dtype), kept)
+    out = vary(lax.empty(shape, dtype) if zero is None else jnp.full(shape, zero, dtype), work.axes - set(rest))
     return unvary(block(0, out) if blocks == 1 else lax.fori_loop(0, blocks, block, out), names)
 
 
 def start_of(i: Index, size: int, length: int) -> Index:
     """Where the i-th of blocks starts, of which the last one overlaps the one before it: both hold the same there."""
+    if length % size == 0:
+        return size * i
     unit = math.gcd(size, length - size)  # a factor of all starts, which tells XLA how they are aligned
     return unit * jnp.minimum(i * (size // unit), (length - size) // unit)
 
@@ -118,9 +121,9 @@ def ring_sum(term: Callable[[Index, int], jax.Array], names: Names) -> list[jax.
     totals = []
     for half, step in enumerate((1, -1)):
         # a start that is also used elsewhere would be computed outside a branch, where XLA forgets how it is aligned
-        total = term(lax.optimization_barrier(lax.rem(me - step + n, n)), half)
+        total = term(lax.optimization_barrier(lax.rem(me + (n - step), n)), half)
         for k in range(2, n + 1):
-            total = _onward(total, names, step) + term(lax.rem(me - k * step + 2 * n, n), half)
+            total = _onward(total, names, step) + term(lax.rem(me + (2 * n - k * step), n), half)
         totals.append(total)
     return totals
 
@@ -132,7 +135,7 @@ def ring_gather(
     n, me = lax.axis_size(names), lax.axis_index(names)
     for k in range(n):
         for half, step in enumerate((1, -1)):
-            out = put(out, lax.rem(me - k * step + n, n), half, halves[half])
+            out = put(out, lax.rem(me + (n - k * step), n), half, halves[half])
         if k < n - 1:
             halves = [_onward(x, names, step) for x, step in zip(halves, (1, -1), strict=True)]
     return out

@@ -2,6 +2,7 @@
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import head_cases
 import jax
@@ -36,14 +37,14 @@ def integers(shape, count):
 
 def sum_of(dim, dtype, over=OVER, out=None, **options):
     """The sum over devices of `x[device]`, made from terms along a dimension."""
-    call = SimpleNamespace(profile=DEVICES["wide"])
+    work: Any = SimpleNamespace(call=SimpleNamespace(profile=DEVICES["wide"]), axes=frozenset(over))
 
     def per_shard(x):
         def term(start, size, first, width):
             part = jax.lax.dynamic_slice_in_dim(x[0], start, size, dim)
             return jax.lax.dynamic_slice_in_dim(part, first, width, 1 - dim)
 
-        return summed(call, term, dim, x.shape[1 + dim], x.shape[2 - dim], frozenset(over), dtype, **options)
+        return summed(work, term, dim, x.shape[1 + dim], x.shape[2 - dim], frozenset(), dtype, **options)
 
     return jax.jit(jax.shard_map(per_shard, mesh=PARALLEL.mesh, in_specs=P(over), out_specs=out or P()))
 
