@@ -144,20 +144,11 @@ def last_products(
             )
         )
 
-    def added(k: int, total: jax.Array) -> jax.Array:
-        """`total` and the gradient of a parameter. CPUs add some columns at a time, and never hold the second."""
-        B, width = V if call.profile.whole else min(V, call.profile.columns), features[k].shape[1]
-
-        def add(start: Index, size: int, total: jax.Array) -> jax.Array:
-            term = parameter_term(k, jnp.float32, start, size, 0, width)
-            return put_slice(total, slice_of(total, start, size, v) + term, start, v)
-
-        total = loop(V // B, lambda i, total: add(i * B, B, total), total)
-        return add(V - V % B, V % B, total) if V % B else total
-
     dfeatures = tuple(feature_sum(work, k, partial(feature_term, k), G) for k in range(len(features)))
     if totals is not None:
-        return dfeatures, tuple(map(added, range(len(parameters)), totals))
+        sizes = enumerate(x.shape[1] for x in features)
+        terms = (parameter_term(k, jnp.float32, 0, V, 0, width) for k, width in sizes)
+        return dfeatures, tuple(map(jnp.add, totals, terms))
     found = []
     for k, primal in enumerate(work.given.parameters):
         later = work.axes - kept(work, k) or (k == 0 and call.h_names) or call.gathered_v  # rounded behind the sum

@@ -151,8 +151,9 @@ def plan_of_one_pass(call: HeadCall, given: Local) -> Plan | None:
     chunks = (2048, 1024, 512, 256, 128)[0 if s.masked else 1 :] if profile.whole else (64, 32)
     # of several groups; GPUs compute those that follow a mask whole, so there a group is one of the mask's chunks
     largest = profile.group // (4 if s.masked and profile.whole and not profile.rings else 2)
-    groups = [s.N] if profile.group >= s.N else []
-    groups += [even(s.N, most, profile.whole) for most in GROUPS if most <= largest]
+    # CPUs take one group: updates of dkernel by several take them longer than the product that one pass saves
+    groups = [s.N] if profile.group >= s.N or not profile.whole else []
+    groups += [even(s.N, most) for most in GROUPS if most <= largest and profile.whole]
     for group, chunk in product(groups, chunks):
         chunk = even(group, min(chunk, profile.group // 4), profile.whole)
         filled, several = chunk * -(-group // chunk), group < s.N
