@@ -26,9 +26,9 @@ Arrays = TypeVar("Arrays", np.ndarray, jax.Array)  # on the host, or on a device
 AnyArray = jax.Array | np.ndarray
 
 
-def masked(x: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Float[Array, "R T"]:
+def masked(x: Float[Array, "R T ..."], mask: Float[Array, "R T"]) -> Float[Array, "R T ..."]:
     """x in f32 where the mask is above 0, and 0 elsewhere, whatever x holds there."""
-    return jnp.where(mask > 0, x.astype(jnp.float32), 0)
+    return jnp.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim)) > 0, x.astype(jnp.float32), 0)
 
 
 def as_token_ids(ids: Int[Array, "..."]) -> Int[Array, "..."]:

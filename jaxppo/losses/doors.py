@@ -17,8 +17,8 @@ from jaxppo.batch.validation import checked
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.head import Entropy, Head, TokenStats
 from jaxppo.head.prepare import prepare_head
-from jaxppo.losses.compute import Found, Normalizers, call_parts, loss_of_stats
-from jaxppo.losses.parts import OfPolicy, Part, Parts, as_parts
+from jaxppo.losses.compute import Found, Normalizers, call_parts
+from jaxppo.losses.parts import OfPolicy, Part, Parts, as_parts, as_token_loss
 from jaxppo.losses.policy_tokens import check_config
 from jaxppo.losses.token_loss import Stats, TokenLoss
 from jaxppo.policy.config import PolicyLossConfig
@@ -212,17 +212,26 @@ def checked_of_stats(stats: Any, batch: RolloutBatch, loss: Any) -> tuple[Rollou
     batch, parts = checked(batch), as_parts(loss)
     for part in parts.values():
         of = part.of(batch)
-        part.of_tokens.check(of)
-        part.of_tokens.check_stats(stats, of)
+        its_loss = as_token_loss(part.loss)
+        its_loss.check(of)
+        its_loss.check_stats(stats, of)
     return batch, parts
 
 
 def from_stats(
-    name: str, stats: Any, batch: RolloutBatch, loss: Any, parallel: Parallel, normalizer: Normalizers
+    name: str,
+    stats: Any,
+    batch: RolloutBatch,
+    loss: Any,
+    parallel: Parallel,
+    normalizer: Normalizers,
+    numbers: Mapping[str, float | Array] | None = None,
 ) -> Found:
-    """`loss_from_stats` under the name of another door."""
+    """`loss_from_stats` under the name of another door; for `numbers` see `call_parts`."""
     batch, parts = checked_of_stats(stats, batch, loss)
-    return loss_of_stats(name, parts, stats, batch, parallel, normalizer)
+    given = {"stats": stats}, lambda p: (p.tokens_spec, P()), batch, parallel, normalizer
+    found: Found = call_parts(name, parts, *given, numbers=numbers)
+    return found
 
 
 def from_hidden(
@@ -241,7 +250,7 @@ def from_hidden(
     batch, parts = checked(batch), as_parts(loss)
     asked, masks = [], []
     for which, part in parts.items():
-        of, its_loss, what = part.of(batch), part.of_tokens, f"loss[{which!r}]" if which else "loss"
+        of, its_loss, what = part.of(batch), as_token_loss(part.loss), f"loss[{which!r}]" if which else "loss"
         if not its_loss.of_head:
             raise TypeError(f"{what}: got {its_loss}, expected one of log-probs; loss_from_stats takes this one")
         if nucleus_ids is not None and not its_loss.takes_nucleus:

@@ -24,7 +24,7 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
 from jaxppo.losses.compute import Static, call_parts, step_of
 from jaxppo.losses.doors import checked_of_stats
-from jaxppo.losses.parts import ALONE, OfPolicy, Part, Parts
+from jaxppo.losses.parts import ALONE, OfPolicy, Part, Parts, as_token_loss
 from jaxppo.losses.token_loss import Losses, TokenLoss
 from jaxppo.sharding import ShardAxes, segment_sum
 from jaxppo.step.aggregation import Normalizer, Parallel
@@ -112,8 +112,8 @@ def _per_shard(
 def _explained(
     axes: ShardAxes, part: Part, stats: Any, batch: RolloutBatch, normalizer: Any, numbers: Any
 ) -> ExplainedTokens:
-    loss, batch = put_arrays(part.of_tokens, numbers), part.of(batch)
-    step = step_of(axes, loss, stats, batch, normalizer, numbers)
+    loss, batch = put_arrays(as_token_loss(part.loss), numbers), part.of(batch)
+    step = step_of(axes, loss, batch, normalizer, numbers, stats)
     mask, weights = step.batch.loss_mask, step.weights * numbers.get("part.coef", 1)
     constants, seen = loss.constants(stats, step), loss.seen(stats, mask)
 

@@ -65,10 +65,6 @@ class Part(Loss):
             if getattr(self, what) is not None:
                 check_name(what, getattr(self, what))
 
-    @property
-    def of_tokens(self) -> TokenLoss[Any]:
-        return as_token_loss(self.loss)
-
     def of(self, batch: RolloutBatch) -> RolloutBatch:
         """The batch as this part reads it."""
         changed: dict[str, Any] = {}

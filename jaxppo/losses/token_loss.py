@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Aggregation, as_coefficient
+from jaxppo.base.arrays import PER_TOKEN_VALUES, Aggregation, as_coefficient, masked
 from jaxppo.base.metrics import Terms
 from jaxppo.base.traced import map_leaves
 from jaxppo.batch.broken_rules import Broken
@@ -170,11 +170,11 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
 
 
 def masked_arrays(tree: Any, mask: Float[Array, "R T"]) -> Any:
-    """Arrays `[R, T, ...]`: f32 floats, 0 where the mask is 0, whatever was there; others are unchanged."""
+    """Arrays `[R, T, ...]`: floats in f32, 0 where the mask is 0, whatever was there; others are unchanged."""
+    return jax.tree.map(lambda x: masked(x, mask) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
-    def brought(x: Array) -> Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        return jnp.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - 2)) > 0, x.astype(jnp.float32), 0)
 
-    return jax.tree.map(brought, tree)
+def masked_batch(batch: RolloutBatch, mask: Float[Array, "R T"]) -> RolloutBatch:
+    """The batch with this loss mask, and its arrays of tokens and extras as `masked_arrays` gives them."""
+    of_tokens = {name: getattr(batch, name) for name in PER_TOKEN_VALUES} | {"extras": batch.extras}
+    return dataclasses.replace(batch, loss_mask=mask, **masked_arrays(of_tokens, mask))
