@@ -88,17 +88,16 @@ def _of_parts(
     """Per-shard: the loss and its metrics, from hidden states in one pass where that fits."""
     names, parts, head = call
     numbers = lax.stop_gradient(numbers)
-    static = tuple(as_token_loss(part.loss) for part in parts)
-    losses = list(map(put_arrays, static, numbers))
-    each = list(zip(losses, [part.of(batch) for part in parts], normalizers, numbers, strict=True))
+    losses = [put_arrays(as_token_loss(part.loss), its) for part, its in zip(parts, numbers, strict=True)]
+    each = list(zip(parts, losses, [part.of(batch) for part in parts], normalizers, numbers, strict=True))
     of_head = None if head is None else (head, given)
     known: list[Normalizer | None] = [None] * len(parts)
     stats = given
     total: Float[Array, ""] | None = None
     if head is not None and all(loss.token_local for loss in losses):
         before = [step_of(axes, *its, None, of_head) for its in each]
-        by_token, shared = zip(*map(_known_before, before, losses, numbers), strict=True)
-        total, stats = reduce_tokens(head, given, _OfTokens(static), by_token, shared)
+        by_token, shared = zip(*map(_known_before, before, numbers), strict=True)
+        total, stats = reduce_tokens(head, given, _OfTokens(parts), by_token, shared)
         known = [step.normalizer for step in before]
     elif head is not None:
         with note("two passes: the loss of a token depends on others"):
@@ -106,8 +105,8 @@ def _of_parts(
     # after one pass for the second time, to check the log-probs too
     steps = [step_of(axes, *its, stats, of_head, own) for its, own in zip(each, known, strict=True)]
     if names == (ALONE,):
-        return finish(steps[0], losses[0], stats, total)
-    found = [finish(step, loss, stats) for step, loss in zip(steps, losses, strict=True)]
+        return finish(steps[0], stats, total)
+    found = [finish(step, stats) for step in steps]
     return _sum(names, found, numbers, total)
 
 
@@ -123,6 +122,7 @@ def _sum(names: tuple[str, ...], found: list[Found], numbers: list[Numbers], tot
 
 def step_of(
     axes: ShardAxes,
+    part: Part,
     loss: TokenLoss[Any],
     batch: RolloutBatch,
     normalizer: Normalizer | None,
@@ -133,16 +133,16 @@ def step_of(
 ) -> Step:
     """Per-shard: weighs tokens and checks rules, with the statistics and the step's normalizer if there are any.
 
-    `numbers` are those that the loss and its factor depend on, and `known` is the normalizer of an earlier `Step`
-    of the same batch.
+    `loss` and `batch` are the part's, `numbers` are those that the loss and its factor depend on, and `known` is the
+    normalizer of an earlier `Step` of the same batch.
     """
     batch = lax.stop_gradient(batch)  # everything that a loss reads from it is a constant
     names = loss.asks.extras
-    extras = batch.extras if names is None else {name: batch.extras[name] for name in names}
+    extras = batch.extras if names is None else {name: batch.extras[name] for name in (*names, *part.extras)}
     batch = dataclasses.replace(batch, extras=extras)
     segments = batch.segments(axes)
     weighs = known or step_normalizer(batch, segments, normalizer, loss.aggregation, loss.off_policy)
-    reads = loss.reads(stats, batch, segments)
+    reads = {**loss.reads(stats, batch, segments), **{f"extras.{name}": batch.extras[name] for name in part.extras}}
     broken = _broken_rules(batch, segments, loss.aggregation, normalizer, reads, numbers, head)
     capped = None
     if (sampled := batch.rollout_log_probs) is not None:
@@ -158,7 +158,7 @@ def step_of(
     # NaN in the weights makes gradients NaN too; a factor of the summed losses would cost one more
     # multiplication of the kernel's gradient
     weights = weights * jnp.where(broken.any, jnp.nan, 1)
-    return Step(batch, segments, weighs, weights, broken, left_out, capped)
+    return Step(part.with_numbers(loss, batch), batch, segments, weighs, weights, broken, left_out, capped)
 
 
 def _broken_rules(
@@ -190,9 +190,9 @@ def _broken_rules(
     return count_broken(arrays, numbers, segments, real_last_targets=batch.real_last_targets, **sizes)
 
 
-def finish(step: Step, loss: TokenLoss[Any], stats: Any, total: Float[Array, ""] | None = None) -> Found:
+def finish(step: Step, stats: Any, total: Float[Array, ""] | None = None) -> Found:
     """Per-shard: the loss, `total` where one pass has computed it already, and its metrics."""
-    axes, mask = step.segments.axes, step.batch.loss_mask
+    loss, axes, mask = step.loss, step.segments.axes, step.batch.loss_mask
     constants, seen = lax.stop_gradient(loss.constants(stats, step)), loss.seen(stats, mask)
     if total is None:
         losses = loss.per_token(seen, step.batch, constants, step.segments)
@@ -207,9 +207,9 @@ def finish(step: Step, loss: TokenLoss[Any], stats: Any, total: Float[Array, ""]
     return total, reduce_metrics(axes, terms) | {"loss": of_loss, "broken_rules": broken}
 
 
-def _known_before(step: Step, loss: TokenLoss[Any], numbers: Numbers) -> tuple[Any, Any]:
+def _known_before(step: Step, numbers: Numbers) -> tuple[Any, Any]:
     """The inputs of `_OfTokens` beside the statistics: arrays by token, and arrays that every token reads whole."""
-    constants, weights = lax.stop_gradient(loss.constants(None, step)), step.weights
+    constants, weights = lax.stop_gradient(step.loss.constants(None, step)), step.weights
     if "part.coef" in numbers:
         weights = weights * numbers["part.coef"]
     by_segment = {name: getattr(step.batch, name) for name in PER_SEGMENT}
@@ -221,17 +221,17 @@ def _known_before(step: Step, loss: TokenLoss[Any], numbers: Numbers) -> tuple[A
 class _OfTokens:
     """The weighted losses of some tokens, summed over the parts, in the form that `reduce_tokens` takes."""
 
-    losses: tuple[TokenLoss[Any], ...]
+    parts: tuple[Part, ...]
 
     def __call__(self, stats: Any, per_token: Any, shared: Any) -> jax.Array:
         found = []
         stats, per_token = jax.tree.map(lambda x: x[None], (stats, per_token))  # one row
-        for static, own, (by_segment, numbers) in zip(self.losses, per_token, shared, strict=True):
-            loss, (batch, weights, constants) = put_arrays(static, numbers), own
-            batch = dataclasses.replace(batch, **by_segment)
+        for part, (batch, weights, constants), (by_segment, numbers) in zip(self.parts, per_token, shared, strict=True):
+            batch, loss = dataclasses.replace(batch, **by_segment), put_arrays(as_token_loss(part.loss), numbers)
             left_out = loss.left_out(stats, batch)
             if left_out is not None:
                 batch = masked_batch(batch, jnp.where(left_out, 0, batch.loss_mask))
+            loss = part.with_numbers(loss, batch)
             segments = Segments(batch.segment_ids, batch.num_segments)
             losses = loss.per_token(loss.seen(stats, batch.loss_mask), batch, constants, segments)
             losses = jnp.where(batch.loss_mask > 0, losses, 0) * weights

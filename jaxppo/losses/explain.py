@@ -22,8 +22,8 @@ from jaxppo.base.pytree import register
 from jaxppo.base.traced import put_arrays
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.compute import Static, call_parts, step_of
-from jaxppo.losses.doors import checked_of_stats
+from jaxppo.losses.compute import Static, step_of
+from jaxppo.losses.doors import from_stats
 from jaxppo.losses.parts import ALONE, OfPolicy, Part, Parts, as_token_loss
 from jaxppo.losses.token_loss import Losses, TokenLoss
 from jaxppo.sharding import ShardAxes, segment_sum
@@ -95,9 +95,7 @@ def explain_tokens(
       >>> [round(x, 2) for x in found.arrays["contribution"][0].tolist()], found.reason_names()
       ([-0.5, -0.6, 0.0], [['', 'clipped above', 'masked']])
     """
-    batch, parts = checked_of_stats(stats, batch, loss)
-    given = {"stats": stats}, lambda p: (p.tokens_spec, p.tokens_spec), batch, parallel, normalizer
-    found = call_parts("explain_tokens", parts, *given, fn=_per_shard)
+    found = from_stats("explain_tokens", stats, batch, loss, parallel, normalizer, fn=_per_shard)
     return found.get(ALONE, found)
 
 
@@ -113,7 +111,8 @@ def _explained(
     axes: ShardAxes, part: Part, stats: Any, batch: RolloutBatch, normalizer: Any, numbers: Any
 ) -> ExplainedTokens:
     loss, batch = put_arrays(as_token_loss(part.loss), numbers), part.of(batch)
-    step = step_of(axes, loss, batch, normalizer, numbers, stats)
+    step = step_of(axes, part, loss, batch, normalizer, numbers, stats)
+    loss = step.loss
     mask, weights = step.batch.loss_mask, step.weights * numbers.get("part.coef", 1)
     constants, seen = loss.constants(stats, step), loss.seen(stats, mask)
 

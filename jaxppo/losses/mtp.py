@@ -166,7 +166,7 @@ def sum_of_depths(
     total, metrics = jnp.float32(0), Metrics()
     for k, (stats, batch) in enumerate(depths):
         normalizer = None if normalizers is None else normalizers[k]
-        value, found = from_stats(f"{prefix}_loss", stats, batch, loss, parallel, normalizer, numbers)
+        value, found = from_stats(f"{prefix}_loss", stats, batch, loss, parallel, normalizer, numbers=numbers)
         total += decay**k * value
         metrics |= {f"{prefix}_{k + 1}_{name}": found[name] for name in names}
     total *= lax.stop_gradient(numbers["coef"]) / sum(decay**k for k in range(len(depths)))

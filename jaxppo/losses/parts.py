@@ -65,6 +65,15 @@ class Part(Loss):
             if getattr(self, what) is not None:
                 check_name(what, getattr(self, what))
 
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The extras of the batch that hold numbers of the loss, see `losses.rows.RowPart`."""
+        return ()
+
+    def with_numbers(self, loss: TokenLoss[Any], batch: RolloutBatch) -> TokenLoss[Any]:
+        """The loss with the numbers that these extras hold."""
+        return loss
+
     def of(self, batch: RolloutBatch) -> RolloutBatch:
         """The batch as this part reads it."""
         changed: dict[str, Any] = {}

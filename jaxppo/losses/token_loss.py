@@ -54,6 +54,7 @@ class Step:
     and the sampler's log-probs are at most 0.
     """
 
+    loss: TokenLoss[Any]  # with the numbers that the batch brings, see `by_row`
     batch: RolloutBatch
     segments: Segments
     normalizer: Normalizer  # of the whole step
