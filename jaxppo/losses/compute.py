@@ -26,7 +26,7 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import HeadCall, Inputs
 from jaxppo.head.gradient import reduce_tokens, stats_of_tokens
 from jaxppo.losses.parts import ALONE, Part, as_token_loss
-from jaxppo.losses.token_loss import Reads, Step, TokenLoss, masked_batch
+from jaxppo.losses.token_loss import Reads, Step, masked_batch
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call, vary
 from jaxppo.step.aggregation import Normalizer, Parallel, step_normalizer, token_weights
 
@@ -88,14 +88,12 @@ def _of_parts(
     """Per-shard: the loss and its metrics, from hidden states in one pass where that fits."""
     names, parts, head = call
     numbers = lax.stop_gradient(numbers)
-    losses = [put_arrays(as_token_loss(part.loss), its) for part, its in zip(parts, numbers, strict=True)]
-    each = list(zip(parts, losses, [part.of(batch) for part in parts], normalizers, numbers, strict=True))
-    of_head = None if head is None else (head, given)
+    each, of_head = list(zip(parts, normalizers, numbers, strict=True)), None if head is None else (head, given)
     known: list[Normalizer | None] = [None] * len(parts)
     stats = given
     total: Float[Array, ""] | None = None
-    if head is not None and all(loss.token_local for loss in losses):
-        before = [step_of(axes, *its, None, of_head) for its in each]
+    if head is not None and all(as_token_loss(part.loss).token_local for part in parts):
+        before = [step_of(axes, *its, batch, None, of_head) for its in each]
         by_token, shared = zip(*map(_known_before, before, numbers), strict=True)
         total, stats = reduce_tokens(head, given, _OfTokens(parts), by_token, shared)
         known = [step.normalizer for step in before]
@@ -103,7 +101,7 @@ def _of_parts(
         with note("two passes: the loss of a token depends on others"):
             stats = stats_of_tokens(axes, head, given)
     # after one pass for the second time, to check the log-probs too
-    steps = [step_of(axes, *its, stats, of_head, own) for its, own in zip(each, known, strict=True)]
+    steps = [step_of(axes, *its, batch, stats, of_head, own) for its, own in zip(each, known, strict=True)]
     if names == (ALONE,):
         return finish(steps[0], stats, total)
     found = [finish(step, stats) for step in steps]
@@ -123,20 +121,20 @@ def _sum(names: tuple[str, ...], found: list[Found], numbers: list[Numbers], tot
 def step_of(
     axes: ShardAxes,
     part: Part,
-    loss: TokenLoss[Any],
-    batch: RolloutBatch,
     normalizer: Normalizer | None,
     numbers: Numbers,
+    batch: RolloutBatch,
     stats: Any,
     head: OfHead | None = None,
     known: Normalizer | None = None,
 ) -> Step:
     """Per-shard: weighs tokens and checks rules, with the statistics and the step's normalizer if there are any.
 
-    `loss` and `batch` are the part's, `numbers` are those that the loss and its factor depend on, and `known` is the
-    normalizer of an earlier `Step` of the same batch.
+    `numbers` are those that the loss and its factor depend on, and `known` is the normalizer of an earlier `Step` of
+    the same batch.
     """
-    batch = lax.stop_gradient(batch)  # everything that a loss reads from it is a constant
+    loss = put_arrays(as_token_loss(part.loss), numbers)
+    batch = part.of(lax.stop_gradient(batch))  # everything that a loss reads from it is a constant
     names = loss.asks.extras
     extras = batch.extras if names is None else {name: batch.extras[name] for name in (*names, *part.extras)}
     batch = dataclasses.replace(batch, extras=extras)
