@@ -60,11 +60,6 @@ def is_zero(coefficient: Coefficient) -> bool:
     return known and float(coefficient) == 0
 
 
-def as_coefficient(coefficient: Coefficient) -> Coefficient:
-    """The number 0 if the coefficient is known to be 0, else an f32 array: other numbers then compile nothing new."""
-    return 0.0 if is_zero(coefficient) else jnp.asarray(coefficient, jnp.float32)
-
-
 def check(what: str, got: object, good: bool, expected: str) -> None:
     if not good:
         raise ValueError(f"{what}: got {got}, expected {expected}")

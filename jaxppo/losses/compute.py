@@ -57,7 +57,8 @@ def call_parts(
     """
     static, traced = [], []
     for which, part in parts.items():
-        loss, its = take_arrays(as_token_loss(part.loss).traceable())
+        of_tokens = as_token_loss(part.loss)
+        loss, its = take_arrays(of_tokens, of_tokens.coefficients)
         if which != ALONE:
             its |= {"part.coef": jnp.asarray(part.coef, jnp.float32)}
         static.append(dataclasses.replace(part, loss=loss, coef=1.0))

@@ -6,15 +6,14 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import PER_TOKEN_VALUES, Aggregation, as_coefficient, masked
+from jaxppo.base.arrays import PER_TOKEN_VALUES, Aggregation, masked
 from jaxppo.base.metrics import Terms
-from jaxppo.base.traced import map_leaves
 from jaxppo.batch.broken_rules import Broken
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import check_stats
@@ -112,11 +111,6 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
     def off_policy(self) -> OffPolicyConfig | None:
         """The correction whose mean weight is in the normalizer."""
         return None
-
-    def traceable(self) -> Self:
-        """With its `coefficients` as traced code takes them."""
-        found: Self = map_leaves(self, lambda at, x: as_coefficient(x) if ".".join(at) in self.coefficients else x)
-        return found
 
     def check(self, batch: RolloutBatch) -> None:
         """Raises where the batch lacks what the loss reads, or where shapes or dtypes are wrong."""
