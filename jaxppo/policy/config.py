@@ -83,9 +83,9 @@ class PolicyLossConfig(Loss):
             raise TypeError(f"loss: got {self.loss!r}, expected {expected}{by_name}")
         if not dataclasses.is_dataclass(self.loss) or not getattr(self.loss, "__dataclass_params__").frozen:  # noqa: B009
             raise TypeError(f"loss: got {type(self.loss).__name__}, expected {expected}")
-        for name, value, expected in (("kl", self.kl, KL), ("off_policy", self.off_policy, OffPolicyConfig)):
-            if value is not None and not isinstance(value, expected):
-                raise TypeError(f"{name}: got {type(value).__name__}, expected {expected.__name__} or None")
+        for name, value, kind in (("kl", self.kl, KL), ("off_policy", self.off_policy, OffPolicyConfig)):
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name}: got {type(value).__name__}, expected {kind.__name__} or None")
         check_field(self, "entropy_coef")
         check_choices(self, ratio_to=RatioTo, metric_aggregation=MetricAggregation, impossible_tokens=ImpossibleTokens)
         check_flag("clip_by_sign", self.clip_by_sign)

@@ -124,7 +124,7 @@ class Normalizer:
         if not isinstance(loss, Loss):
             raise TypeError(f"loss: got {type(loss).__name__}, expected a loss as loss_from_hidden takes it")
         one: Any = PolicyLossConfig(loss) if isinstance(loss, PolicyLoss) else loss
-        if hasattr(one, "equals"):  # a `Part`, whose module this one cannot import
+        if hasattr(one, "with_numbers"):  # a `Part`, whose module this one cannot import
             check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
             return cls.of(one.loss, one.of(micro_batches), parallel=parallel)
         return cls._of(one.aggregation, one.off_policy, micro_batches, parallel)
