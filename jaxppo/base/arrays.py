@@ -26,9 +26,9 @@ Arrays = TypeVar("Arrays", np.ndarray, jax.Array)  # on the host, or on a device
 AnyArray = jax.Array | np.ndarray
 
 
-def masked(x: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Float[Array, "R T"]:
+def masked(x: Float[Array, "R T ..."], mask: Float[Array, "R T"]) -> Float[Array, "R T ..."]:
     """x in f32 where the mask is above 0, and 0 elsewhere, whatever x holds there."""
-    return jnp.where(mask > 0, x.astype(jnp.float32), 0)
+    return jnp.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim)) > 0, x.astype(jnp.float32), 0)
 
 
 def as_token_ids(ids: Int[Array, "..."]) -> Int[Array, "..."]:
@@ -58,11 +58,6 @@ def is_zero(coefficient: Coefficient) -> bool:
     """Whether the coefficient is known to be 0 at trace time; False for a traced schedule."""
     known = not isinstance(coefficient, jax.core.Tracer) and np.ndim(coefficient) == 0  # others are tokens' own
     return known and float(coefficient) == 0
-
-
-def as_coefficient(coefficient: Coefficient) -> Coefficient:
-    """The number 0 if the coefficient is known to be 0, else an f32 array: other numbers then compile nothing new."""
-    return 0.0 if is_zero(coefficient) else jnp.asarray(coefficient, jnp.float32)
 
 
 def check(what: str, got: object, good: bool, expected: str) -> None:

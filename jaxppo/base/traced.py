@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+
+from jaxppo.base.arrays import is_zero
 
 Config = TypeVar("Config")
 
@@ -23,14 +26,17 @@ class _Place:
     name: str
 
 
-def take_arrays(config: Config) -> tuple[Config, dict[str, jax.Array]]:
+def take_arrays(config: Config, coefficients: Sequence[str] = ()) -> tuple[Config, dict[str, jax.Array]]:
     """The config with a mark in place of each array in its dataclasses, and the arrays by the names of their fields.
 
-    A field within a field is "field.name", as in "kl.coef"; "loss" and "config" are left out.
+    A field within a field is "field.name", as in "kl.coef"; "loss" and "config" are left out. Fields at the paths
+    `coefficients` become arrays too, unless they are known to be 0: other numbers then compile nothing new.
     """
     arrays: dict[str, jax.Array] = {}
 
     def mark(path: tuple[str, ...], x: Any) -> Any:
+        if ".".join(path) in coefficients:
+            x = 0.0 if is_zero(x) else jnp.asarray(x, jnp.float32)
         if not isinstance(x, jax.Array):
             return x
         name = ".".join(part for part in path if part not in ("loss", "config"))

@@ -35,14 +35,11 @@ class Broken:
     def any(self) -> Bool[Array, ""]:
         return self.counts.sum() > 0
 
-    def and_loss(self, total: Float[Array, ""]) -> Broken:
-        """With the rule that the loss itself is finite, which counts where no other rule is broken."""
+    def metric(self, total: Float[Array, ""]) -> Composite:
+        """The metric `broken_rules`. A loss that is not finite breaks the last rule if no other one is broken."""
         unexplained = ~(jnp.isfinite(total) | self.any)
-        counts = jnp.append(self.counts, unexplained.astype(jnp.float32))
-        return Broken((*self.numbers, len(ON_DEVICE)), lax.stop_gradient(counts))
-
-    def metric(self) -> Composite:
-        return Composite({"counts": Metric(self.counts, jnp.float32(1), "sum")}, _First(self.numbers))
+        counts = lax.stop_gradient(jnp.append(self.counts, unexplained.astype(jnp.float32)))
+        return Composite({"counts": Metric(counts, jnp.float32(1), "sum")}, _First((*self.numbers, len(ON_DEVICE))))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Checks of a batch: shapes and dtypes at trace time, values on the host."""
+"""Checks of the values of a batch, on the host."""
 
 from __future__ import annotations
 
@@ -8,34 +8,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array
 
-from jaxppo.base.arrays import INTEGERS, OPTIONAL, PER_SEGMENT, REQUIRED, check, check_array, check_count, check_fits
+from jaxppo.base.arrays import PER_SEGMENT, check, check_count
 from jaxppo.batch.broken_rules import raise_first
-from jaxppo.batch.extras import check_extras
 from jaxppo.batch.rules import View
 from jaxppo.batch.trees import starts
 from jaxppo.sharding import check_row_length, in_order, physical_places, segment_multiple
-
-
-def arrays_of(fields: Mapping[str, Any], *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Array]:
-    """The arrays among a batch's fields, without the extras; raises where one has a wrong shape or dtype.
-
-    With `stacked`, micro-batches may be stacked, `[K, R, T]`. The prefix stands before the names of arrays in errors.
-    """
-    arrays = {name: fields[name] for name in (*REQUIRED, *OPTIONAL) if fields[name] is not None or name in REQUIRED}
-    for name, x in arrays.items():
-        check_array(prefix + name, x)
-        if name in INTEGERS:
-            check_fits(prefix + name, x)
-    rows = arrays["loss_mask"].shape
-    expected = "[R, T], or [K, R, T]" if stacked else "[R, T], one micro-batch"
-    good = len(rows) == 2 or (stacked and len(rows) == 3)
-    check(prefix.rstrip(".") or "batch", f"a loss mask of shape {rows}", good, expected)
-    segments = (*rows[:-1], *(arrays["sample_ids"].shape[-1:] or ("S",)))
-    for name, x in arrays.items():
-        shape, of = (segments, "segments of sample_ids") if name in PER_SEGMENT else (rows, "positions of loss_mask")
-        check(prefix + name, f"shape {x.shape}", x.shape == shape, f"{shape}, as the rows and {of}")
-    check_extras(fields["extras"], rows, prefix)
-    return arrays
 
 
 def check_entries(batch: Any, arrays: Mapping[str, Array], vocab_size: Any, counts: Array | None) -> None:

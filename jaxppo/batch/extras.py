@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxppo.base.arrays import INTEGERS, as_token_ids, check, check_array, check_choice, is_number
+from jaxppo.base.arrays import INTEGERS, as_token_ids, check, check_choice, is_number
 
 At = Literal["predicting", "input"]
 Places = tuple[tuple[str, "At", float], ...]  # the name, place and fill of each extra among a constructor's arrays
@@ -70,16 +70,6 @@ def in_kind(name: str, x: Any) -> Any:
     if name in INTEGERS or (name.startswith(PREFIX) and jnp.issubdtype(x.dtype, jnp.integer)):
         return x if x.dtype == jnp.int32 else as_token_ids(x)
     return x if x.dtype == jnp.float32 or name.startswith(PREFIX) else x.astype(jnp.float32)
-
-
-def check_extras(extras: Any, rows: tuple[int, ...], prefix: str) -> None:
-    """Raises unless each extra of a batch is an array of numbers, shaped as its rows and perhaps more."""
-    check_names(extras)
-    for name, x in (extras or {}).items():
-        what = f"{prefix}extras[{name!r}]"
-        check_array(what, x)
-        good = x.shape[: len(rows)] == rows
-        check(what, f"shape {x.shape}", good, f"{rows} and more, as the positions of loss_mask")
 
 
 def as_values(what: str, values: Any, length: int) -> np.ndarray:

@@ -10,10 +10,9 @@ from jaxtyping import Int
 
 from jaxppo.base.arrays import check, check_count
 from jaxppo.batch.placing import placed
-from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.rollout_batch import RolloutBatch, check_arrays
 from jaxppo.batch.samples import Sample, check_samples
 from jaxppo.batch.token_sets import TokenSets
-from jaxppo.batch.validation import check_arrays
 
 __all__ = ["pack_nucleus_ids"]
 

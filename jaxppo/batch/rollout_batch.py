@@ -9,11 +9,21 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-from jaxppo.base.arrays import OPTIONAL, PER_SEGMENT, REQUIRED, check, spec_of
+from jaxppo.base.arrays import (
+    INTEGERS,
+    OPTIONAL,
+    PER_SEGMENT,
+    REQUIRED,
+    check,
+    check_array,
+    check_fits,
+    check_flag,
+    spec_of,
+)
 from jaxppo.base.pytree import register
-from jaxppo.batch.checks import arrays_of, check_entries
+from jaxppo.batch.checks import check_entries
 from jaxppo.batch.constructors import Constructors
-from jaxppo.batch.extras import At
+from jaxppo.batch.extras import At, check_names
 from jaxppo.batch.placing import placed
 from jaxppo.batch.trees import Paths
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, check_parallel, in_order, multihost
@@ -216,7 +226,7 @@ class RolloutBatch(Constructors):
           ...
           ValueError: targets: got 9 at row 0, position 1, expected 0 to 8 where loss_mask is 1
         """
-        arrays = arrays_of(vars(self), stacked=True, prefix="")
+        arrays = check_arrays(self, stacked=True, prefix="")
         if normalizer is not None:
             if not hasattr(normalizer, "check_step"):
                 raise TypeError(f"normalizer: got {type(normalizer).__name__}, expected Normalizer or None")
@@ -234,3 +244,34 @@ class RolloutBatch(Constructors):
     def _named(self) -> dict[str, Array]:
         """The arrays that exist, without the extras."""
         return {name: x for name in (*REQUIRED, *OPTIONAL) if (x := getattr(self, name)) is not None}
+
+
+def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Array]:
+    """The arrays of a batch without the extras; raises where it is none, or where a shape or dtype is wrong.
+
+    With `stacked`, micro-batches may be stacked, `[K, R, T]`. The prefix stands before the names of arrays in errors.
+    """
+    if not isinstance(batch, RolloutBatch):
+        raise TypeError(f"{prefix.rstrip('.')}: got {type(batch).__name__}, expected RolloutBatch")
+    for name in FLAGS:
+        check_flag(prefix + name, getattr(batch, name))
+    given = {name: getattr(batch, name) for name in (*REQUIRED, *OPTIONAL)}
+    arrays = {name: x for name, x in given.items() if x is not None or name in REQUIRED}
+    for name, x in arrays.items():
+        check_array(prefix + name, x)
+        if name in INTEGERS:
+            check_fits(prefix + name, x)
+    rows = arrays["loss_mask"].shape
+    expected = "[R, T], or [K, R, T]" if stacked else "[R, T], one micro-batch"
+    good = len(rows) == 2 or (stacked and len(rows) == 3)
+    check(prefix.rstrip(".") or "batch", f"a loss mask of shape {rows}", good, expected)
+    segments = (*rows[:-1], *(arrays["sample_ids"].shape[-1:] or ("S",)))
+    for name, x in arrays.items():
+        shape, of = (segments, "segments of sample_ids") if name in PER_SEGMENT else (rows, "positions of loss_mask")
+        check(prefix + name, f"shape {x.shape}", x.shape == shape, f"{shape}, as the rows and {of}")
+    check_names(batch.extras)
+    for name, x in (batch.extras or {}).items():
+        what = f"{prefix}extras[{name!r}]"
+        check_array(what, x)
+        check(what, f"shape {x.shape}", x.shape[: len(rows)] == rows, f"{rows} and more, as the positions of loss_mask")
+    return arrays

@@ -282,7 +282,7 @@ OF_INPUTS = (
         "loss",
         "a finite loss, and all that it reads is sound. It may be beyond f32, or infinite, as a divergence is where "
         "one of teacher_log_probs and id_log_probs is -inf and the other is not",
-        lambda v, _: None,  # `Broken.and_loss` counts it
+        lambda v, _: None,  # `Broken.metric` counts it
     ),
 )
 ON_HOST = (

@@ -1,25 +1,12 @@
-"""The checks that every function applies to its batch."""
+"""What every function makes of its batch."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from jaxtyping import Array
-
-from jaxppo.base.arrays import check_flag
-from jaxppo.batch.checks import arrays_of
 from jaxppo.batch.extras import PREFIX, in_kind
-from jaxppo.batch.rollout_batch import FLAGS, RolloutBatch
-
-
-def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Array]:
-    """`arrays_of` a batch; raises unless it is one."""
-    if not isinstance(batch, RolloutBatch):
-        raise TypeError(f"{prefix.rstrip('.')}: got {type(batch).__name__}, expected RolloutBatch")
-    for name in FLAGS:
-        check_flag(prefix + name, getattr(batch, name))
-    return arrays_of(vars(batch), stacked=stacked, prefix=prefix)
+from jaxppo.batch.rollout_batch import RolloutBatch, check_arrays
 
 
 def checked(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> RolloutBatch:

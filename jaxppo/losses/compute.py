@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import PER_SEGMENT, PER_TOKEN_VALUES, Aggregation, masked
+from jaxppo.base.arrays import PER_SEGMENT, Aggregation, masked
 from jaxppo.base.metrics import Metric, Metrics, reduce_metrics
 from jaxppo.base.traced import put_arrays, take_arrays
 from jaxppo.batch.broken_rules import Broken, count_broken
@@ -25,8 +25,8 @@ from jaxppo.batch.reads import LOG_PROBS, at_most_zero
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import HeadCall, Inputs
 from jaxppo.head.gradient import reduce_tokens, stats_of_tokens
-from jaxppo.losses.parts import ALONE, Part
-from jaxppo.losses.token_loss import Reads, Step, TokenLoss, masked_arrays
+from jaxppo.losses.parts import ALONE, Part, as_token_loss
+from jaxppo.losses.token_loss import Reads, Step, masked_batch
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call, vary
 from jaxppo.step.aggregation import Normalizer, Parallel, step_normalizer, token_weights
 
@@ -35,24 +35,6 @@ Normalizers = Normalizer | Mapping[str, Normalizer] | None
 Static = tuple[tuple[str, ...], tuple[Part, ...], HeadCall | None]  # the parts' names, and the parts without arrays
 Numbers = Mapping[str, Array]  # the traced numbers of a loss, and others of its call, by name
 OfHead = tuple[HeadCall, Inputs]
-
-
-def loss_of_stats(
-    name: str,
-    loss: Mapping[str, Part] | TokenLoss[Any],
-    stats: Any,
-    batch: RolloutBatch,
-    parallel: Parallel,
-    normalizer: Normalizers,
-    numbers: Mapping[str, float | Array] | None = None,
-) -> Found:
-    """The loss and its metrics from statistics, on any mesh.
-
-    `numbers` are those of the call that are not in the loss, such as its coefficient; only rules read them.
-    """
-    parts = loss if isinstance(loss, Mapping) else {ALONE: Part(loss)}
-    given = {"stats": stats}, lambda p: (p.tokens_spec, P()), batch, parallel, normalizer
-    return call_parts(name, parts, *given, numbers=numbers)
 
 
 def call_parts(
@@ -70,17 +52,28 @@ def call_parts(
 ) -> Any:
     """Calls `fn`, or `_of_parts`, on each device, with what is `given` by its name: statistics, or a head's inputs.
 
-    `specs` are those of what is given and of the result.
+    `specs` are those of what is given and of the result. `numbers` are those of the call that are not in the loss, such
+    as its coefficient; only rules read them.
     """
     static, traced = [], []
     for which, part in parts.items():
-        loss, its = take_arrays(part.of_tokens.traceable())
+        of_tokens = as_token_loss(part.loss)
+        loss, its = take_arrays(of_tokens, of_tokens.coefficients)
         if which != ALONE:
             its |= {"part.coef": jnp.asarray(part.coef, jnp.float32)}
         static.append(dataclasses.replace(part, loss=loss, coef=1.0))
         traced.append(its)
     traced[0] |= {name: jnp.asarray(x, jnp.float32) for name, x in (numbers or {}).items()}
-    normalizers = _normalizers(parts, normalizer)
+    normalizers: list[Normalizer | None] = [None] * len(parts)
+    if normalizer is not None:
+        alone = ALONE in parts
+        by_name: Any = {ALONE: normalizer} if alone else normalizer
+        if not isinstance(by_name, Mapping) or not all(isinstance(x, Normalizer) for x in by_name.values()):
+            expected = "Normalizer or None" if alone else "Normalizers by the names of parts, or None"
+            raise TypeError(f"normalizer: got {type(normalizer).__name__}, expected {expected}")
+        if by_name.keys() != parts.keys():
+            raise ValueError(f"normalizer: got those of {sorted(by_name)}, expected one of each part, {sorted(parts)}")
+        normalizers = [by_name[which] for which in parts]
     args = {**given, "batch": batch, "normalizer": normalizers, "config": traced}
 
     def all_specs(p: ParallelMesh) -> tuple[list[Any], Any]:
@@ -90,48 +83,29 @@ def call_parts(
     return shard_call(name, fn or _of_parts, parallel, args, all_specs, (tuple(parts), tuple(static), head))
 
 
-def _normalizers(parts: Mapping[str, Part], given: Normalizers) -> list[Normalizer | None]:
-    if given is None:
-        return [None] * len(parts)
-    alone = ALONE in parts
-    by_name: Any = {ALONE: given} if alone else given
-    if not isinstance(by_name, Mapping) or not all(isinstance(x, Normalizer) for x in by_name.values()):
-        expected = "Normalizer or None" if alone else "Normalizers by the names of parts, or None"
-        raise TypeError(f"normalizer: got {type(given).__name__}, expected {expected}")
-    if by_name.keys() != parts.keys():
-        raise ValueError(f"normalizer: got those of {sorted(by_name)}, expected one of each part, {sorted(parts)}")
-    return [by_name[name] for name in parts]
-
-
 def _of_parts(
     axes: ShardAxes, call: Static, given: Any, batch: RolloutBatch, normalizers: list[Any], numbers: list[Numbers]
 ) -> Found:
     """Per-shard: the loss and its metrics, from hidden states in one pass where that fits."""
     names, parts, head = call
     numbers = lax.stop_gradient(numbers)
-    static, batches = [part.of_tokens for part in parts], [part.of(batch) for part in parts]
-    losses = list(map(put_arrays, static, numbers))
-    of_head = None if head is None else (head, given)
-
-    def steps_of(stats: Any, known: Sequence[Normalizer | None]) -> list[Step]:
-        each = zip(losses, batches, normalizers, numbers, known, strict=True)
-        return [step_of(axes, loss, stats, b, n, its, of_head, own) for loss, b, n, its, own in each]
-
+    each, of_head = list(zip(parts, normalizers, numbers, strict=True)), None if head is None else (head, given)
     known: list[Normalizer | None] = [None] * len(parts)
     stats = given
     total: Float[Array, ""] | None = None
-    if head is not None and all(loss.token_local for loss in losses):
-        before = steps_of(None, known)
-        by_token, shared = zip(*map(_known_before, before, losses, numbers), strict=True)
-        total, stats = reduce_tokens(head, given, _OfTokens(tuple(static)), by_token, shared)
+    if head is not None and all(as_token_loss(part.loss).token_local for part in parts):
+        before = [step_of(axes, *its, batch, None, of_head) for its in each]
+        by_token, shared = zip(*map(_known_before, before, numbers), strict=True)
+        total, stats = reduce_tokens(head, given, _OfTokens(parts), by_token, shared)
         known = [step.normalizer for step in before]
     elif head is not None:
         with note("two passes: the loss of a token depends on others"):
             stats = stats_of_tokens(axes, head, given)
-    steps = steps_of(stats, known)  # after one pass again, to check the log-probs too
+    # after one pass for the second time, to check the log-probs too
+    steps = [step_of(axes, *its, batch, stats, of_head, own) for its, own in zip(each, known, strict=True)]
     if names == (ALONE,):
-        return finish(steps[0], losses[0], stats, total)
-    found = [finish(step, loss, stats) for step, loss in zip(steps, losses, strict=True)]
+        return finish(steps[0], stats, total)
+    found = [finish(step, stats) for step in steps]
     return _sum(names, found, numbers, total)
 
 
@@ -147,26 +121,27 @@ def _sum(names: tuple[str, ...], found: list[Found], numbers: list[Numbers], tot
 
 def step_of(
     axes: ShardAxes,
-    loss: TokenLoss[Any],
-    stats: Any,
-    batch: RolloutBatch,
+    part: Part,
     normalizer: Normalizer | None,
     numbers: Numbers,
+    batch: RolloutBatch,
+    stats: Any,
     head: OfHead | None = None,
     known: Normalizer | None = None,
 ) -> Step:
     """Per-shard: weighs tokens and checks rules, with the statistics and the step's normalizer if there are any.
 
-    `numbers` are those that the loss and its factor depend on, and `known` is the normalizer of an earlier `Step`
-    of the same batch.
+    `numbers` are those that the loss and its factor depend on, and `known` is the normalizer of an earlier `Step` of
+    the same batch.
     """
-    batch = lax.stop_gradient(batch)  # everything that a loss reads from it is a constant
+    loss = put_arrays(as_token_loss(part.loss), numbers)
+    batch = part.of(lax.stop_gradient(batch))  # everything that a loss reads from it is a constant
     names = loss.asks.extras
-    extras = batch.extras if names is None else {name: batch.extras[name] for name in names}
+    extras = batch.extras if names is None else {name: batch.extras[name] for name in (*names, *part.extras)}
     batch = dataclasses.replace(batch, extras=extras)
     segments = batch.segments(axes)
     weighs = known or step_normalizer(batch, segments, normalizer, loss.aggregation, loss.off_policy)
-    reads = loss.reads(stats, batch, segments)
+    reads = {**loss.reads(stats, batch, segments), **{f"extras.{name}": batch.extras[name] for name in part.extras}}
     broken = _broken_rules(batch, segments, loss.aggregation, normalizer, reads, numbers, head)
     capped = None
     if (sampled := batch.rollout_log_probs) is not None:
@@ -175,16 +150,14 @@ def step_of(
     weights = token_weights(batch.loss_mask, segments, weighs, loss.aggregation_norm)
     if batch.loss_weights is not None:
         weights *= masked(batch.loss_weights, batch.loss_mask)
-    left_out = loss.left_out(stats, batch)
+    left_out, mask = loss.left_out(stats, batch), batch.loss_mask
     if left_out is not None:  # the denominators still count all tokens
-        weights, mask = (jnp.where(left_out, 0, x) for x in (weights, batch.loss_mask))
-        batch = dataclasses.replace(batch, loss_mask=mask)
-    by_token = {name: getattr(batch, name) for name in PER_TOKEN_VALUES} | {"extras": batch.extras}
-    batch = dataclasses.replace(batch, **masked_arrays(by_token, batch.loss_mask))
+        weights, mask = (jnp.where(left_out, 0, x) for x in (weights, mask))
+    batch = masked_batch(batch, mask)
     # NaN in the weights makes gradients NaN too; a factor of the summed losses would cost one more
     # multiplication of the kernel's gradient
     weights = weights * jnp.where(broken.any, jnp.nan, 1)
-    return Step(batch, segments, weighs, weights, broken, left_out, capped)
+    return Step(part.with_numbers(loss, batch), batch, segments, weighs, weights, broken, left_out, capped)
 
 
 def _broken_rules(
@@ -216,26 +189,26 @@ def _broken_rules(
     return count_broken(arrays, numbers, segments, real_last_targets=batch.real_last_targets, **sizes)
 
 
-def finish(step: Step, loss: TokenLoss[Any], stats: Any, total: Float[Array, ""] | None = None) -> Found:
+def finish(step: Step, stats: Any, total: Float[Array, ""] | None = None) -> Found:
     """Per-shard: the loss, `total` where one pass has computed it already, and its metrics."""
-    axes, mask = step.segments.axes, step.batch.loss_mask
+    loss, axes, mask = step.loss, step.segments.axes, step.batch.loss_mask
     constants, seen = lax.stop_gradient(loss.constants(stats, step)), loss.seen(stats, mask)
     if total is None:
         losses = loss.per_token(seen, step.batch, constants, step.segments)
         weighted = (jnp.where(mask > 0, losses, 0) * step.weights).sum()
         total = axes.psum(vary(weighted, axes.tokens), axes.tokens)
-    broken = step.broken.and_loss(total)
-    total += jnp.where(broken.any, jnp.nan, 0)  # also if no token has a weight
+    broken = step.broken.metric(total)
+    total += jnp.where(step.broken.any | ~jnp.isfinite(total), jnp.nan, 0)  # also if no token has a weight
     terms = loss.metrics(lax.stop_gradient(seen), step, constants)
     if step.left_out is not None:
         terms["impossible_tokens"] = (step.left_out, jnp.ones_like(mask), "sum")
     of_loss = Metric(lax.stop_gradient(total), jnp.float32(1), "sum")
-    return total, reduce_metrics(axes, terms) | {"loss": of_loss, "broken_rules": broken.metric()}
+    return total, reduce_metrics(axes, terms) | {"loss": of_loss, "broken_rules": broken}
 
 
-def _known_before(step: Step, loss: TokenLoss[Any], numbers: Numbers) -> tuple[Any, Any]:
+def _known_before(step: Step, numbers: Numbers) -> tuple[Any, Any]:
     """The inputs of `_OfTokens` beside the statistics: arrays by token, and arrays that every token reads whole."""
-    constants, weights = lax.stop_gradient(loss.constants(None, step)), step.weights
+    constants, weights = lax.stop_gradient(step.loss.constants(None, step)), step.weights
     if "part.coef" in numbers:
         weights = weights * numbers["part.coef"]
     by_segment = {name: getattr(step.batch, name) for name in PER_SEGMENT}
@@ -247,26 +220,24 @@ def _known_before(step: Step, loss: TokenLoss[Any], numbers: Numbers) -> tuple[A
 class _OfTokens:
     """The weighted losses of some tokens, summed over the parts, in the form that `reduce_tokens` takes."""
 
-    losses: tuple[TokenLoss[Any], ...]
+    parts: tuple[Part, ...]
 
     def __call__(self, stats: Any, per_token: Any, shared: Any) -> jax.Array:
-        found = [self._of(loss, stats, *of) for loss, *of in zip(self.losses, per_token, shared, strict=True)]
+        found = []
+        stats, per_token = jax.tree.map(lambda x: x[None], (stats, per_token))  # one row
+        for part, (batch, weights, constants), (by_segment, numbers) in zip(self.parts, per_token, shared, strict=True):
+            batch, loss = dataclasses.replace(batch, **by_segment), put_arrays(as_token_loss(part.loss), numbers)
+            left_out = loss.left_out(stats, batch)
+            if left_out is not None:
+                batch = masked_batch(batch, jnp.where(left_out, 0, batch.loss_mask))
+            loss = part.with_numbers(loss, batch)
+            segments = Segments(batch.segment_ids, batch.num_segments)
+            losses = loss.per_token(loss.seen(stats, batch.loss_mask), batch, constants, segments)
+            losses = jnp.where(batch.loss_mask > 0, losses, 0) * weights
+            log_probs = loss.reads(stats, batch, segments).get("log_probs")
+            if log_probs is not None:
+                # the step's rules were checked without them; make the gradient NaN too, which a clip would stop
+                broken = (batch.loss_mask > 0) & LOG_PROBS.bad(log_probs, jnp)
+                losses += jnp.where(broken, jnp.nan, 0) * jnp.where(broken, stats.log_probs, 0)
+            found.append(losses[0])
         return functools.reduce(jnp.add, found)
-
-    def _of(self, static: TokenLoss[Any], stats: Any, per_token: Any, shared: Any) -> jax.Array:
-        stats, (batch, weights, constants) = jax.tree.map(lambda x: x[None], (stats, per_token))
-        by_segment, traced = shared
-        loss = put_arrays(static, traced)
-        batch = dataclasses.replace(batch, **by_segment)
-        left_out = loss.left_out(stats, batch)
-        if left_out is not None:
-            batch = dataclasses.replace(batch, loss_mask=jnp.where(left_out, 0, batch.loss_mask))
-        segments = Segments(batch.segment_ids, batch.num_segments)
-        losses = loss.per_token(loss.seen(stats, batch.loss_mask), batch, constants, segments)
-        losses = jnp.where(batch.loss_mask > 0, losses, 0) * weights
-        log_probs = loss.reads(stats, batch, segments).get("log_probs")
-        if log_probs is None:
-            return losses[0]
-        # the step's rules were checked without these log-probs; make the gradient NaN too, which a clip would stop
-        broken = (batch.loss_mask > 0) & LOG_PROBS.bad(log_probs, jnp)
-        return (losses + jnp.where(broken, jnp.nan, 0) * jnp.where(broken, stats.log_probs, 0))[0]

@@ -20,7 +20,7 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.policy_tokens import advantages_of, check_config, check_needed, impossible_tokens, old_log_probs
+from jaxppo.losses.policy_tokens import PolicyTokenLoss, check_config, check_needed, old_log_probs
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses import PolicyLoss
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
@@ -76,12 +76,12 @@ def covariance_mask(
         raise ValueError(f"config.loss: got {config.loss}, expected one that selects tokens, such as ClipCov or KLCov")
     check_stats(stats, batch.loss_mask.shape)
     check_needed(batch, config)
-    left_out = impossible_tokens(stats.log_probs, batch, config)
+    left_out = PolicyTokenLoss(config).left_out(stats, batch)
     if left_out is not None:
         batch = dataclasses.replace(batch, loss_mask=jnp.where(left_out, 0, batch.loss_mask))
     static, traced = take_arrays(config.loss)
     log_probs = lax.stop_gradient(stats.log_probs)
-    old = at_most_zero(old_log_probs(log_probs, batch, config))
+    old = masked(at_most_zero(old_log_probs(log_probs, batch, config)), batch.loss_mask)
     args = {"stats": log_probs, "old_log_probs": old, "batch": batch, "key": key, "config": traced}
 
     def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
@@ -104,7 +104,7 @@ def _pick(
     loss: Any = put_arrays(static, traced)
     axes.check_complete("a selection of the step's tokens", batch.loss_mask)
     mask = (batch.loss_mask > 0).astype(jnp.float32)
-    log_probs, advantages = masked(log_probs, mask), advantages_of(batch)
+    log_probs, advantages = masked(log_probs, mask), masked(batch.advantages, mask)
 
     def draw(sample: jax.Array, position: jax.Array) -> jax.Array:
         of_token = jax.random.fold_in(jax.random.fold_in(key, sample), position)

@@ -6,7 +6,7 @@ From a teacher's top-k see `TopKDistillation`, by policy gradient `advantages.on
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
@@ -19,7 +19,7 @@ from jaxppo.head.call import HeadOptions
 from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
 from jaxppo.head.head import Head
 from jaxppo.head.prepare import prepare_pair
-from jaxppo.losses.compute import loss_of_stats
+from jaxppo.losses.doors import from_stats
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.losses.top_k_divergence import check_top_k, top_k_divergence
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call
@@ -148,13 +148,14 @@ def distillation_loss(
         teacher_hidden_spec=teacher_hidden_spec,
         **options,
     )
-    return loss_of_stats("distillation_loss", loss, found, batch, parallel, normalizer)
+    return from_stats("distillation_loss", found, batch, loss, parallel, normalizer)
 
 
 @dataclasses.dataclass(frozen=True)
 class DivergenceLoss(TokenLoss[Float[Array, "R T"]]):
     """The token loss of distillation: the token's divergence."""
 
+    of_head: ClassVar[bool] = False
     aggregation: Aggregation
     aggregation_norm: float | None = None
     asks = Asks()

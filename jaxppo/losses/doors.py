@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack, get_args
 
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ from jaxppo.batch.validation import checked
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.head import Entropy, Head, TokenStats
 from jaxppo.head.prepare import prepare_head
-from jaxppo.losses.compute import Found, Normalizers, call_parts, loss_of_stats
-from jaxppo.losses.parts import OfPolicy, Part, Parts, as_parts
+from jaxppo.losses.compute import Normalizers, call_parts
+from jaxppo.losses.parts import OfPolicy, Parts, as_parts, as_token_loss
 from jaxppo.losses.policy_tokens import check_config
 from jaxppo.losses.token_loss import Stats, TokenLoss
 from jaxppo.policy.config import PolicyLossConfig
@@ -207,22 +207,25 @@ def loss_from_hidden(
     return from_hidden("loss_from_hidden", hidden, head, batch, loss, parallel, normalizer, **given)
 
 
-def checked_of_stats(stats: Any, batch: RolloutBatch, loss: Any) -> tuple[RolloutBatch, dict[str, Part]]:
-    """The batch and the parts of the loss; raises where they do not fit each other, or the statistics."""
+def from_stats(
+    name: str,
+    stats: Any,
+    batch: RolloutBatch,
+    loss: Any,
+    parallel: Parallel,
+    normalizer: Normalizers,
+    *,
+    numbers: Mapping[str, float | Array] | None = None,
+    fn: Callable[..., Any] | None = None,
+) -> Any:
+    """`loss_from_stats` under the name of another door; see `call_parts` for `numbers` and `fn`, one to `[R, T]`."""
     batch, parts = checked(batch), as_parts(loss)
     for part in parts.values():
-        of = part.of(batch)
-        part.of_tokens.check(of)
-        part.of_tokens.check_stats(stats, of)
-    return batch, parts
-
-
-def from_stats(
-    name: str, stats: Any, batch: RolloutBatch, loss: Any, parallel: Parallel, normalizer: Normalizers
-) -> Found:
-    """`loss_from_stats` under the name of another door."""
-    batch, parts = checked_of_stats(stats, batch, loss)
-    return loss_of_stats(name, parts, stats, batch, parallel, normalizer)
+        of, its_loss = part.of(batch), as_token_loss(part.loss)
+        its_loss.check(of)
+        its_loss.check_stats(stats, of)
+    given = {"stats": stats}, lambda p: (p.tokens_spec, P() if fn is None else p.tokens_spec)
+    return call_parts(name, parts, *given, batch, parallel, normalizer, numbers=numbers, fn=fn)
 
 
 def from_hidden(
@@ -236,12 +239,12 @@ def from_hidden(
     *,
     nucleus_ids: Any,
     **given: Any,
-) -> Found:
+) -> Any:
     """`loss_from_hidden` under the name of another door."""
     batch, parts = checked(batch), as_parts(loss)
     asked, masks = [], []
     for which, part in parts.items():
-        of, its_loss, what = part.of(batch), part.of_tokens, f"loss[{which!r}]" if which else "loss"
+        of, its_loss, what = part.of(batch), as_token_loss(part.loss), f"loss[{which!r}]" if which else "loss"
         if not its_loss.of_head:
             raise TypeError(f"{what}: got {its_loss}, expected one of log-probs; loss_from_stats takes this one")
         if nucleus_ids is not None and not its_loss.takes_nucleus:

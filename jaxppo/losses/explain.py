@@ -19,13 +19,12 @@ from jaxtyping import Array, Float, Int
 from jaxppo.base.arrays import check_array, masked
 from jaxppo.base.metrics import CompositeTerm
 from jaxppo.base.pytree import register
-from jaxppo.base.traced import put_arrays
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.compute import Static, call_parts, step_of
-from jaxppo.losses.doors import checked_of_stats
-from jaxppo.losses.parts import ALONE, OfPolicy, Part, Parts
-from jaxppo.losses.token_loss import Losses, TokenLoss
+from jaxppo.losses.compute import Numbers, Static, step_of
+from jaxppo.losses.doors import from_stats
+from jaxppo.losses.parts import ALONE, OfPolicy, Parts
+from jaxppo.losses.token_loss import Losses, Step, TokenLoss
 from jaxppo.sharding import ShardAxes, segment_sum
 from jaxppo.step.aggregation import Normalizer, Parallel
 
@@ -95,9 +94,7 @@ def explain_tokens(
       >>> [round(x, 2) for x in found.arrays["contribution"][0].tolist()], found.reason_names()
       ([-0.5, -0.6, 0.0], [['', 'clipped above', 'masked']])
     """
-    batch, parts = checked_of_stats(stats, batch, loss)
-    given = {"stats": stats}, lambda p: (p.tokens_spec, p.tokens_spec), batch, parallel, normalizer
-    found = call_parts("explain_tokens", parts, *given, fn=_per_shard)
+    found = from_stats("explain_tokens", stats, batch, loss, parallel, normalizer, fn=_per_shard)
     return found.get(ALONE, found)
 
 
@@ -105,16 +102,13 @@ def _per_shard(
     axes: ShardAxes, call: Static, stats: Any, batch: RolloutBatch, normalizers: list[Any], numbers: list[Any]
 ) -> dict[str, ExplainedTokens]:
     stats, numbers = lax.stop_gradient((stats, numbers))
-    of_parts = zip(*call[:2], normalizers, numbers, strict=True)
-    return {name: _explained(axes, part, stats, batch, *its) for name, part, *its in of_parts}
+    names, parts, _ = call
+    steps = [step_of(axes, *its, batch, stats) for its in zip(parts, normalizers, numbers, strict=True)]
+    return {name: _explained(step, stats, its) for name, step, its in zip(names, steps, numbers, strict=True)}
 
 
-def _explained(
-    axes: ShardAxes, part: Part, stats: Any, batch: RolloutBatch, normalizer: Any, numbers: Any
-) -> ExplainedTokens:
-    loss, batch = put_arrays(part.of_tokens, numbers), part.of(batch)
-    step = step_of(axes, loss, stats, batch, normalizer, numbers)
-    mask, weights = step.batch.loss_mask, step.weights * numbers.get("part.coef", 1)
+def _explained(step: Step, stats: Any, numbers: Numbers) -> ExplainedTokens:
+    loss, mask, weights = step.loss, step.batch.loss_mask, step.weights * numbers.get("part.coef", 1)
     constants, seen = loss.constants(stats, step), loss.seen(stats, mask)
 
     def contributed(stats: Any) -> tuple[Array, Losses]:
@@ -136,7 +130,7 @@ def _explained(
     arrays["gradient"] = slopes[0]  # the log-probs are the first of a head's statistics
     still = functools.reduce(jnp.logical_and, [(x == 0).reshape(*mask.shape, -1).all(axis=-1) for x in slopes])
     left_out = jnp.zeros(mask.shape, bool) if step.left_out is None else step.left_out
-    reasons = {"padding": batch.segment_ids <= 0, "masked": ~(batch.loss_mask > 0), "impossible": left_out}
+    reasons = {"padding": step.batch.segment_ids <= 0, "masked": ~((mask > 0) | left_out), "impossible": left_out}
     reasons |= {"no weight": weights == 0, **loss.reasons(seen, step, constants), "no gradient": still}
     reason = jnp.select([*reasons.values()], [*range(1, len(reasons) + 1)], 0)  # the first that holds
     brought = {name: masked(x, mask) for name, x in arrays.items()}

@@ -18,7 +18,7 @@ from jaxppo.batch.validation import checked
 from jaxppo.head.api import log_probs_from_hidden
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.head import Head
-from jaxppo.losses.compute import loss_of_stats
+from jaxppo.losses.doors import from_stats
 from jaxppo.losses.sft import SFT
 from jaxppo.losses.token_loss import TokenLoss
 from jaxppo.sharding import ParallelMesh, ShardAxes, shift_left
@@ -166,7 +166,7 @@ def sum_of_depths(
     total, metrics = jnp.float32(0), Metrics()
     for k, (stats, batch) in enumerate(depths):
         normalizer = None if normalizers is None else normalizers[k]
-        value, found = loss_of_stats(f"{prefix}_loss", loss, stats, batch, parallel, normalizer, numbers)
+        value, found = from_stats(f"{prefix}_loss", stats, batch, loss, parallel, normalizer, numbers=numbers)
         total += decay**k * value
         metrics |= {f"{prefix}_{k + 1}_{name}": found[name] for name in names}
     total *= lax.stop_gradient(numbers["coef"]) / sum(decay**k for k in range(len(depths)))

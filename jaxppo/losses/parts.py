@@ -66,8 +66,13 @@ class Part(Loss):
                 check_name(what, getattr(self, what))
 
     @property
-    def of_tokens(self) -> TokenLoss[Any]:
-        return as_token_loss(self.loss)
+    def extras(self) -> tuple[str, ...]:
+        """The extras of the batch that hold numbers of the loss, see `losses.rows.RowPart`."""
+        return ()
+
+    def with_numbers(self, loss: TokenLoss[Any], batch: RolloutBatch) -> TokenLoss[Any]:
+        """The loss with the numbers that these extras hold."""
+        return loss
 
     def of(self, batch: RolloutBatch) -> RolloutBatch:
         """The batch as this part reads it."""

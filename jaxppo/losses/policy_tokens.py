@@ -21,8 +21,8 @@ from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.policy.config import PolicyLossConfig
-from jaxppo.policy.off_policy import OffPolicyConfig, left_out_by
 from jaxppo.policy.off_policy import correction as off_policy_correction
+from jaxppo.policy.off_policy import left_out_by
 from jaxppo.policy_losses.base import Indicators, ratio_at
 from jaxppo.sharding import Segments
 
@@ -49,26 +49,9 @@ def check_needed(batch: RolloutBatch, config: PolicyLossConfig) -> None:
 
 
 def old_log_probs(log_probs: Float[Array, "R T"], batch: RolloutBatch, config: PolicyLossConfig) -> Float[Array, "R T"]:
-    """The log-probs in the denominator of the config's ratio: constants, 0 where the mask is 0."""
+    """The log-probs in the denominator of the config's ratio, constants."""
     name = BY_RATIO.get(config.ratio_to)
-    return masked(lax.stop_gradient(log_probs if name is None else getattr(batch, name)), batch.loss_mask)
-
-
-def advantages_of(batch: RolloutBatch) -> Float[Array, "R T"]:
-    """The advantages in f32, 0 where the mask is 0."""
-    return masked(batch.advantages, batch.loss_mask)
-
-
-def impossible_tokens(
-    log_probs: Float[Array, "R T"] | None, batch: RolloutBatch, config: PolicyLossConfig
-) -> Bool[Array, "R T"] | None:
-    """The loss tokens with log-prob -inf under a policy that the config compares; None unless it leaves them out."""
-    if config.impossible_tokens == "nan":
-        return None
-    old = batch.old_log_probs if "old" in config.policies else None
-    given = [x for x in (log_probs, old, batch.rollout_log_probs) if x is not None]
-    found = [(batch.loss_mask > 0) & jnp.isneginf(x) for x in given]
-    return functools.reduce(jnp.logical_or, found, jnp.zeros(batch.loss_mask.shape, bool))
+    return lax.stop_gradient(log_probs if name is None else getattr(batch, name))
 
 
 class Correction(NamedTuple):
@@ -85,6 +68,7 @@ class OfConfig(TokenLoss[TokenStats]):
     takes_nucleus: ClassVar[bool] = True
     aggregation = property(lambda self: self.config.aggregation)
     aggregation_norm = property(lambda self: self.config.aggregation_norm)
+    off_policy = property(lambda self: self.config.off_policy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +81,6 @@ class PolicyTokenLoss(OfConfig):
     @property
     def asks(self) -> Asks:
         return Asks(entropy=self.config.entropy_mode, extras=(SELECTED,) if self.config.loss.selects else ())
-
-    @property
-    def off_policy(self) -> OffPolicyConfig | None:
-        return self.config.off_policy
 
     @property
     def token_local(self) -> bool:
@@ -130,7 +110,13 @@ class PolicyTokenLoss(OfConfig):
             )
 
     def left_out(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
-        return impossible_tokens(None if stats is None else stats.log_probs, batch, self.config)
+        """The loss tokens with log-prob -inf under a policy that the config compares."""
+        if self.config.impossible_tokens == "nan":
+            return None
+        old = batch.old_log_probs if "old" in self.config.policies else None
+        given = [x for x in (None if stats is None else stats.log_probs, old, batch.rollout_log_probs) if x is not None]
+        found = [(batch.loss_mask > 0) & jnp.isneginf(x) for x in given]
+        return functools.reduce(jnp.logical_or, found, jnp.zeros(batch.loss_mask.shape, bool))
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
         config = self.config
@@ -152,7 +138,7 @@ class PolicyTokenLoss(OfConfig):
         off_policy, batch, segments = self.config.off_policy, step.batch, step.segments
         if off_policy is None:
             return None
-        given = _policies(stats, batch), advantages_of(batch), batch.loss_mask, segments, off_policy
+        given = _policies(stats, batch), batch.advantages, batch.loss_mask, segments, off_policy
         weights, values = off_policy_correction(*given, step.normalizer.weight_mean)
         if off_policy.opsm_fraction == "response" and "opsm_clipfrac" in values:
             values = values | {"opsm_clipfrac": values["opsm_clipfrac"] * _response_share(batch, segments)}
@@ -160,7 +146,7 @@ class PolicyTokenLoss(OfConfig):
 
     def reasons(self, stats: TokenStats, step: Step, constants: Correction | None) -> dict[str, Bool[Array, "R T"]]:
         """Why the policy loss does not move a token."""
-        off_policy, batch, advantages = self.config.off_policy, step.batch, advantages_of(step.batch)
+        off_policy, batch, advantages = self.config.off_policy, step.batch, step.batch.advantages
         found: dict[str, Bool[Array, "R T"]] = {}
         if off_policy is not None and constants is not None:
             policies = _policies(stats, batch)
@@ -200,17 +186,20 @@ class PolicyTokenLoss(OfConfig):
         kl = None
         if config.kl is not None and batch.ref_log_probs is not None:
             kl = reference_kl(config.kl, log_probs, batch, step.segments)
-        compared = self._comparisons(log_probs, batch)
+        old = old_log_probs(log_probs, batch, config)
+        ratio = jnp.exp(log_ratio(log_probs, old))
+        compared = {"ppo_kl": old - log_probs, "ratio_mean": ratio}
+        if batch.rollout_log_probs is not None:  # the sampler's difference from the trainer
+            apart = (old if config.ratio_to == "old" else log_probs) - batch.rollout_log_probs
+            compared |= {"sampler_log_prob_abs_diff": jnp.abs(apart), "sampler_k3": k3(apart)}
         corrected = {} if constants is None else constants.values
         found = {**indicators, **corrected, "kl": kl, "entropy": stats.entropy, **compared}
         terms: Terms = {name: reduced(x) for name, x in found.items() if x is not None}
         if config.clip_by_sign and "clip_fraction" in indicators:
-            advantages = advantages_of(batch)
-            for sign, of_sign in (("positive", advantages > 0), ("negative", advantages < 0)):
+            for sign, of_sign in (("positive", batch.advantages > 0), ("negative", batch.advantages < 0)):
                 clipped = jnp.where(of_sign, indicators["clip_fraction"], 0)
                 parts = {"part": reduced(clipped), "whole": reduced(of_sign)}
                 terms[f"clip_fraction_{sign}"] = CompositeTerm(parts, share)
-        ratio = compared["ratio_mean"]
         return terms | {
             "pg_loss": (policy, weights, "sum"),
             "ratio_min": (ratio, mask, "min"),
@@ -224,20 +213,10 @@ class PolicyTokenLoss(OfConfig):
     ) -> tuple[Float[Array, "R T"], Indicators]:
         """The corrected policy loss of each token, and the indicators of the config's loss."""
         mask, selected = batch.loss_mask, batch.extras.get(SELECTED)
-        given = old_log_probs(log_probs, batch, self.config), advantages_of(batch)
+        given = old_log_probs(log_probs, batch, self.config), batch.advantages
         extra = {} if selected is None else {"selected": masked(selected, mask)}
         policy, indicators = self.config.loss(log_probs, *given, mask=mask, segments=segments, **extra)
         return policy if correction is None else policy * correction.weights, indicators
-
-    def _comparisons(self, log_probs: Float[Array, "R T"], batch: RolloutBatch) -> dict[str, Float[Array, "R T"]]:
-        """The values of metrics that compare policies: the ratio, and the sampler's difference from the trainer."""
-        old = old_log_probs(log_probs, batch, self.config)
-        values = {"ppo_kl": old - log_probs, "ratio_mean": jnp.exp(log_ratio(log_probs, old))}
-        if batch.rollout_log_probs is None:
-            return values
-        trainer = old if self.config.ratio_to == "old" else log_probs
-        apart = trainer - masked(batch.rollout_log_probs, batch.loss_mask)
-        return values | {"sampler_log_prob_abs_diff": jnp.abs(apart), "sampler_k3": k3(apart)}
 
 
 def _policies(stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Float[Array, "R T"] | None]:
@@ -258,13 +237,13 @@ def reference_kl(
     kl: KL, log_probs: Float[Array, "R T"], batch: RolloutBatch, segments: Segments
 ) -> Float[Array, "R T"]:
     """The KL divergence to the reference at each token."""
-    weight, mask = None, batch.loss_mask
+    weight = None
     if kl.importance == "score":
         weight = jnp.exp(log_probs - lax.stop_gradient(log_probs))
     elif kl.importance != "none":
         base = batch.old_log_probs if kl.compares == "current/old" else batch.rollout_log_probs
-        weight = ratio_at(kl.importance, log_probs, masked(base, mask), mask, segments)
-    return kl_divergence(log_probs, masked(batch.ref_log_probs, mask), kl.estimator, weight)
+        weight = ratio_at(kl.importance, log_probs, base, batch.loss_mask, segments)
+    return kl_divergence(log_probs, batch.ref_log_probs, kl.estimator, weight)
 
 
 @dataclasses.dataclass(frozen=True)

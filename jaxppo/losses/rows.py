@@ -9,16 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
 
 from jaxppo.base.arrays import check_array
-from jaxppo.base.metrics import Terms
 from jaxppo.base.traced import map_leaves
 from jaxppo.batch.extras import check_name, extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.parts import Part, as_token_loss
-from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
-from jaxppo.sharding import Segments
+from jaxppo.losses.token_loss import TokenLoss
 
 
 def by_row(
@@ -60,75 +57,36 @@ def by_row(
         raise ValueError("losses: got none, expected at least one")
     if unknown := sorted(set(numbers) - set(losses)):
         raise ValueError(f"numbers: got {unknown}, expected names of losses, {sorted(losses)}")
-    found = {}
-    for place, (name, loss) in enumerate(losses.items()):
-        of = as_token_loss(loss)
-        if given := numbers.get(name):
-            of = WithNumbers(of, tuple(given.items()))
-        found[name] = Part(of, mask=which, equals=place)
+    found: dict[str, Part] = {}
+    for place, (name, given) in enumerate(losses.items()):
+        loss, extras = as_token_loss(given), []
+        for field, extra in numbers.get(name, {}).items():
+            check_name(f"numbers[{field!r}]", extra)
+            extras.append((_path(loss, field), extra))
+        normalized = loss.off_policy is not None and loss.off_policy.batch_normalize
+        if normalized and any("off_policy" in path for path, _ in extras):
+            raise ValueError("numbers: got one of off_policy, expected none with batch_normalize, a mean over all rows")
+        found[name] = RowPart(loss, mask=which, equals=place, numbers=tuple(extras))
     return found
 
 
-def _of_loss(name: str) -> Any:
-    return property(lambda self: getattr(self.loss, name))
-
-
 @dataclasses.dataclass(frozen=True)
-class WithNumbers(TokenLoss[Any]):
-    """A loss some of whose numbers are extras of the batch, one for each token; see `by_row`."""
+class RowPart(Part):
+    """A part some of whose loss's numbers are extras of the batch, one for each token; see `by_row`."""
 
-    loss: TokenLoss[Any]
-    numbers: tuple[tuple[str, str], ...]  # the path of a field, such as "config.loss.clip_low", and its extra
-
-    def __post_init__(self) -> None:
-        for field, extra in self.numbers:
-            check_name(f"numbers[{field!r}]", extra)
-        numbers = tuple((_path(self.loss, field), extra) for field, extra in self.numbers)
-        off_policy = self.loss.off_policy
-        if off_policy is not None and off_policy.batch_normalize and any("off_policy" in path for path, _ in numbers):
-            raise ValueError("numbers: got one of off_policy, expected none with batch_normalize, a mean over all rows")
-        object.__setattr__(self, "numbers", numbers)
-
-    aggregation = _of_loss("aggregation")
-    aggregation_norm = _of_loss("aggregation_norm")
-    token_local = _of_loss("token_local")
-    off_policy = _of_loss("off_policy")
-    check_stats = _of_loss("check_stats")
-    left_out = _of_loss("left_out")
-    seen = _of_loss("seen")
+    numbers: tuple[tuple[str, str], ...] = ()  # the path of a field, such as "config.loss.clip_low", and its extra
 
     @property
-    def asks(self) -> Asks:
-        of = self.loss.asks
-        names = tuple(extra for _, extra in self.numbers)
-        return of if of.extras is None else dataclasses.replace(of, extras=(*of.extras, *names))
+    def extras(self) -> tuple[str, ...]:
+        return tuple(extra for _, extra in self.numbers)
 
-    def traceable(self) -> WithNumbers:
-        return WithNumbers(self.loss.traceable(), self.numbers)
-
-    def check(self, batch: RolloutBatch) -> None:
-        self.loss.check(batch)
-        for _, extra in self.numbers:
+    def of(self, batch: RolloutBatch) -> RolloutBatch:
+        for extra in self.extras:
             x = extra_of(batch, extra, "f32[R, T], a number for each token")
             check_array(f"batch.extras[{extra!r}]", x, batch.loss_mask.shape, "the batch's")
+        return super().of(batch)
 
-    def reads(self, stats: Any, batch: RolloutBatch, segments: Segments) -> Reads:
-        return {**self.loss.reads(stats, batch, segments), **{f"extras.{x}": batch.extras[x] for _, x in self.numbers}}
-
-    def constants(self, stats: Any, step: Step) -> Any:
-        return self._of(step.batch).constants(stats, step)
-
-    def terms(self, stats: Any, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
-        return self._of(batch).terms(stats, batch, constants, segments)
-
-    def metrics(self, stats: Any, step: Step, constants: Any) -> Terms:
-        return self._of(step.batch).metrics(stats, step, constants)
-
-    def reasons(self, stats: Any, step: Step, constants: Any) -> Mapping[str, Bool[Array, "R T"]]:
-        return self._of(step.batch).reasons(stats, step, constants)
-
-    def _of(self, batch: RolloutBatch) -> TokenLoss[Any]:
-        """The loss with the batch's numbers, whatever its constructor would say of arrays."""
+    def with_numbers(self, loss: TokenLoss[Any], batch: RolloutBatch) -> TokenLoss[Any]:
         extras = dict(self.numbers)
 
         def number(path: tuple[str, ...], own: Any) -> Any:
@@ -138,8 +96,8 @@ class WithNumbers(TokenLoss[Any]):
             # where there is no loss the loss's own number stands: that of the batch is 0 there, by which it may divide
             return jnp.where(batch.loss_mask > 0, batch.extras[extra].astype(jnp.float32), own)
 
-        loss: TokenLoss[Any] = map_leaves(self.loss, number)
-        return loss
+        # the constructors would refuse arrays of tokens
+        return loss if not extras else map_leaves(loss, number)
 
 
 def _path(loss: Any, field: str) -> str:

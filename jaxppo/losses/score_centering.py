@@ -14,7 +14,7 @@ from jaxppo.base.arrays import check, check_choice, needed
 from jaxppo.batch.reads import at_most_one
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.policy_tokens import OfConfig, advantages_of, check_config
+from jaxppo.losses.policy_tokens import OfConfig, check_config
 from jaxppo.losses.token_loss import Losses, Reads
 from jaxppo.losses.top_k_divergence import OfIds, with_tail
 from jaxppo.policy.config import PolicyLossConfig
@@ -111,7 +111,7 @@ class ScoreCentering(OfConfig, OfIds):
         log_p, log_q = (with_tail(x, has_id, self.tail) for x in (log_p, at_most_one(log_q, has_id)))
         gone, leave_out = jnp.isneginf(log_p), self.config.impossible_tokens == "leave_out"
         finite = jnp.where(gone, 0, log_p) if leave_out else log_p
-        slopes = self._slopes(finite, log_q, advantages_of(batch), segments)
+        slopes = self._slopes(finite, log_q, batch.advantages, segments)
         drawn = jnp.where(gone, 0.0 if leave_out else jnp.nan, jnp.exp(log_q) * slopes)
         if self.tail == "bucket":  # log(1 - sum p) of the bucket depends on the ids' p
             rest = drawn[..., -1:] * jnp.exp(-log_p[..., -1:])

@@ -6,15 +6,14 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Aggregation, as_coefficient
+from jaxppo.base.arrays import PER_TOKEN_VALUES, Aggregation, masked
 from jaxppo.base.metrics import Terms
-from jaxppo.base.traced import map_leaves
 from jaxppo.batch.broken_rules import Broken
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import check_stats
@@ -54,6 +53,7 @@ class Step:
     and the sampler's log-probs are at most 0.
     """
 
+    loss: TokenLoss[Any]  # with the numbers that the batch brings, see `by_row`
     batch: RolloutBatch
     segments: Segments
     normalizer: Normalizer  # of the whole step
@@ -112,11 +112,6 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
         """The correction whose mean weight is in the normalizer."""
         return None
 
-    def traceable(self) -> Self:
-        """With its `coefficients` as traced code takes them."""
-        found: Self = map_leaves(self, lambda at, x: as_coefficient(x) if ".".join(at) in self.coefficients else x)
-        return found
-
     def check(self, batch: RolloutBatch) -> None:
         """Raises where the batch lacks what the loss reads, or where shapes or dtypes are wrong."""
 
@@ -170,11 +165,11 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
 
 
 def masked_arrays(tree: Any, mask: Float[Array, "R T"]) -> Any:
-    """Arrays `[R, T, ...]`: f32 floats, 0 where the mask is 0, whatever was there; others are unchanged."""
+    """Arrays `[R, T, ...]`: floats in f32, 0 where the mask is 0, whatever was there; others are unchanged."""
+    return jax.tree.map(lambda x: masked(x, mask) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
-    def brought(x: Array) -> Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        return jnp.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - 2)) > 0, x.astype(jnp.float32), 0)
 
-    return jax.tree.map(brought, tree)
+def masked_batch(batch: RolloutBatch, mask: Float[Array, "R T"]) -> RolloutBatch:
+    """The batch with this loss mask, and its arrays of tokens and extras as `masked_arrays` gives them."""
+    of_tokens = {name: getattr(batch, name) for name in PER_TOKEN_VALUES} | {"extras": batch.extras}
+    return dataclasses.replace(batch, loss_mask=mask, **masked_arrays(of_tokens, mask))

@@ -77,10 +77,15 @@ class PolicyLossConfig(Loss):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        _check_loss(self.loss)
-        for name, value, expected in (("kl", self.kl, KL), ("off_policy", self.off_policy, OffPolicyConfig)):
-            if value is not None and not isinstance(value, expected):
-                raise TypeError(f"{name}: got {type(value).__name__}, expected {expected.__name__} or None")
+        expected = "an instance of a frozen dataclass that derives from jaxppo.policy_losses.PolicyLoss, such as PPO()"
+        if not isinstance(self.loss, PolicyLoss):
+            by_name = f"; policy_losses.by_name({self.loss!r}) is one" if isinstance(self.loss, str) else ""
+            raise TypeError(f"loss: got {self.loss!r}, expected {expected}{by_name}")
+        if not dataclasses.is_dataclass(self.loss) or not getattr(self.loss, "__dataclass_params__").frozen:  # noqa: B009
+            raise TypeError(f"loss: got {type(self.loss).__name__}, expected {expected}")
+        for name, value, kind in (("kl", self.kl, KL), ("off_policy", self.off_policy, OffPolicyConfig)):
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name}: got {type(value).__name__}, expected {kind.__name__} or None")
         check_field(self, "entropy_coef")
         check_choices(self, ratio_to=RatioTo, metric_aggregation=MetricAggregation, impossible_tokens=ImpossibleTokens)
         check_flag("clip_by_sign", self.clip_by_sign)
@@ -158,12 +163,3 @@ def _place_of(name: str) -> str:
     found = [f"{field}={kind.__name__}({name}=...)" for field, kind in classes if name in kind.__dataclass_fields__]
     own = ", ".join(field.name for field in dataclasses.fields(PolicyLossConfig))
     return f"it in {' or '.join(found)}" if found else f"one of {own}"
-
-
-def _check_loss(loss: PolicyLoss) -> None:
-    expected = "an instance of a frozen dataclass that derives from jaxppo.policy_losses.PolicyLoss, such as PPO()"
-    if not isinstance(loss, PolicyLoss):
-        by_name = f"; policy_losses.by_name({loss!r}) is one" if isinstance(loss, str) else ""
-        raise TypeError(f"loss: got {loss!r}, expected {expected}{by_name}")
-    if not dataclasses.is_dataclass(loss) or not getattr(loss, "__dataclass_params__").frozen:  # noqa: B009
-        raise TypeError(f"loss: got {type(loss).__name__}, expected {expected}")

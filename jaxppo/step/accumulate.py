@@ -13,8 +13,7 @@ from jaxtyping import Array, Float
 from jaxppo.base.arrays import KINDS, check_array
 from jaxppo.base.metrics import Composite, Metric, Metrics, collapse_metrics
 from jaxppo.base.stacked import part_of_a_step
-from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.batch.validation import check_arrays
+from jaxppo.batch.rollout_batch import RolloutBatch, check_arrays
 from jaxppo.head.head import TokenStats
 from jaxppo.sharding import ShardAxes, check_parallel, vary, varying
 from jaxppo.step.once_a_step import Split, gradients_of_originals, rounded, split

@@ -17,8 +17,8 @@ from jaxppo.base.by_id import ById
 from jaxppo.base.pytree import register
 from jaxppo.base.stacked import as_rows, check_whole_step, part_of_a_step
 from jaxppo.batch.reads import at_most_zero
-from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.batch.validation import check_arrays, checked
+from jaxppo.batch.rollout_batch import RolloutBatch, check_arrays
+from jaxppo.batch.validation import checked
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy.off_policy import OffPolicyConfig, of_mean_weight, weight_sums
 from jaxppo.policy_losses import PolicyLoss
@@ -124,7 +124,7 @@ class Normalizer:
         if not isinstance(loss, Loss):
             raise TypeError(f"loss: got {type(loss).__name__}, expected a loss as loss_from_hidden takes it")
         one: Any = PolicyLossConfig(loss) if isinstance(loss, PolicyLoss) else loss
-        if hasattr(one, "of_tokens"):  # a `Part`, whose module this one cannot import
+        if hasattr(one, "with_numbers"):  # a `Part`, whose module this one cannot import
             check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
             return cls.of(one.loss, one.of(micro_batches), parallel=parallel)
         return cls._of(one.aggregation, one.off_policy, micro_batches, parallel)
@@ -204,18 +204,15 @@ def normalize(
         given = needed("batch.loss_weights", batch.loss_weights, "f32[R, T] with weighted_denominators=True")
         weights = segments.sum(lax.stop_gradient(masked(given, mask)) * mask)
     axes = segments.axes
-
-    def over_data(x: Float[Array, ""]) -> Float[Array, ""]:
-        return axes.psum(vary(x, axes.data), axes.data)
-
-    tokens = over_data(weights.sum())
+    tokens = axes.psum(vary(weights.sum(), axes.data), axes.data)
     if aggregation == "rollout_mean":
         rollouts = ById.of(axes, batch.rollouts)
         totals = rollouts.sum(rollouts.gather(weights))
         sequences = (totals > 0).sum(dtype=jnp.float32)
         denominators = jnp.where(rollouts.there, totals[rollouts.own], 0)
     else:
-        sequences, denominators = over_data((weights > 0).sum(dtype=jnp.float32)), weights
+        counted = vary((weights > 0).sum(dtype=jnp.float32), axes.data)
+        sequences, denominators = axes.psum(counted, axes.data), weights
     weight_mean, off_policy = None, of_mean_weight(off_policy)
     if off_policy is not None:
         old = needed("batch.old_log_probs", batch.old_log_probs, "f32[R, T] for batch_normalize")
@@ -235,8 +232,15 @@ def step_normalizer(
 ) -> Normalizer:
     """Per-shard: the given normalizer, checked. Without one, the batch's own: the batch is then a whole step."""
     if normalizer is None:
-        if aggregation != "token_sum":
-            _check_alone(batch, aggregation)
+        # the denominators of a part of a step would be wrong
+        of_step = f"the step's, for aggregation={aggregation!r}: Normalizer.of(loss, micro_batches), sliced like them"
+        if part_of_a_step.value and aggregation != "token_sum":
+            raise ValueError(f"normalizer: got None inside accumulate_gradients, expected {of_step}")
+        if (batch.micro_batches or 1) > 1 and aggregation != "token_sum":
+            raise ValueError(
+                f"normalizer: got None for one of {batch.micro_batches} micro-batches, expected {of_step}; a batch "
+                "that is a step of its own has micro_batches=None"
+            )
         found = normalize(batch, segments, aggregation, off_policy)
         return dataclasses.replace(found, micro_batches=part_of_a_step.value or batch.micro_batches)
     if normalizer.aggregation != aggregation:
@@ -249,18 +253,6 @@ def step_normalizer(
         raise ValueError(f"normalizer: got one of off_policy={normalizer.off_policy}, expected {weights}")
     normalizer.check_step(batch)
     return normalizer
-
-
-def _check_alone(batch: RolloutBatch, aggregation: Aggregation) -> None:
-    """Raises where the batch is known to be a part of a step: its own denominators would be wrong."""
-    of_step = f"the step's, for aggregation={aggregation!r}: Normalizer.of(loss, micro_batches), sliced like them"
-    if part_of_a_step.value:
-        raise ValueError(f"normalizer: got None inside accumulate_gradients, expected {of_step}")
-    if batch.micro_batches is not None and batch.micro_batches > 1:
-        raise ValueError(
-            f"normalizer: got None for one of {batch.micro_batches} micro-batches, expected {of_step}; a batch that is "
-            "a step of its own has micro_batches=None"
-        )
 
 
 def token_weights(
@@ -281,17 +273,15 @@ def token_weights(
     The normalizer says the aggregation, and N, B and n of the whole step. Weights are 0 where a denominator is.
     """
     mask = lax.stop_gradient(loss_mask.astype(jnp.float32))
-
-    def or_one(count: Float[Array, "..."]) -> Float[Array, "..."]:
-        return jnp.where(count == 0, 1, count)  # the mean over nothing is 0
-
+    counts = normalizer.tokens, normalizer.sequences, normalizer.denominators
+    tokens, sequences, denominators = (jnp.where(x == 0, 1, x) for x in counts)  # the mean over nothing is 0
     match normalizer.aggregation:
         case "token_sum":
             return mask
         case "token_mean":
-            return mask / or_one(normalizer.tokens)
+            return mask / tokens
         case "sequence_mean_token_sum":
-            return mask / or_one(normalizer.sequences)
+            return mask / sequences
         case "sequence_mean_token_sum_norm":
-            return mask / (or_one(normalizer.sequences) * needed("aggregation_norm", norm, "a number above 0"))
-    return mask * segments.spread(1 / (or_one(normalizer.denominators) * or_one(normalizer.sequences)))
+            return mask / (sequences * needed("aggregation_norm", norm, "a number above 0"))
+    return mask * segments.spread(1 / (denominators * sequences))

@@ -273,8 +273,9 @@ def test_every_rule_that_losses_check_has_a_case():
 def test_the_first_three_are_named():
     """As one number that f32 holds exactly, on the host, as a metric and merged."""
     numbers = (1, 4, 40, 60, len(ON_DEVICE))
-    for counts in ([0, 0, 0, 0, 0], [0, 2, 0, 0, 1], [1, 0, 3, 1, 1], [1, 1, 1, 1, 1]):
-        metric = Broken(numbers, jnp.float32(counts)).metric()
+    for counts in ([0, 0, 0, 0, 0], [0, 2, 0, 1, 0], [1, 0, 3, 1, 0], [1, 1, 1, 1, 0], [0, 0, 0, 0, 1]):
+        loss = jnp.float32(np.nan if counts[-1] else 0)  # the last rule is that it is finite
+        metric = Broken(numbers[:-1], jnp.float32(counts[:-1])).metric(loss)
         found = merge_metrics({"it": metric}, {"it": metric})["it"].value
         assert float(np.float32(found)) == int(found) < 2**24
         names = [ON_DEVICE[n - 1].name for n, c in zip(numbers, counts, strict=True) if c][:3]
@@ -294,7 +295,11 @@ def test_the_first_three_are_named():
         (2**24, ValueError, "broken_rules: got 1.67772e+07, expected an integer"),
         (jnp.zeros(2), TypeError, r"broken_rules: got shape \(2,\), expected a number"),
         ("2", TypeError, "broken_rules: got str, expected a number, such as"),
-        (Broken((1,), jnp.zeros(1)).metric(), TypeError, "broken_rules: got Composite, expected a number, such as"),
+        (
+            Broken((1,), jnp.zeros(1)).metric(jnp.float32(0)),
+            TypeError,
+            "broken_rules: got Composite, expected a number, such as",
+        ),
     ],
 )
 def test_what_is_no_such_number(value, error, message):
