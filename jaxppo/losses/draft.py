@@ -12,16 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo.base.arrays import (
-    Aggregation,
-    AnyArray,
-    Coefficient,
-    check,
-    check_choice,
-    check_field,
-    check_floating,
-    check_number,
-)
+from jaxppo.base.arrays import Aggregation, AnyArray, Coefficient, check, check_floating
 from jaxppo.base.metrics import Metric, Metrics, reduce_metric
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
@@ -40,6 +31,7 @@ from jaxppo.head.prepare import prepare_head, prepare_pair
 from jaxppo.losses.distillation import DivergenceLoss
 from jaxppo.losses.draft_ids import as_draft_ids
 from jaxppo.losses.mtp import Heads, OfDepths, States, heads_of, shift_targets, shift_temperature, sum_of_depths
+from jaxppo.policy_losses.base import choice, number
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, shift_left
 from jaxppo.step.aggregation import Normalizer, Parallel
 
@@ -69,19 +61,11 @@ class Draft(OfDepths):
       [2.0, 1.0]
     """
 
-    objective: Objective = "soft_cross_entropy"
-    eta: Coefficient = 3.0
-    coef: float | Array = 0.1
-    decay: float = 1.0
+    objective: Objective = choice("soft_cross_entropy", Objective)
+    eta: Coefficient = number(3.0, least=0)
+    coef: float | Array = number(0.1)
+    decay: float = number(1.0, above=0, most=1)
     aggregation: Aggregation = "token_mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("objective", self.objective, Objective)
-        check_field(self, "eta", least=0)
-        check_field(self, "coef")
-        check_number("decay", self.decay, above=0, most=1)
-        DivergenceLoss(self.aggregation)
 
     @property
     def losses(self) -> int:

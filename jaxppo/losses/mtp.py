@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import Aggregation, check, check_count, check_field, check_flag, needed
+from jaxppo.base.arrays import Aggregation, check, check_count, needed
 from jaxppo.base.metrics import Metric, Metrics
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
@@ -21,6 +21,7 @@ from jaxppo.head.head import Head
 from jaxppo.losses.compute import loss_of_stats
 from jaxppo.losses.sft import SFT
 from jaxppo.losses.token_loss import TokenLoss
+from jaxppo.policy_losses.base import check_fields, number
 from jaxppo.sharding import ParallelMesh, ShardAxes, shift_left
 from jaxppo.step.aggregation import Normalizer, Parallel
 
@@ -34,9 +35,11 @@ Heads = Head | Float[Array, "H V"] | Sequence[Head | Float[Array, "H V"]]  # one
 class OfDepths:
     """The options of a loss of several depths of a model."""
 
+    aggregation_norm: ClassVar[None] = None
     depths: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.depths is not None:
             check_count("depths", self.depths, least=1)
 
@@ -75,17 +78,10 @@ class MTP(OfDepths):
       [2.0, 1.0]
     """
 
-    coef: float | Array = 0.1
+    coef: float | Array = number(0.1)
     stop_trunk: bool = False
     stop_head: bool = False
     aggregation: Aggregation = "token_mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_field(self, "coef")
-        check_flag("stop_trunk", self.stop_trunk)
-        check_flag("stop_head", self.stop_head)
-        SFT(aggregation=self.aggregation)
 
 
 def mtp_loss(
