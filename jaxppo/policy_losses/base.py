@@ -100,7 +100,7 @@ class PolicyLoss(Loss, abc.ABC):
         return jnp.ones(covariance.shape, bool)
 
 
-def number(default: float | None, **bounds: float | None) -> Any:
+def number(default: Any = dataclasses.MISSING, **bounds: float | None) -> Any:
     """A field for a number in this range; None is off where it is the default."""
     return dataclasses.field(default=default, metadata={"bounds": bounds})
 

@@ -3,55 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Coefficient, check_flag, is_number
+from jaxppo.base.arrays import Coefficient, is_number
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.preference.base import Numbers, PairLoss, Responses, mean_log_prob, preferred
 from jaxppo.policy_losses.base import choice, number
 
 Link = Literal["sigmoid", "hinge", "robust", "exo", "nca", "apo_zero", "apo_down", "sppo", "discopop"]
 Ranks = Literal["pairs", "responses"]
-_sigmoid, _log_sigmoid = jax.nn.sigmoid, jax.nn.log_sigmoid
-
-
-def _robust(c: Numbers, r: Numbers, e: Coefficient) -> Numbers:
-    return -((1 - e) * _log_sigmoid(c - r) - e * _log_sigmoid(r - c)) / (1 - 2 * e)
-
-
-def _exo(c: Numbers, r: Numbers, e: Coefficient) -> Numbers:
-    e = jnp.maximum(e, 1e-3)
-    right, wrong = _log_sigmoid(c - r), _log_sigmoid(r - c)
-    return jnp.exp(right) * (right - jnp.log1p(-e)) + jnp.exp(wrong) * (wrong - jnp.log(e))
-
-
-def _discopop(c: Numbers, r: Numbers, e: Coefficient) -> Numbers:
-    # at most exp(20), as for ratios
-    share, exponential = _sigmoid((c - r) / 0.05), jnp.exp(jnp.minimum(r - c, 20.0))
-    return (share - 1) * _log_sigmoid(c - r) + share * exponential
-
-
-# The loss of a pair from the rewards of its two responses (beta times the log-ratios) and the label smoothing.
-LINKS: Mapping[Link, Callable[[Numbers, Numbers, Coefficient], Numbers]] = {
-    "sigmoid": lambda c, r, e: preferred(c - r, e),
-    "hinge": lambda c, r, e: jnp.maximum(1 - (c - r), 0),
-    "robust": _robust,
-    "exo": _exo,
-    "nca": lambda c, r, e: -_log_sigmoid(c) - 0.5 * _log_sigmoid(-c) - 0.5 * _log_sigmoid(-r),
-    "apo_zero": lambda c, r, e: _sigmoid(-c) + _sigmoid(r),
-    "apo_down": lambda c, r, e: _sigmoid(c) + _sigmoid(r - c),
-    "sppo": lambda c, r, e: (c - 0.5) ** 2 + (r + 0.5) ** 2,
-    "discopop": _discopop,
-}
-
-
-def _log_ratio(x: Responses, length_normalised: bool) -> Numbers:
-    return x.log_ratio / x.tokens if length_normalised else x.log_ratio
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,13 +73,31 @@ class DPO(PairLoss):
             raise ValueError("label_smoothing: got 0.5, expected a number below 0.5 with link='robust'")
         if self.link not in ("sigmoid", "robust", "exo") and e:
             raise ValueError(f"label_smoothing: got {e}, expected 0 with link={self.link!r}, which does not read it")
-        check_flag("length_normalised", self.length_normalised)
-
-    def reward(self, x: Responses) -> Numbers:
-        return self.beta * _log_ratio(x, self.length_normalised)
 
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
-        return LINKS[self.link](self.reward(chosen), self.reward(rejected), self.label_smoothing)
+        c, r, e = self.reward(chosen), self.reward(rejected), self.label_smoothing
+        right, wrong = jax.nn.log_sigmoid(c - r), jax.nn.log_sigmoid(r - c)
+        match self.link:
+            case "sigmoid":
+                return preferred(c - r, e)
+            case "hinge":
+                return jnp.maximum(1 - (c - r), 0)
+            case "robust":
+                return -((1 - e) * right - e * wrong) / (1 - 2 * e)
+            case "exo":
+                e = jnp.maximum(e, 1e-3)
+                return jnp.exp(right) * (right - jnp.log1p(-e)) + jnp.exp(wrong) * (wrong - jnp.log(e))
+            case "nca":
+                return -jax.nn.log_sigmoid(c) - 0.5 * jax.nn.log_sigmoid(-c) - 0.5 * jax.nn.log_sigmoid(-r)
+            case "apo_zero":
+                return jax.nn.sigmoid(-c) + jax.nn.sigmoid(r)
+            case "apo_down":
+                return jax.nn.sigmoid(c) + jax.nn.sigmoid(r - c)
+            case "sppo":
+                return (c - 0.5) ** 2 + (r + 0.5) ** 2
+            case "discopop":  # the exponential is at most exp(20), as for ratios
+                share = jax.nn.sigmoid((c - r) / 0.05)
+                return (share - 1) * right + share * jnp.exp(jnp.minimum(r - c, 20.0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,16 +121,8 @@ class IPO(PairLoss):
     beta: Coefficient = number(0.1, above=0)
     length_normalised: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_flag("length_normalised", self.length_normalised)
-
-    def reward(self, x: Responses) -> Numbers:
-        return self.beta * _log_ratio(x, self.length_normalised)
-
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
-        better, worse = (_log_ratio(x, self.length_normalised) for x in (chosen, rejected))
-        return (better - worse - 1 / (2 * self.beta)) ** 2
+        return (self.log_ratio(chosen) - self.log_ratio(rejected) - 1 / (2 * self.beta)) ** 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +186,7 @@ class ORPO(PairLoss):
         # a mean log-prob of 0 has infinite odds
         means = (jnp.minimum(mean_log_prob(x), -1e-6) for x in (chosen, rejected))
         better, worse = (mean - jnp.log(-jnp.expm1(mean)) for mean in means)
-        return -self.beta * _log_sigmoid(better - worse)
+        return -self.beta * jax.nn.log_sigmoid(better - worse)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,9 +218,6 @@ class AOT(PairLoss):
         super().check(batch)
         if (batch.micro_batches or 1) > 1:
             raise ValueError(f"batch: got one of {batch.micro_batches} micro-batches, expected a whole step for {self}")
-
-    def reward(self, x: Responses) -> Numbers:
-        return self.beta * x.log_ratio
 
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
         return preferred(self.reward(chosen) - self.reward(rejected), self.label_smoothing)

@@ -11,15 +11,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Coefficient, check_field, masked, needed, sound
+from jaxppo.base.arrays import Coefficient, masked, needed, sound
 from jaxppo.base.metrics import reduce_metric
 from jaxppo.base.stacked import as_rows, check_whole_step
-from jaxppo.batch.pairs import Pairs
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.preference.base import Numbers, PreferenceLoss, Responses
+from jaxppo.losses.preference.base import PreferenceLoss, Responses
+from jaxppo.policy_losses.base import number
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 
 
@@ -45,19 +45,12 @@ class KTO(PreferenceLoss):
     """
 
     paired: ClassVar[bool] = False
-    reference_point: Coefficient
-    beta: Coefficient = 0.1
-    desirable_weight: Coefficient = 1.0
-    undesirable_weight: Coefficient = 1.0
+    reference_point: Coefficient = number(least=0)
+    beta: Coefficient = number(0.1, least=0)
+    desirable_weight: Coefficient = number(1.0, least=0)
+    undesirable_weight: Coefficient = number(1.0, least=0)
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            check_field(self, field.name, least=0)
-
-    def reward(self, x: Responses) -> Numbers:
-        return self.beta * x.log_ratio
-
-    def of_samples(self, x: Responses, chosen: Bool[Array, "R S"], pairs: Pairs | None) -> Float[Array, "R S"]:
+    def of_samples(self, x: Responses, chosen: Bool[Array, "R S"], pairs: Any) -> Float[Array, "R S"]:
         gain = self.reward(x) - self.beta * self.reference_point
         good, bad = self.desirable_weight * jax.nn.sigmoid(-gain), self.undesirable_weight * jax.nn.sigmoid(gain)
         return jnp.where(chosen, good, bad)

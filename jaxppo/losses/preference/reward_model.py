@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxppo.base.arrays import Coefficient, check_array
-from jaxppo.base.metrics import Terms
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.losses.preference.base import Numbers, OfPairs, pairs_of, preferred, sample_terms, to_tokens
-from jaxppo.losses.token_loss import Losses, Reads, Step
+from jaxppo.losses.preference.base import Numbers, OfPairs, preferred
+from jaxppo.losses.token_loss import Reads
 from jaxppo.policy_losses.base import number
 from jaxppo.sharding import Segments
 
@@ -66,15 +65,20 @@ class BradleyTerry(OfPairs[Scores]):
     def seen(self, stats: Scores, mask: Float[Array, "R T"]) -> Scores:
         return stats  # the last position of a sample may have no loss
 
-    def terms(self, stats: Scores, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
-        pairs, _ = pairs_of(batch, segments, segments.sum(batch.loss_mask))
-        scores = _scores(stats, batch, segments)
-        scored, given = ((pairs.of_chosen(x), pairs.of_rejected(x)) for x in (scores, batch.rewards))
-        return to_tokens(pairs.to_both(self(*scored, given[0] - given[1])), scores, segments)
+    def of_batch(self, stats: Scores, batch: RolloutBatch, segments: Segments, tokens: Float[Array, "R S"]) -> _Scored:
+        return _Scored(_scores(stats, batch, segments), batch.rewards)
 
-    def metrics(self, stats: Scores, step: Step, constants: Any) -> Terms:
-        pairs, chosen = pairs_of(step.batch, step.segments, step.segments.sum(step.batch.loss_mask))
-        return sample_terms(step, chosen, {"reward": _scores(stats, step.batch, step.segments)}, pairs)
+    def of_samples(self, x: _Scored, chosen: Bool[Array, "R S"], pairs: Any) -> Float[Array, "R S"]:
+        better, worse = (_Scored(*map(of, x)) for of in (pairs.of_chosen, pairs.of_rejected))
+        return pairs.to_both(self(better.score, worse.score, better.reward - worse.reward))
+
+    def sides(self, x: _Scored) -> dict[str, Float[Array, "R S"]]:
+        return {"reward": x.score}
+
+
+class _Scored(NamedTuple):
+    score: Float[Array, "R S"]
+    reward: Float[Array, "R S"]
 
 
 def _scores(stats: Scores, batch: RolloutBatch, segments: Segments) -> Float[Array, "R S"]:
