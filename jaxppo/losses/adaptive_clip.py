@@ -107,11 +107,9 @@ def _per_shard(
     good = jnp.stack([(jnp.maximum(a, 0) * jnp.minimum(ratio, x)).sum() for x in highs])
     bad = jnp.stack([(jnp.maximum(-a, 0) * jnp.maximum(ratio, x)).sum() for x in lows])
     good, bad = axes.psum((vary(good, axes.tokens), vary(bad, axes.tokens)), axes.tokens)
-    raised = np.arange(len(lows) + len(highs) - 1)  # by so many steps in all, those of the first bound first
-    if first == "high":
-        of_high, of_low = np.minimum(raised, len(highs) - 1), np.maximum(raised - len(highs) + 1, 0)
-    else:
-        of_low, of_high = np.minimum(raised, len(lows) - 1), np.maximum(raised - len(lows) + 1, 0)
+    last, raised = (len(lows) - 1, len(highs) - 1), np.arange(len(lows) + len(highs) - 1)  # by so many steps in all
+    of_high = np.minimum(raised, last[1]) if first == "high" else np.maximum(raised - last[0], 0)
+    of_low = raised - of_high
     met = good[of_high] >= target * bad[of_low]
     at = jnp.where(met.any(), jnp.argmax(met), raised[-1])
     return jnp.asarray(1 - lows[of_low], jnp.float32)[at], jnp.asarray(highs[of_high] - 1, jnp.float32)[at]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import check, check_choice, needed
+from jaxppo.base.arrays import check, needed
 from jaxppo.batch.reads import at_most_one
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
@@ -18,6 +18,7 @@ from jaxppo.losses.policy_tokens import OfConfig, advantages_of, check_config
 from jaxppo.losses.token_loss import Losses, Reads
 from jaxppo.losses.top_k_divergence import OfIds, with_tail
 from jaxppo.policy.config import PolicyLossConfig
+from jaxppo.policy_losses.base import choice
 from jaxppo.sharding import Segments
 
 CenteringTail = Literal["bucket", "renormalise"]
@@ -77,16 +78,15 @@ class ScoreCentering(OfConfig, OfIds):
     """
 
     config: PolicyLossConfig
-    tail: CenteringTail = "bucket"
+    tail: CenteringTail = choice("bucket", CenteringTail)
     ids: str = "sampler_ids"
     log_probs: str = "sampler_log_probs"
     rule: ClassVar[str] = "rollout_log_probs_of_ids"
     sides: ClassVar[tuple[str, str]] = ("policy", "rollout")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_config(self.config)
-        check_choice("tail", self.tail, CenteringTail)
-        self.check_names()
         loss = self.config.loss
         check("config.loss", loss, loss.token_local and not loss.selects, "one whose tokens are each on their own")
         expected = "'rollout' or 'current': only the sampler's ids are known"

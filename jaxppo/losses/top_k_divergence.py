@@ -17,7 +17,6 @@ from jaxppo.base.arrays import (
     MAX_SAMPLED,
     Aggregation,
     check,
-    check_aggregation,
     check_alike,
     check_array,
     check_choice,
@@ -203,7 +202,8 @@ class OfIds(TokenLoss[TokenStats]):
     def asks(self) -> Asks:
         return Asks("none", ids=self.ids, extras=(self.ids, self.log_probs))
 
-    def check_names(self) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         check_name("ids", self.ids)
         check_name("log_probs", self.log_probs)
 
@@ -284,9 +284,8 @@ class TopKDistillation(OfIds):
     log_probs: str = "teacher_log_probs"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "beta", checked_options(self.divergence, self.beta, self.tail))
-        self.check_names()
-        check_aggregation(self)
 
     def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
         ids, log_p, log_q = self.of_ids(stats, batch)

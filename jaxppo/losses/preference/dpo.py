@@ -96,8 +96,8 @@ class DPO(PairLoss):
             case "sppo":
                 return (c - 0.5) ** 2 + (r + 0.5) ** 2
             case "discopop":  # the exponential is at most exp(20), as for ratios
-                share = jax.nn.sigmoid((c - r) / 0.05)
-                return (share - 1) * right + share * jnp.exp(jnp.minimum(r - c, 20.0))
+                share, exponential = jax.nn.sigmoid((c - r) / 0.05), jnp.exp(jnp.minimum(r - c, 20.0))
+                return (share - 1) * jax.nn.log_sigmoid(c - r) + share * exponential
 
 
 @dataclasses.dataclass(frozen=True)
