@@ -90,20 +90,13 @@ def adaptive_clip(
     return shard_call("adaptive_clip", _per_shard, parallel, args, specs, (low, high, step, first))
 
 
-def _per_shard(
-    axes: ShardAxes,
-    static: tuple[tuple[float, float], tuple[float, float], float, First],
-    log_probs: jax.Array,
-    old: jax.Array,
-    advantages: jax.Array,
-    loss_mask: jax.Array,
-    target: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def _per_shard(axes: ShardAxes, static: tuple[Any, ...], *given: jax.Array) -> tuple[jax.Array, jax.Array]:
     low, high, step, first = static
-    log_probs, old, advantages, mask = lax.stop_gradient(as_rows((log_probs, old, advantages, loss_mask)))
+    *of_tokens, target = given
+    log_probs, old, advantages, mask = lax.stop_gradient(as_rows(of_tokens))
     mask = mask.astype(jnp.float32)
     ratio, a = jnp.exp(log_ratio(masked(log_probs, mask), masked(old, mask))), masked(advantages, mask)
-    lows, highs = _steps(*low, step), _steps(*high, step)
+    lows, highs = (_steps(start, end, step) for start, end in (low, high))
     good = jnp.stack([(jnp.maximum(a, 0) * jnp.minimum(ratio, x)).sum() for x in highs])
     bad = jnp.stack([(jnp.maximum(-a, 0) * jnp.maximum(ratio, x)).sum() for x in lows])
     good, bad = axes.psum((vary(good, axes.tokens), vary(bad, axes.tokens)), axes.tokens)

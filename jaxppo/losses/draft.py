@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Unpack
 
@@ -27,7 +28,7 @@ from jaxppo.head.divergence import (
 )
 from jaxppo.head.gradient import stats_of_tokens
 from jaxppo.head.head import Head, as_head
-from jaxppo.head.prepare import prepare_head, prepare_pair
+from jaxppo.head.prepare import Pair, prepare_head, prepare_pair
 from jaxppo.losses.distillation import DivergenceLoss
 from jaxppo.losses.draft_ids import as_draft_ids
 from jaxppo.losses.mtp import Heads, OfDepths, States, heads_of, shift_targets, shift_temperature, sum_of_depths
@@ -139,8 +140,8 @@ def draft_loss(
     loss = Draft() if loss is None else loss
     if not isinstance(loss, Draft):
         raise TypeError(f"loss: got {type(loss).__name__}, expected Draft")
-    given = (hidden, head), (policy_hidden, policy_head), batch, parallel, temperature, draft_ids, options
-    depths = _depths(loss, normalizers, *given)
+    given = {"parallel": parallel, "temperature": temperature, "options": options}
+    depths = _depths(loss, normalizers, (hidden, head), (policy_hidden, policy_head), batch, draft_ids, given)
     if loss.objective == "end_to_end":
         parts = [(_end_to_end(depths), depths[0].batch)]
     else:
@@ -181,9 +182,10 @@ def draft_metrics(
       >>> {name: round(float(x), 4) for name, x in found.items()}
       {'draft_1_acceptance': 0.525, 'draft_1_agreement': 1.0}
     """
-    given = (hidden, head), (policy_hidden, policy_head), batch, parallel, temperature, draft_ids, options
+    given = {"parallel": parallel, "temperature": temperature, "options": options}
+    depths = _depths(None, None, (hidden, head), (policy_hidden, policy_head), batch, draft_ids, given)
     found: Metrics = {}
-    for k, depth in enumerate(_depths(None, None, *given), 1):
+    for k, depth in enumerate(depths, 1):
         found[f"draft_{k}_acceptance"] = _mean(1 - depth.apart, depth.batch, parallel)
         found[f"draft_{k}_agreement"] = _mean(depth.other, depth.batch, parallel)
     return found
@@ -200,17 +202,15 @@ class Depth(NamedTuple):
 
 def _depths(
     loss: Draft | None,
-    normalizers: Sequence[Normalizer] | None,
-    draft: tuple[States, Heads],
-    policy: tuple[Float[Array, "R T G"], Any],
+    normalizers: Any,
+    draft: Pair,
+    policy: Pair,
     batch: RolloutBatch,
-    parallel: Parallel,
-    temperature: float | Array,
-    ids: Int[AnyArray, " D"] | None,
-    options: HeadOptions,
+    ids: Any,
+    given: dict[str, Any],
 ) -> list[Depth]:
     """Each depth k: the draft beside the policy k places later; without a loss also whether they agree on the top."""
-    batch, of_depths = checked(batch), loss or Draft()
+    batch, of_depths, parallel = checked(batch), loss or Draft(), given["parallel"]
     heads = heads_of(*draft, normalizers, of_depths)
     check_floating("policy_hidden", policy[0], 3, "[R, T, H]")
     shape, tokens = policy[0].shape, batch.loss_mask.shape
@@ -221,18 +221,13 @@ def _depths(
         shifted = of_depths.shifted(batch, k, parallel)
         later = shift_left(policy_hidden, parallel, k, 0, batch.segment_ids, batch.num_segments)
         pair = (draft[0][k - 1], head), (later, policy_head)
-        own = shift_temperature(temperature, batch, k, parallel)
-        given = {"parallel": parallel, "temperature": own, "where": shifted.loss_mask > 0, "options": options}
-        found.append(_of_pair(loss, pair, shifted, ids, given))
+        own = shift_temperature(given["temperature"], batch, k, parallel)
+        found.append(_of_pair(loss, pair, shifted, ids, {**given, "temperature": own, "where": shifted.loss_mask > 0}))
     return found
 
 
 def _of_pair(
-    loss: Draft | None,
-    pair: tuple[tuple[Any, Any], tuple[Any, Any]],
-    batch: RolloutBatch,
-    ids: Int[AnyArray, " D"] | None,
-    given: dict[str, Any],
+    loss: Draft | None, pair: tuple[Pair, Pair], batch: RolloutBatch, ids: Any, given: dict[str, Any]
 ) -> Depth:
     """One depth, from the hidden states and heads of the draft and of the policy."""
     if ids is None:
@@ -249,14 +244,14 @@ def _of_pair(
         check("draft_ids", ids.shape[0], ids.shape[0] == columns, f"{columns}, the columns of the draft")
         fn, args, sound = _of_columns, {"draft_ids": ids}, sound_ids(jnp.asarray(ids), other.call.vocab_size)
     more = DIVERGENCES.get(loss.objective, ()) if loss else ()
-    static = DivergenceCall(one.call, other.call, ("total_variation", *more), 0.5)
-    name = "draft_loss" if loss else "draft_metrics"
-
-    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [one.specs, other.specs, *[P()] * len(args)], p.tokens_spec
-
-    inputs = {"hidden": one.inputs, "policy_hidden": other.inputs, **args}
-    apart, *others = shard_call(name, fn, given["parallel"], inputs, specs, static)
+    apart, *others = shard_call(
+        "draft_loss" if loss else "draft_metrics",
+        fn,
+        given["parallel"],
+        {"hidden": one.inputs, "policy_hidden": other.inputs, **args},
+        lambda p: ([one.specs, other.specs, *[P()] * len(args)], p.tokens_spec),
+        DivergenceCall(one.call, other.call, ("total_variation", *more), 0.5),
+    )
     if sound is not None:
         apart += jnp.where(batch.loss_mask > 0, sound, 0)
     return Depth(batch, sound, apart, *others)
@@ -304,10 +299,9 @@ def _end_to_end(depths: Sequence[Depth]) -> Float[Array, "R T"]:
     return jnp.where(number > 0, 1 - total / jnp.maximum(number, 1), 0)
 
 
+_mean_of_tokens = functools.partial(reduce_metric, reduce="mean")
+
+
 def _mean(x: Float[Array, "R T"], batch: RolloutBatch, parallel: Parallel) -> Metric:
-    args = {"x": x, "mask": batch.loss_mask}
+    args = {"x": x, "mask": (batch.loss_mask > 0).astype(jnp.float32)}
     return shard_call("draft_metrics", _mean_of_tokens, parallel, args, lambda p: ([p.tokens_spec] * 2, P()))
-
-
-def _mean_of_tokens(axes: ShardAxes, x: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Metric:
-    return reduce_metric(axes, x, (mask > 0).astype(jnp.float32), "mean")

@@ -92,11 +92,8 @@ def draft_targets(
     check_count("vocab_size", vocab_size, least=1)
     batch, draft_ids = checked(batch), as_draft_ids(draft_ids, vocab_size)
     args = {"targets": batch.targets, "loss_mask": batch.loss_mask, "draft_ids": draft_ids}
-
-    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
-        return [p.tokens_spec, p.tokens_spec, jax.P()], p.tokens_spec
-
-    targets, mask = shard_call("draft_targets", _as_columns, parallel, args, specs, vocab_size)
+    given = args, lambda p: ([p.tokens_spec, p.tokens_spec, jax.P()], p.tokens_spec), vocab_size
+    targets, mask = shard_call("draft_targets", _as_columns, parallel, *given)
     return dataclasses.replace(batch, targets=targets, loss_mask=mask)
 
 

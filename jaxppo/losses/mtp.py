@@ -229,8 +229,7 @@ def heads_of(hidden: States, head: Any, normalizers: Sequence[Normalizer] | None
         raise TypeError(f"normalizers: got {kind}, expected a list with one for each depth, or None")
     depths = len(hidden)
     check("hidden", "no depths", depths > 0, "at least one")
-    if loss.depths not in (None, depths):
-        raise ValueError(f"hidden: got {depths} depths, expected {loss.depths}, those of {loss}")
+    check("hidden", f"{depths} depths", loss.depths in (None, depths), f"{loss.depths}, those of {loss}")
     several = isinstance(head, (list, tuple)) or getattr(head, "ndim", 0) == 3
     heads = [*head] if several else [head] * depths
     losses = dataclasses.replace(loss, depths=depths).losses

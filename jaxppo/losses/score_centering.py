@@ -16,7 +16,7 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
 from jaxppo.losses.policy_tokens import OfConfig, advantages_of, check_config
 from jaxppo.losses.token_loss import Losses, Reads
-from jaxppo.losses.top_k_divergence import OfIds, with_tail
+from jaxppo.losses.top_k_divergence import OfIds, PerId, with_tail
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses.base import choice
 from jaxppo.sharding import Segments
@@ -119,13 +119,7 @@ class ScoreCentering(OfConfig, OfIds):
             drawn = drawn - rest * jnp.exp(log_p)
         return {"centring": -jnp.where(has_id, lax.stop_gradient(drawn) * finite, 0).sum(axis=-1)}
 
-    def _slopes(
-        self,
-        log_p: Float[Array, "R T K"],
-        log_q: Float[Array, "R T K"],
-        advantages: Float[Array, "R T"],
-        segments: Segments,
-    ) -> Float[Array, "R T K"]:
+    def _slopes(self, log_p: PerId, log_q: PerId, advantages: Float[Array, "R T"], segments: Segments) -> PerId:
         """The loss's gradient by each log p if that token had been drawn, minus its gradient at an advantage of 0."""
         R, T, K = log_p.shape
         given = log_p, (log_p if self.config.ratio_to == "current" else log_q), jnp.repeat(advantages[..., None], K, -1)

@@ -40,6 +40,7 @@ TopKDivergence = Literal[
     "forward_kl", "reverse_kl", "mixed_kl", "jensen_shannon", "skewed_forward_kl", "skewed_reverse_kl", "adaptive_kl"
 ]
 Tail = Literal["bucket", "renormalise", "leave_out"]
+PerId = Float[Array, "R T K"]
 LEAST_TAIL = 1e-7  # where the K ids have all the mass that f32 can tell
 
 
@@ -227,9 +228,7 @@ class OfIds(TokenLoss[TokenStats]):
             return found
         return found | {"ids_of_stats": stats.ids, "id_log_probs": stats.id_log_probs}
 
-    def of_ids(
-        self, stats: TokenStats, batch: RolloutBatch
-    ) -> tuple[Int[Array, "R T K"], Float[Array, "R T K"], Float[Array, "R T K"]]:
+    def of_ids(self, stats: TokenStats, batch: RolloutBatch) -> tuple[Int[Array, "R T K"], PerId, PerId]:
         """The ids, -1 where the mask is 0 too, their log-probs in the statistics and the other's; 0 without an id."""
         ids = jnp.where(batch.loss_mask[..., None] > 0, batch.extras[self.ids], -1)
         log_probs = stats.id_log_probs, batch.extras[self.log_probs]

@@ -32,18 +32,12 @@ class OfPairs(TokenLoss[Stats]):
     paired: ClassVar[bool] = True
 
     @abc.abstractmethod
-    def of_batch(self, stats: Stats, batch: RolloutBatch, segments: Segments, tokens: Float[Array, "R S"]) -> Any:
-        """What the loss reads of each sample, a named tuple of `f32[R, S]`; `tokens` are the loss tokens of each."""
+    def of_batch(self, stats: Stats, batch: RolloutBatch, segments: Segments, tokens: Numbers) -> Any:
+        """What the loss reads of each sample, arrays `f32[R, S]`; `tokens` are the loss tokens of each."""
 
     @abc.abstractmethod
-    def of_samples(self, x: Any, chosen: Bool[Array, "R S"], pairs: Any) -> Float[Array, "R S"]:
-        """The loss of each of this device's samples.
-
-        Args:
-          x: what the loss reads of each, `[R, S]`: `Responses`, but for reward models.
-          chosen: which of them were chosen, or are desirable.
-          pairs: the `Pairs` of the step; None unless the loss is `paired`.
-        """
+    def of_samples(self, x: Any, batch: RolloutBatch, pairs: Any) -> Float[Array, "R S"]:
+        """The loss of each sample, from what it reads of them; `pairs` are the step's `Pairs` if it is `paired`."""
 
     @abc.abstractmethod
     def sides(self, x: Any) -> dict[str, Float[Array, "R S"]]:
@@ -61,15 +55,17 @@ class OfPairs(TokenLoss[Stats]):
         return {"pair_ids": batch.group_ids, **rewards} if self.paired else rewards
 
     def terms(self, stats: Stats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
-        x, chosen, pairs = self._read(stats, batch, segments)
+        x, pairs = self._read(stats, batch, segments)
         # with 0 * x the gradient is NaN where weights are NaN, for samples without a pair too
-        return {"preference": segments.spread(self.of_samples(x, chosen, pairs) + 0 * x[0])}
+        losses = self.of_samples(x, batch, pairs) + 0 * jax.tree.leaves(x)[0]
+        return {"preference": segments.spread(losses)}
 
     def metrics(self, stats: Stats, step: Step, constants: Any) -> Terms:
-        spread, weights, terms = step.segments.spread, step.weights, Terms()
-        x, chosen, pairs = self._read(stats, step.batch, step.segments)
-        of_sides = self.sides(x)
+        spread, weights, rewards = step.segments.spread, step.weights, step.batch.rewards
+        x, pairs = self._read(stats, step.batch, step.segments)
+        of_sides, chosen, terms = self.sides(x), rewards > 0, Terms()
         if pairs is not None:
+            chosen = rewards == pairs.to_both(pairs.of_chosen(rewards))
             ahead = pairs.of_chosen(of_sides["reward"]) - pairs.of_rejected(of_sides["reward"])
             of_pairs = {"reward_margin": ahead, "accuracy": (ahead > 0).astype(jnp.float32)}
             terms = means({name: spread(pairs.to_both(y)) for name, y in of_pairs.items()}, weights)
@@ -78,16 +74,10 @@ class OfPairs(TokenLoss[Stats]):
             terms |= means({f"{side}_{name}": spread(y) for name, y in of_sides.items()}, its)
         return terms
 
-    def _read(
-        self, stats: Stats, batch: RolloutBatch, segments: Segments
-    ) -> tuple[Any, Bool[Array, "R S"], Pairs | None]:
-        """What the loss reads of this device's samples, which of them were chosen, and the step's pairs."""
+    def _read(self, stats: Stats, batch: RolloutBatch, segments: Segments) -> tuple[Any, Pairs | None]:
         tokens = segments.sum(batch.loss_mask)
-        x = self.of_batch(stats, batch, segments, tokens)
-        if not self.paired:
-            return x, batch.rewards > 0, None
-        pairs = Pairs.of(segments.axes, batch.group_ids, batch.rewards, tokens)
-        return x, batch.rewards == pairs.to_both(pairs.of_chosen(batch.rewards)), pairs
+        pairs = Pairs.of(segments.axes, batch.group_ids, batch.rewards, tokens) if self.paired else None
+        return self.of_batch(stats, batch, segments, tokens), pairs
 
 
 class Responses(NamedTuple):
@@ -128,8 +118,9 @@ class PreferenceLoss(OfPairs[TokenStats]):
     length_normalised: bool = False
 
     def log_ratio(self, x: Responses) -> Numbers:
-        """The log-ratio of each response, a mean over its tokens where `length_normalised`."""
-        return x.log_ratio / x.tokens if self.length_normalised else x.log_ratio
+        """The log-ratio of each response, or its log-prob without a reference; per token if `length_normalised`."""
+        total = x.log_ratio if self.reference else x.log_prob
+        return total / x.tokens if self.length_normalised else total
 
     def reward(self, x: Responses) -> Numbers:
         """The reward that the policy implies, for metrics and, in most losses, for the loss."""
@@ -147,9 +138,7 @@ class PreferenceLoss(OfPairs[TokenStats]):
         found = {**super().reads(stats, batch, segments), "log_probs": None if stats is None else stats.log_probs}
         return {**found, "ref_log_probs": batch.ref_log_probs} if self.reference else found
 
-    def of_batch(
-        self, stats: TokenStats, batch: RolloutBatch, segments: Segments, tokens: Float[Array, "R S"]
-    ) -> Responses:
+    def of_batch(self, stats: TokenStats, batch: RolloutBatch, segments: Segments, tokens: Numbers) -> Responses:
         log_ratios = stats.log_probs - batch.ref_log_probs if self.reference else stats.log_probs
         return Responses(segments.sum(stats.log_probs), segments.sum(log_ratios), jnp.maximum(tokens, 1))
 
@@ -173,13 +162,12 @@ class PairLoss(PreferenceLoss):
       >>> import dataclasses
       >>> @dataclasses.dataclass(frozen=True)
       ... class Hinge(PairLoss):
-      ...     def reward(self, x):
-      ...         return 0.1 * x.log_ratio
+      ...     beta: float = 0.1
       ...
       ...     def __call__(self, chosen, rejected):
       ...         return jnp.maximum(1 - self.reward(chosen) + self.reward(rejected), 0)
       >>> Hinge(nll_coef=0.2)
-      Hinge(nll_coef=0.2, nll='token_mean')
+      Hinge(nll_coef=0.2, nll='token_mean', beta=0.1)
     """
 
     _: dataclasses.KW_ONLY
@@ -194,7 +182,7 @@ class PairLoss(PreferenceLoss):
         """The loss of each pair of the step; `there` are the slots that hold a pair."""
         return self(chosen, rejected)
 
-    def of_samples(self, x: Responses, chosen: Bool[Array, "R S"], pairs: Any) -> Float[Array, "R S"]:
+    def of_samples(self, x: Responses, batch: RolloutBatch, pairs: Any) -> Float[Array, "R S"]:
         better, worse = (Responses(*map(of, x)) for of in (pairs.of_chosen, pairs.of_rejected))
         there = better.tokens > 0
         # an empty slot of the table of pairs holds 0 tokens: its mean must not be NaN

@@ -1,19 +1,22 @@
-"""Losses of pairs: DPO and its links, IPO, SimPO, ORPO, and AOT, which sorts them."""
+"""Losses of pairs: DPO and its links, IPO, SimPO, ORPO, AOT, which sorts them, and that of reward models."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Coefficient, is_number
+from jaxppo.base.arrays import Coefficient, check, check_array, is_number
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.losses.preference.base import Numbers, PairLoss, Responses, mean_log_prob, preferred
+from jaxppo.losses.preference.base import Numbers, OfPairs, PairLoss, Responses, mean_log_prob, preferred
+from jaxppo.losses.token_loss import Reads
 from jaxppo.policy_losses.base import choice, number
+from jaxppo.sharding import Segments
 
+Scores = Float[Array, "R T"]
 Link = Literal["sigmoid", "hinge", "robust", "exo", "nca", "apo_zero", "apo_down", "sppo", "discopop"]
 Ranks = Literal["pairs", "responses"]
 
@@ -69,10 +72,9 @@ class DPO(PairLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         e = self.label_smoothing if is_number(self.label_smoothing) else None
-        if self.link == "robust" and e == 0.5:
-            raise ValueError("label_smoothing: got 0.5, expected a number below 0.5 with link='robust'")
-        if self.link not in ("sigmoid", "robust", "exo") and e:
-            raise ValueError(f"label_smoothing: got {e}, expected 0 with link={self.link!r}, which does not read it")
+        check("label_smoothing", e, self.link != "robust" or e != 0.5, "a number below 0.5 with link='robust'")
+        good = self.link in ("sigmoid", "robust", "exo") or not e
+        check("label_smoothing", e, good, f"0 with link={self.link!r}, which does not read it")
 
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
         c, r, e = self.reward(chosen), self.reward(rejected), self.label_smoothing
@@ -143,12 +145,10 @@ class SimPO(PairLoss):
     """
 
     reference: ClassVar[bool] = False
+    length_normalised = True
     beta: Coefficient = number(2.0, least=0)
     margin: Coefficient = number(0.5, least=0)
     label_smoothing: Coefficient = number(0.0, least=0, most=0.5)
-
-    def reward(self, x: Responses) -> Numbers:
-        return self.beta * mean_log_prob(x)
 
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
         return preferred(self.reward(chosen) - self.reward(rejected) - self.margin, self.label_smoothing)
@@ -175,12 +175,10 @@ class ORPO(PairLoss):
     """
 
     reference: ClassVar[bool] = False
+    length_normalised = True
     beta: Coefficient = number(0.1, least=0)
     _: dataclasses.KW_ONLY
     nll_coef: Coefficient = number(1.0, least=0)
-
-    def reward(self, x: Responses) -> Numbers:
-        return self.beta * mean_log_prob(x)
 
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
         # a mean log-prob of 0 has infinite odds
@@ -216,8 +214,8 @@ class AOT(PairLoss):
 
     def check(self, batch: RolloutBatch) -> None:
         super().check(batch)
-        if (batch.micro_batches or 1) > 1:
-            raise ValueError(f"batch: got one of {batch.micro_batches} micro-batches, expected a whole step for {self}")
+        count = batch.micro_batches or 1
+        check("batch", f"one of {count} micro-batches", count == 1, f"a whole step for {self}")
 
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
         return preferred(self.reward(chosen) - self.reward(rejected), self.label_smoothing)
@@ -232,3 +230,68 @@ class AOT(PairLoss):
         losses = self(chosen._replace(log_ratio=above[order]), rejected._replace(log_ratio=below[other]))
         # a loss belongs to the pair that has its rank in `above`
         return jnp.where(there, jnp.zeros_like(above).at[order].set(losses), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class BradleyTerry(OfPairs[Scores]):
+    """-log sigmoid(s_chosen - s_rejected - margin (r_chosen - r_rejected)) + centring (s_chosen + s_rejected)^2.
+
+    s are the reward model's scores. r are the batch's rewards, whose difference tells how much better one response is.
+    The loss and its metrics are means as in `PreferenceLoss`: scores are the rewards, there are no log-probs, and a
+    sample needs a loss token to count. `loss_from_stats` takes the output of the model's scalar head, `[R, T]`, as
+    statistics; a sample's score stands at its last position.
+
+    Args:
+      margin: the coefficient of that difference; 0 uses only which response is better.
+      centring: pulls the scores of a pair to a mean of 0, TRL's `center_rewards_coefficient`.
+
+    Raises:
+      ValueError: a number below 0.
+
+    Example:
+      >>> from jaxppo.losses import preference
+      >>> samples = preference.samples_of_pairs([[1]], chosen=[[2, 3]], rejected=[[4]])
+      >>> batch = RolloutBatch.from_samples(samples, row_length=5)
+      >>> scores = jnp.array([[0.0, 0.0, 2.0, 0.0, 1.0]])
+      >>> loss, metrics = loss_from_stats(scores, batch, preference.BradleyTerry())
+      >>> round(float(loss), 4), float(metrics["accuracy"].value)
+      (0.3133, 1.0)
+
+    Bradley and Terry 1952, https://doi.org/10.2307/2334029; the margin: Touvron et al. 2023, Llama 2,
+    https://arxiv.org/abs/2307.09288; centring: Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244
+    """
+
+    of_head: ClassVar[bool] = False
+    margin: Coefficient = number(0.0, least=0)
+    centring: Coefficient = number(0.0, least=0)
+
+    def __call__(self, chosen: Numbers, rejected: Numbers, distance: Numbers) -> Numbers:
+        """The loss of each pair, from its two scores and the difference of its rewards."""
+        return preferred(chosen - rejected - self.margin * distance) + self.centring * (chosen + rejected) ** 2
+
+    def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
+        check_array("scores", stats, batch.loss_mask.shape, "the batch's [R, T]")
+
+    def reads(self, stats: Scores | None, batch: RolloutBatch, segments: Segments) -> Reads:
+        scores = None if stats is None else segments.spread(_scores(stats, batch, segments))
+        return {**super().reads(stats, batch, segments), "scores": scores}
+
+    def seen(self, stats: Scores, mask: Float[Array, "R T"]) -> Scores:
+        return stats  # the last position of a sample may have no loss
+
+    def of_batch(self, stats: Scores, batch: RolloutBatch, segments: Segments, tokens: Numbers) -> Numbers:
+        return _scores(stats, batch, segments)
+
+    def of_samples(self, x: Numbers, batch: RolloutBatch, pairs: Any) -> Float[Array, "R S"]:
+        scored, given = ((pairs.of_chosen(y), pairs.of_rejected(y)) for y in (x, batch.rewards))
+        return pairs.to_both(self(*scored, given[0] - given[1]))
+
+    def sides(self, x: Numbers) -> dict[str, Float[Array, "R S"]]:
+        return {"reward": x}
+
+
+def _scores(stats: Scores, batch: RolloutBatch, segments: Segments) -> Float[Array, "R S"]:
+    """The score at the last position of each sequence."""
+    inside, positions = (x.astype(jnp.float32) for x in (batch.segment_ids > 0, batch.positions))
+    is_last = (inside > 0) & (positions == segments.spread(segments.max(positions, inside)))
+    return segments.sum(jnp.where(is_last, stats.astype(jnp.float32), 0))

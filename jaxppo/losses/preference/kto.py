@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from jaxppo.base.arrays import Coefficient, masked, needed, sound
 from jaxppo.base.metrics import reduce_metric
@@ -50,10 +50,10 @@ class KTO(PreferenceLoss):
     desirable_weight: Coefficient = number(1.0, least=0)
     undesirable_weight: Coefficient = number(1.0, least=0)
 
-    def of_samples(self, x: Responses, chosen: Bool[Array, "R S"], pairs: Any) -> Float[Array, "R S"]:
+    def of_samples(self, x: Responses, batch: RolloutBatch, pairs: Any) -> Float[Array, "R S"]:
         gain = self.reward(x) - self.beta * self.reference_point
         good, bad = self.desirable_weight * jax.nn.sigmoid(-gain), self.undesirable_weight * jax.nn.sigmoid(gain)
-        return jnp.where(chosen, good, bad)
+        return jnp.where(batch.rewards > 0, good, bad)
 
 
 def kto_reference_point(

@@ -48,8 +48,7 @@ def samples_of_pairs(
     for name, x in (lists if margins is None else {**lists, "margins": margins}).items():
         if isinstance(x, str) or not hasattr(x, "__len__"):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a list with one entry a pair")
-        if len(x) != len(prompts):
-            raise ValueError(f"{name}: got {len(x)}, expected {len(prompts)}, as many as prompts")
+        check(name, len(x), len(x) == len(prompts), f"{len(prompts)}, as many as prompts")
     check_count("first_id", first_id)
     found = []
     for i in range(len(prompts)):
@@ -115,9 +114,10 @@ def micro_batches_of_pairs(
         raise TypeError("twin: got one in micro_batches_of_pairs, expected it in RolloutBatch.from_samples alone")
     check_parallel(parallel, "ParallelMesh or None")
     hosts = parallel if parallel is not None and multihost.spans_processes(parallel) else None
-    if hosts and options.get("rows") is None:
-        raise ValueError("rows: got None, expected the rows of each micro-batch, since several processes pack them")
-    first = multihost.numbers_before(hosts, len(samples)) if hosts else 0
+    first = 0
+    if hosts:
+        needed("rows", options.get("rows"), "the rows of each micro-batch, since several processes pack them")
+        first = multihost.numbers_before(hosts, len(samples))
     groups: dict[int, list[Sample]] = {}
     for i, sample in enumerate(samples):
         group_id = needed(f"samples[{i}].group_id", sample.group_id, "one id for both samples of a pair")
