@@ -64,9 +64,6 @@ class MTP(OfDepths):
     Args:
       depths: the number of depths, needed by `Normalizer.of` alone; by default as many as the loss's `hidden` has.
       coef: the factor of the sum.
-      stop_trunk: no gradient into `hidden`: only heads learn. (If a module between trunk and head is to learn, stop the
-        gradient at its input instead.)
-      stop_head: no gradient into `head`.
       aggregation: the denominators of a depth, see `SFT`.
 
     Raises:
@@ -79,8 +76,6 @@ class MTP(OfDepths):
     """
 
     coef: float | Array = number(0.1)
-    stop_trunk: bool = False
-    stop_head: bool = False
     aggregation: Aggregation = "token_mean"
 
 
@@ -100,7 +95,8 @@ def mtp_loss(
     At depth k, position t predicts `targets[t + k]` where that is in the same sequence, with the loss mask of t + k.
 
     Args:
-      hidden: for each depth the `[R, T, H]` states that its predictions are read from.
+      hidden: for each depth the `[R, T, H]` states that its predictions are read from. `jax.lax.stop_gradient` of them
+        keeps this loss from the trunk, and of `head` from the head.
       head: the main loss's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or stacked.
       batch: `[R, T]`; only its sequences, targets, loss mask and loss weights are read.
       loss: by default `MTP()`.
@@ -134,8 +130,8 @@ def mtp_loss(
     for k, its_head in enumerate(heads_of(hidden, head, normalizers, loss), 1):
         shifted = shift_targets(batch, k, parallel)
         stats = log_probs_from_hidden(
-            lax.stop_gradient(hidden[k - 1]) if loss.stop_trunk else hidden[k - 1],
-            lax.stop_gradient(its_head) if loss.stop_head else its_head,
+            hidden[k - 1],
+            its_head,
             shifted.targets,
             parallel=parallel,
             temperature=shift_temperature(temperature, batch, k, parallel),

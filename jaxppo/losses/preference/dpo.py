@@ -25,11 +25,11 @@ Ranks = Literal["pairs", "responses"]
 class DPO(PairLoss):
     """Direct preference optimisation: -log sigmoid(beta D), D the chosen response's log-ratio less the rejected one's.
 
-    The log-ratio of a response is the sum over its loss tokens of log_prob - ref_log_prob. With `label_smoothing` e it
-    is cDPO, -(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D); with means in place of the sums, length-normalised
-    DPO, TRL's "sigmoid_norm". Other links take the place of -log sigmoid. With c and r the rewards, beta times the
-    log-ratios of the chosen and of the rejected response, h = c - r and s the sigmoid:
+    The log-ratio of a response is the sum over its loss tokens of log_prob - ref_log_prob. Other links take the place
+    of -log sigmoid. With c and r the rewards, beta times the log-ratios of the chosen and of the rejected response,
+    h = c - r, s the sigmoid and e the label smoothing:
 
+        sigmoid    -(1 - e) log s(h) - e log s(-h)                           cDPO where e is above 0
         hinge      max(1 - h, 0)                                             SLiC
         robust     (-(1 - e) log s(h) + e log s(-h)) / (1 - 2 e)             unbiased where labels are wrong
         exo        s(h) log(s(h) / (1 - e)) + s(-h) log(s(-h) / e)           reverse KL; e is at least 1e-3
@@ -41,10 +41,9 @@ class DPO(PairLoss):
 
     Args:
       beta: the strength of the pull to the reference.
-      label_smoothing: the probability that a label is wrong, at most 0.5; read by "sigmoid", "robust" (below 0.5) and
-        "exo".
-      length_normalised: use the means of log-ratios in place of their sums.
-      link: one of the above, or "sigmoid".
+      label_smoothing: the probability that a label is wrong, at most 0.5 ("robust": less), for links with an e.
+      length_normalised: use the means of log-ratios in place of their sums, as TRL's "sigmoid_norm".
+      link: one of the above.
       nll_coef, nll: see `PairLoss`, errors too; a coefficient of 1 is RPO's, TRL's `rpo_alpha`.
 
     Example:
