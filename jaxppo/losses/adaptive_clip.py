@@ -83,11 +83,8 @@ def adaptive_clip(
     advantages = needed("batch.advantages", batch.advantages, "f32[R, T] for adaptive_clip")
     args = {"stats": stats.log_probs, "old_log_probs": old, "advantages": advantages, "loss_mask": batch.loss_mask}
     args["target"] = as_number("target", target, above=0)
-
-    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [batch.specs(p).loss_mask] * 4 + [P()], P()
-
-    return shard_call("adaptive_clip", _per_shard, parallel, args, specs, (low, high, step, first))
+    given = args, lambda p: ([batch.specs(p).loss_mask] * 4 + [P()], P()), (low, high, step, first)
+    return shard_call("adaptive_clip", _per_shard, parallel, *given)
 
 
 def _per_shard(axes: ShardAxes, static: tuple[Any, ...], *given: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -141,7 +141,7 @@ def draft_loss(
     if not isinstance(loss, Draft):
         raise TypeError(f"loss: got {type(loss).__name__}, expected Draft")
     given = {"parallel": parallel, "temperature": temperature, "options": options}
-    depths = _depths(loss, normalizers, (hidden, head), (policy_hidden, policy_head), batch, draft_ids, given)
+    depths = _depths(loss, normalizers, (hidden, head), (policy_hidden, policy_head), batch, draft_ids, **given)
     if loss.objective == "end_to_end":
         parts = [(_end_to_end(depths), depths[0].batch)]
     else:
@@ -183,7 +183,7 @@ def draft_metrics(
       {'draft_1_acceptance': 0.525, 'draft_1_agreement': 1.0}
     """
     given = {"parallel": parallel, "temperature": temperature, "options": options}
-    depths = _depths(None, None, (hidden, head), (policy_hidden, policy_head), batch, draft_ids, given)
+    depths = _depths(None, None, (hidden, head), (policy_hidden, policy_head), batch, draft_ids, **given)
     found: Metrics = {}
     for k, depth in enumerate(depths, 1):
         found[f"draft_{k}_acceptance"] = _mean(1 - depth.apart, depth.batch, parallel)
@@ -201,13 +201,7 @@ class Depth(NamedTuple):
 
 
 def _depths(
-    loss: Draft | None,
-    normalizers: Any,
-    draft: Pair,
-    policy: Pair,
-    batch: RolloutBatch,
-    ids: Any,
-    given: dict[str, Any],
+    loss: Draft | None, normalizers: Any, draft: Pair, policy: Pair, batch: RolloutBatch, ids: Any, **given: Any
 ) -> list[Depth]:
     """Each depth k: the draft beside the policy k places later; without a loss also whether they agree on the top."""
     batch, of_depths, parallel = checked(batch), loss or Draft(), given["parallel"]
@@ -221,14 +215,12 @@ def _depths(
         shifted = of_depths.shifted(batch, k, parallel)
         later = shift_left(policy_hidden, parallel, k, 0, batch.segment_ids, batch.num_segments)
         pair = (draft[0][k - 1], head), (later, policy_head)
-        own = shift_temperature(given["temperature"], batch, k, parallel)
-        found.append(_of_pair(loss, pair, shifted, ids, {**given, "temperature": own, "where": shifted.loss_mask > 0}))
+        own = {"temperature": shift_temperature(given["temperature"], batch, k, parallel)}
+        found.append(_of_pair(loss, pair, shifted, ids, **{**given, **own}, where=shifted.loss_mask > 0))
     return found
 
 
-def _of_pair(
-    loss: Draft | None, pair: tuple[Pair, Pair], batch: RolloutBatch, ids: Any, given: dict[str, Any]
-) -> Depth:
+def _of_pair(loss: Draft | None, pair: tuple[Pair, Pair], batch: RolloutBatch, ids: Any, **given: Any) -> Depth:
     """One depth, from the hidden states and heads of the draft and of the policy."""
     if ids is None:
         spec = given["options"].get("hidden_spec")
@@ -279,10 +271,8 @@ def _of_columns(
 
 
 def _of_depth(depth: Depth, loss: Draft) -> Float[Array, "R T"]:
-    if loss.objective == "total_variation":
-        return depth.apart
-    if loss.objective == "soft_cross_entropy":
-        return depth.other
+    if loss.objective != "likelihood":
+        return depth.apart if depth.other is None else depth.other
     share = lax.stop_gradient(jnp.exp(-loss.eta * (1 - depth.apart)))
     return share * depth.other + (1 - share) * depth.apart
 

@@ -49,7 +49,7 @@ class ScoreCentering(OfConfig, OfIds):
     `impossible_tokens="leave_out"` its c_v is 0, since drawing it has no policy loss.
 
     The metrics are `loss` (its value), `policy_mass` and `rollout_mass` (sum p and sum q, means over tokens),
-    `rollout_capped`, the number of tokens at which rounding brought a q above 1, or their sum, and `broken_rules`.
+    `rollout_capped` (see docs/metrics.md) and `broken_rules`.
 
     Args:
       config: the config of the `policy_loss` to which this term is added. Only its loss, `ratio_to`, aggregation and

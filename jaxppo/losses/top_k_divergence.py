@@ -252,8 +252,7 @@ class TopKDistillation(OfIds):
     rows may have different teachers.
 
     The metrics are `loss` (adds up over micro-batches), `divergence`, `teacher_mass` and `student_mass` (of the ids;
-    means over tokens), `teacher_capped`, the number of tokens at which rounding brought a log-prob of the teacher above
-    0, or its mass above 1, and `broken_rules` (see `policy_loss`).
+    means over tokens), `teacher_capped` (see docs/metrics.md) and `broken_rules` (see `policy_loss`).
 
     Args:
       divergence, beta, tail: see `top_k_divergence`.

@@ -86,11 +86,8 @@ def kto_reference_point(
     check_stats(stats, mismatched.loss_mask.shape)
     needed("mismatched.ref_log_probs", mismatched.ref_log_probs, "f32[R, T], see compute_log_probs")
     args = {"stats": stats.log_probs, "mismatched": mismatched}
-
-    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [mismatched.specs(p).loss_mask, mismatched.specs(p)], P()
-
-    return shard_call("kto_reference_point", _of_step, parallel, args, specs)
+    given = args, lambda p: ([mismatched.specs(p).loss_mask, mismatched.specs(p)], P())
+    return shard_call("kto_reference_point", _of_step, parallel, *given)
 
 
 def _of_step(axes: ShardAxes, log_probs: Float[Array, "*K R T"], mismatched: RolloutBatch) -> Float[Array, ""]:
