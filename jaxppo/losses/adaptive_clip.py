@@ -83,35 +83,23 @@ def adaptive_clip(
     advantages = needed("batch.advantages", batch.advantages, "f32[R, T] for adaptive_clip")
     args = {"stats": stats.log_probs, "old_log_probs": old, "advantages": advantages, "loss_mask": batch.loss_mask}
     args["target"] = as_number("target", target, above=0)
-
-    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [batch.specs(p).loss_mask] * 4 + [P()], P()
-
-    return shard_call("adaptive_clip", _per_shard, parallel, args, specs, (low, high, step, first))
+    given = args, lambda p: ([batch.specs(p).loss_mask] * 4 + [P()], P()), (low, high, step, first)
+    return shard_call("adaptive_clip", _per_shard, parallel, *given)
 
 
-def _per_shard(
-    axes: ShardAxes,
-    static: tuple[tuple[float, float], tuple[float, float], float, First],
-    log_probs: jax.Array,
-    old: jax.Array,
-    advantages: jax.Array,
-    loss_mask: jax.Array,
-    target: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def _per_shard(axes: ShardAxes, static: tuple[Any, ...], *given: jax.Array) -> tuple[jax.Array, jax.Array]:
     low, high, step, first = static
-    log_probs, old, advantages, mask = lax.stop_gradient(as_rows((log_probs, old, advantages, loss_mask)))
+    *of_tokens, target = given
+    log_probs, old, advantages, mask = lax.stop_gradient(as_rows(of_tokens))
     mask = mask.astype(jnp.float32)
     ratio, a = jnp.exp(log_ratio(masked(log_probs, mask), masked(old, mask))), masked(advantages, mask)
-    lows, highs = _steps(*low, step), _steps(*high, step)
+    lows, highs = (_steps(start, end, step) for start, end in (low, high))
     good = jnp.stack([(jnp.maximum(a, 0) * jnp.minimum(ratio, x)).sum() for x in highs])
     bad = jnp.stack([(jnp.maximum(-a, 0) * jnp.maximum(ratio, x)).sum() for x in lows])
     good, bad = axes.psum((vary(good, axes.tokens), vary(bad, axes.tokens)), axes.tokens)
-    raised = np.arange(len(lows) + len(highs) - 1)  # by so many steps in all, those of the first bound first
-    if first == "high":
-        of_high, of_low = np.minimum(raised, len(highs) - 1), np.maximum(raised - len(highs) + 1, 0)
-    else:
-        of_low, of_high = np.minimum(raised, len(lows) - 1), np.maximum(raised - len(lows) + 1, 0)
+    last, raised = (len(lows) - 1, len(highs) - 1), np.arange(len(lows) + len(highs) - 1)  # by so many steps in all
+    of_high = np.minimum(raised, last[1]) if first == "high" else np.maximum(raised - last[0], 0)
+    of_low = raised - of_high
     met = good[of_high] >= target * bad[of_low]
     at = jnp.where(met.any(), jnp.argmax(met), raised[-1])
     return jnp.asarray(1 - lows[of_low], jnp.float32)[at], jnp.asarray(highs[of_high] - 1, jnp.float32)[at]

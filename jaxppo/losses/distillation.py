@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Unpack
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Aggregation, check, check_aggregation, check_choice, is_number
+from jaxppo.base.arrays import Aggregation, check, check_choice, is_number
 from jaxppo.base.metrics import Metrics, Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
@@ -87,13 +87,15 @@ def divergence_from_hidden(
         where=where,
         options=options,
     )
-    args = {"student": student.inputs, "teacher": teacher.inputs}
-    static = DivergenceCall(student.call, teacher.call, (divergence,), beta)
-
-    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [student.specs, teacher.specs], p.tokens_spec
-
-    return shard_call("divergence_from_hidden", divergences_of_tokens, parallel, args, specs, static)[0]
+    found: tuple[Float[Array, "R T"]] = shard_call(
+        "divergence_from_hidden",
+        divergences_of_tokens,
+        parallel,
+        {"student": student.inputs, "teacher": teacher.inputs},
+        lambda p: ([student.specs, teacher.specs], p.tokens_spec),
+        DivergenceCall(student.call, teacher.call, (divergence,), beta),
+    )
+    return found[0]
 
 
 def distillation_loss(
@@ -159,9 +161,6 @@ class DivergenceLoss(TokenLoss[Float[Array, "R T"]]):
     aggregation: Aggregation
     aggregation_norm: float | None = None
     asks = Asks()
-
-    def __post_init__(self) -> None:
-        check_aggregation(self)
 
     def reads(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch, segments: Segments) -> Reads:
         return {"divergence": stats}

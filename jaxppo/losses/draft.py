@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Unpack
 
@@ -12,16 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo.base.arrays import (
-    Aggregation,
-    AnyArray,
-    Coefficient,
-    check,
-    check_choice,
-    check_field,
-    check_floating,
-    check_number,
-)
+from jaxppo.base.arrays import Aggregation, AnyArray, Coefficient, check, check_floating
 from jaxppo.base.metrics import Metric, Metrics, reduce_metric
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
@@ -29,11 +21,12 @@ from jaxppo.head.call import Asked, HeadOptions, Inputs
 from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
 from jaxppo.head.gradient import stats_of_tokens
 from jaxppo.head.head import Head, as_head
-from jaxppo.head.prepare import prepare_head, prepare_pair
+from jaxppo.head.prepare import Pair, prepare_head, prepare_pair
 from jaxppo.losses.distillation import DivergenceLoss
 from jaxppo.losses.draft_ids import as_draft_ids, inputs_of_columns, sound_ids
 from jaxppo.losses.mtp import Heads, OfDepths, States, heads_of, shift_targets, shift_temperature, sum_of_depths
 from jaxppo.mismatch.heads import F32_UNIT, comparison_of_tokens
+from jaxppo.policy_losses.base import choice, number
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, shift_left
 from jaxppo.step.aggregation import Normalizer, Parallel
 
@@ -63,19 +56,11 @@ class Draft(OfDepths):
       [2.0, 1.0]
     """
 
-    objective: Objective = "soft_cross_entropy"
-    eta: Coefficient = 3.0
-    coef: float | Array = 0.1
-    decay: float = 1.0
+    objective: Objective = choice("soft_cross_entropy", Objective)
+    eta: Coefficient = number(3.0, least=0)
+    coef: float | Array = number(0.1)
+    decay: float = number(1.0, above=0, most=1)
     aggregation: Aggregation = "token_mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("objective", self.objective, Objective)
-        check_field(self, "eta", least=0)
-        check_field(self, "coef")
-        check_number("decay", self.decay, above=0, most=1)
-        DivergenceLoss(self.aggregation)
 
     @property
     def losses(self) -> int:
@@ -149,8 +134,8 @@ def draft_loss(
     loss = Draft() if loss is None else loss
     if not isinstance(loss, Draft):
         raise TypeError(f"loss: got {type(loss).__name__}, expected Draft")
-    given = (hidden, head), (policy_hidden, policy_head), batch, parallel, temperature, draft_ids, options
-    depths = _depths(loss, normalizers, *given)
+    given = {"parallel": parallel, "temperature": temperature, "options": options}
+    depths = _depths(loss, normalizers, (hidden, head), (policy_hidden, policy_head), batch, draft_ids, **given)
     if loss.objective == "end_to_end":
         parts = [(_end_to_end(depths), depths[0].batch)]
     else:
@@ -191,9 +176,10 @@ def draft_metrics(
       >>> {name: round(float(x), 4) for name, x in found.items()}
       {'draft_1_acceptance': 0.525, 'draft_1_agreement': 1.0}
     """
-    given = (hidden, head), (policy_hidden, policy_head), batch, parallel, temperature, draft_ids, options
+    given = {"parallel": parallel, "temperature": temperature, "options": options}
+    depths = _depths(None, None, (hidden, head), (policy_hidden, policy_head), batch, draft_ids, **given)
     found: Metrics = {}
-    for k, depth in enumerate(_depths(None, None, *given), 1):
+    for k, depth in enumerate(depths, 1):
         found[f"draft_{k}_acceptance"] = _mean(1 - depth.apart, depth.batch, parallel)
         found[f"draft_{k}_agreement"] = _mean(depth.other, depth.batch, parallel)
     return found
@@ -209,18 +195,10 @@ class Depth(NamedTuple):
 
 
 def _depths(
-    loss: Draft | None,
-    normalizers: Sequence[Normalizer] | None,
-    draft: tuple[States, Heads],
-    policy: tuple[Float[Array, "R T G"], Any],
-    batch: RolloutBatch,
-    parallel: Parallel,
-    temperature: float | Array,
-    ids: Int[AnyArray, " D"] | None,
-    options: HeadOptions,
+    loss: Draft | None, normalizers: Any, draft: Pair, policy: Pair, batch: RolloutBatch, ids: Any, **given: Any
 ) -> list[Depth]:
     """Each depth k: the draft beside the policy k places later; without a loss also whether they agree on the top."""
-    batch, of_depths = checked(batch), loss or Draft()
+    batch, of_depths, parallel = checked(batch), loss or Draft(), given["parallel"]
     heads = heads_of(*draft, normalizers, of_depths)
     check_floating("policy_hidden", policy[0], 3, "[R, T, H]")
     shape, tokens = policy[0].shape, batch.loss_mask.shape
@@ -231,19 +209,12 @@ def _depths(
         shifted = of_depths.shifted(batch, k, parallel)
         later = shift_left(policy_hidden, parallel, k, 0, batch.segment_ids, batch.num_segments)
         pair = (draft[0][k - 1], head), (later, policy_head)
-        own = shift_temperature(temperature, batch, k, parallel)
-        given = {"parallel": parallel, "temperature": own, "where": shifted.loss_mask > 0, "options": options}
-        found.append(_of_pair(loss, pair, shifted, ids, given))
+        own = {"temperature": shift_temperature(given["temperature"], batch, k, parallel)}
+        found.append(_of_pair(loss, pair, shifted, ids, **{**given, **own}, where=shifted.loss_mask > 0))
     return found
 
 
-def _of_pair(
-    loss: Draft | None,
-    pair: tuple[tuple[Any, Any], tuple[Any, Any]],
-    batch: RolloutBatch,
-    ids: Int[AnyArray, " D"] | None,
-    given: dict[str, Any],
-) -> Depth:
+def _of_pair(loss: Draft | None, pair: tuple[Pair, Pair], batch: RolloutBatch, ids: Any, **given: Any) -> Depth:
     """One depth, from the hidden states and heads of the draft and of the policy."""
     if ids is None:
         spec = given["options"].get("hidden_spec")
@@ -259,14 +230,14 @@ def _of_pair(
         check("draft_ids", ids.shape[0], ids.shape[0] == columns, f"{columns}, the columns of the draft")
         fn, args, sound = _of_columns, {"draft_ids": ids}, sound_ids(jnp.asarray(ids), other.call.vocab_size)
     more = DIVERGENCES.get(loss.objective, ()) if loss else ()
-    static = DivergenceCall(one.call, other.call, ("total_variation", *more), 0.5)
-    name = "draft_loss" if loss else "draft_metrics"
-
-    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [one.specs, other.specs, *[P()] * len(args)], p.tokens_spec
-
-    inputs = {"hidden": one.inputs, "policy_hidden": other.inputs, **args}
-    apart, *others = shard_call(name, fn, given["parallel"], inputs, specs, static)
+    apart, *others = shard_call(
+        "draft_loss" if loss else "draft_metrics",
+        fn,
+        given["parallel"],
+        {"hidden": one.inputs, "policy_hidden": other.inputs, **args},
+        lambda p: ([one.specs, other.specs, *[P()] * len(args)], p.tokens_spec),
+        DivergenceCall(one.call, other.call, ("total_variation", *more), 0.5),
+    )
     if sound is not None:
         apart += jnp.where(batch.loss_mask > 0, sound, 0)
     return Depth(batch, sound, apart, *others)
@@ -294,10 +265,8 @@ def _of_columns(
 
 
 def _of_depth(depth: Depth, loss: Draft) -> Float[Array, "R T"]:
-    if loss.objective == "total_variation":
-        return depth.apart
-    if loss.objective == "soft_cross_entropy":
-        return depth.other
+    if loss.objective != "likelihood":
+        return depth.apart if depth.other is None else depth.other
     share = lax.stop_gradient(jnp.exp(-loss.eta * (1 - depth.apart)))
     return share * depth.other + (1 - share) * depth.apart
 
@@ -314,10 +283,9 @@ def _end_to_end(depths: Sequence[Depth]) -> Float[Array, "R T"]:
     return jnp.where(number > 0, 1 - total / jnp.maximum(number, 1), 0)
 
 
+_mean_of_tokens = functools.partial(reduce_metric, reduce="mean")
+
+
 def _mean(x: Float[Array, "R T"], batch: RolloutBatch, parallel: Parallel) -> Metric:
-    args = {"x": x, "mask": batch.loss_mask}
+    args = {"x": x, "mask": (batch.loss_mask > 0).astype(jnp.float32)}
     return shard_call("draft_metrics", _mean_of_tokens, parallel, args, lambda p: ([p.tokens_spec] * 2, P()))
-
-
-def _mean_of_tokens(axes: ShardAxes, x: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Metric:
-    return reduce_metric(axes, x, (mask > 0).astype(jnp.float32), "mean")

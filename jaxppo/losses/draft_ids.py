@@ -94,11 +94,8 @@ def draft_targets(
     check_count("vocab_size", vocab_size, least=1)
     batch, draft_ids = checked(batch), as_draft_ids(draft_ids, vocab_size)
     args = {"targets": batch.targets, "loss_mask": batch.loss_mask, "draft_ids": draft_ids}
-
-    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
-        return [p.tokens_spec, p.tokens_spec, jax.P()], p.tokens_spec
-
-    targets, mask = shard_call("draft_targets", _as_columns, parallel, args, specs, vocab_size)
+    given = args, lambda p: ([p.tokens_spec, p.tokens_spec, jax.P()], p.tokens_spec), vocab_size
+    targets, mask = shard_call("draft_targets", _as_columns, parallel, *given)
     return dataclasses.replace(batch, targets=targets, loss_mask=mask)
 
 
@@ -112,17 +109,18 @@ def _as_columns(
 
 
 def as_draft_ids(draft_ids: Any, vocab_size: int) -> Int[AnyArray, " D"]:
-    """The ids as i32; those that are known outside of jit are checked."""
+    """The checked ids as i32."""
     check_array("draft_ids", draft_ids)
-    check("draft_ids", f"shape {draft_ids.shape}", draft_ids.ndim == 1, "[D]")
-    if not isinstance(draft_ids, jax.core.Tracer) and getattr(draft_ids, "is_fully_addressable", True):
-        _check_ids("draft_ids", np.asarray(draft_ids), vocab_size)
+    _check_ids("draft_ids", draft_ids, vocab_size)
     return as_token_ids(draft_ids)
 
 
-def _check_ids(what: str, ids: np.ndarray, vocab_size: int) -> None:
-    """Raises unless these are different ids of the vocabulary."""
+def _check_ids(what: str, ids: Any, vocab_size: int) -> None:
+    """Raises unless these are different ids of the vocabulary, as far as they are known outside of jit."""
     check(what, f"shape {ids.shape}", ids.ndim == 1 and ids.size > 0, "[D]")
+    if isinstance(ids, jax.core.Tracer) or not getattr(ids, "is_fully_addressable", True):
+        return
+    ids = np.asarray(ids)
     there, times = np.unique(ids, return_counts=True)
     outside, twice = ids[(ids < 0) | (ids >= vocab_size)], there[times > 1]
     for bad, how, expected in ((outside, "", f"0 to {vocab_size - 1}"), (twice, " twice", "each once")):

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import Aggregation, Coefficient, check, check_aggregation, check_field, check_floating
+from jaxppo.base.arrays import Aggregation, Coefficient, check, check_floating
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
+from jaxppo.policy_losses.base import number
 from jaxppo.sharding import Segments
 
 
@@ -50,13 +51,9 @@ class Features(TokenLoss[States]):
 
     of_head: ClassVar[bool] = False
     asks = Asks()
-    beta: Coefficient = 1.0
+    beta: Coefficient = number(1.0, above=0)
     aggregation: Aggregation = "token_mean"
     aggregation_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        check_field(self, "beta", above=0)
-        check_aggregation(self)
 
     def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
         if not isinstance(stats, States):

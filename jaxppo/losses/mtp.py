@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import Aggregation, check, check_count, check_field, check_flag, needed
+from jaxppo.base.arrays import Aggregation, check, check_count, needed
 from jaxppo.base.metrics import Metric, Metrics
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
@@ -21,6 +21,7 @@ from jaxppo.head.head import Head
 from jaxppo.losses.doors import from_stats
 from jaxppo.losses.sft import SFT
 from jaxppo.losses.token_loss import TokenLoss
+from jaxppo.policy_losses.base import check_fields, number
 from jaxppo.sharding import ParallelMesh, ShardAxes, shift_left
 from jaxppo.step.aggregation import Normalizer, Parallel
 
@@ -34,9 +35,11 @@ Heads = Head | Float[Array, "H V"] | Sequence[Head | Float[Array, "H V"]]  # one
 class OfDepths:
     """The options of a loss of several depths of a model."""
 
+    aggregation_norm: ClassVar[None] = None
     depths: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.depths is not None:
             check_count("depths", self.depths, least=1)
 
@@ -61,9 +64,6 @@ class MTP(OfDepths):
     Args:
       depths: the number of depths, needed by `Normalizer.of` alone; by default as many as the loss's `hidden` has.
       coef: the factor of the sum.
-      stop_trunk: no gradient into `hidden`: only heads learn. (If a module between trunk and head is to learn, stop the
-        gradient at its input instead.)
-      stop_head: no gradient into `head`.
       aggregation: the denominators of a depth, see `SFT`.
 
     Raises:
@@ -75,17 +75,8 @@ class MTP(OfDepths):
       [2.0, 1.0]
     """
 
-    coef: float | Array = 0.1
-    stop_trunk: bool = False
-    stop_head: bool = False
+    coef: float | Array = number(0.1)
     aggregation: Aggregation = "token_mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_field(self, "coef")
-        check_flag("stop_trunk", self.stop_trunk)
-        check_flag("stop_head", self.stop_head)
-        SFT(aggregation=self.aggregation)
 
 
 def mtp_loss(
@@ -104,7 +95,8 @@ def mtp_loss(
     At depth k, position t predicts `targets[t + k]` where that is in the same sequence, with the loss mask of t + k.
 
     Args:
-      hidden: for each depth the `[R, T, H]` states that its predictions are read from.
+      hidden: for each depth the `[R, T, H]` states that its predictions are read from. `jax.lax.stop_gradient` of them
+        keeps this loss from the trunk, and of `head` from the head.
       head: the main loss's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or stacked.
       batch: `[R, T]`; only its sequences, targets, loss mask and loss weights are read.
       loss: by default `MTP()`.
@@ -138,8 +130,8 @@ def mtp_loss(
     for k, its_head in enumerate(heads_of(hidden, head, normalizers, loss), 1):
         shifted = shift_targets(batch, k, parallel)
         stats = log_probs_from_hidden(
-            lax.stop_gradient(hidden[k - 1]) if loss.stop_trunk else hidden[k - 1],
-            lax.stop_gradient(its_head) if loss.stop_head else its_head,
+            hidden[k - 1],
+            its_head,
             shifted.targets,
             parallel=parallel,
             temperature=shift_temperature(temperature, batch, k, parallel),
@@ -233,8 +225,7 @@ def heads_of(hidden: States, head: Any, normalizers: Sequence[Normalizer] | None
         raise TypeError(f"normalizers: got {kind}, expected a list with one for each depth, or None")
     depths = len(hidden)
     check("hidden", "no depths", depths > 0, "at least one")
-    if loss.depths not in (None, depths):
-        raise ValueError(f"hidden: got {depths} depths, expected {loss.depths}, those of {loss}")
+    check("hidden", f"{depths} depths", loss.depths in (None, depths), f"{loss.depths}, those of {loss}")
     several = isinstance(head, (list, tuple)) or getattr(head, "ndim", 0) == 3
     heads = [*head] if several else [head] * depths
     losses = dataclasses.replace(loss, depths=depths).losses

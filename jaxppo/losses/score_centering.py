@@ -10,14 +10,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import check, check_choice, needed
+from jaxppo.base.arrays import check, needed
 from jaxppo.batch.reads import at_most_one
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
 from jaxppo.losses.policy_tokens import OfConfig, check_config
 from jaxppo.losses.token_loss import Losses, Reads
-from jaxppo.losses.top_k_divergence import OfIds, with_tail
+from jaxppo.losses.top_k_divergence import OfIds, PerId, with_tail
 from jaxppo.policy.config import PolicyLossConfig
+from jaxppo.policy_losses.base import choice
 from jaxppo.sharding import Segments
 
 CenteringTail = Literal["bucket", "renormalise"]
@@ -48,7 +49,7 @@ class ScoreCentering(OfConfig, OfIds):
     `impossible_tokens="leave_out"` its c_v is 0, since drawing it has no policy loss.
 
     The metrics are `loss` (its value), `policy_mass` and `rollout_mass` (sum p and sum q, means over tokens),
-    `rollout_capped`, the number of tokens at which rounding brought a q above 1, or their sum, and `broken_rules`.
+    `rollout_capped` (see docs/metrics.md) and `broken_rules`.
 
     Args:
       config: the config of the `policy_loss` to which this term is added. Only its loss, `ratio_to`, aggregation and
@@ -77,16 +78,15 @@ class ScoreCentering(OfConfig, OfIds):
     """
 
     config: PolicyLossConfig
-    tail: CenteringTail = "bucket"
+    tail: CenteringTail = choice("bucket", CenteringTail)
     ids: str = "sampler_ids"
     log_probs: str = "sampler_log_probs"
     rule: ClassVar[str] = "rollout_log_probs_of_ids"
     sides: ClassVar[tuple[str, str]] = ("policy", "rollout")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_config(self.config)
-        check_choice("tail", self.tail, CenteringTail)
-        self.check_names()
         loss = self.config.loss
         check("config.loss", loss, loss.token_local and not loss.selects, "one whose tokens are each on their own")
         expected = "'rollout' or 'current': only the sampler's ids are known"
@@ -119,13 +119,7 @@ class ScoreCentering(OfConfig, OfIds):
             drawn = drawn - rest * jnp.exp(log_p)
         return {"centring": -jnp.where(has_id, lax.stop_gradient(drawn) * finite, 0).sum(axis=-1)}
 
-    def _slopes(
-        self,
-        log_p: Float[Array, "R T K"],
-        log_q: Float[Array, "R T K"],
-        advantages: Float[Array, "R T"],
-        segments: Segments,
-    ) -> Float[Array, "R T K"]:
+    def _slopes(self, log_p: PerId, log_q: PerId, advantages: Float[Array, "R T"], segments: Segments) -> PerId:
         """The loss's gradient by each log p if that token had been drawn, minus its gradient at an advantage of 0."""
         R, T, K = log_p.shape
         given = log_p, (log_p if self.config.ratio_to == "current" else log_q), jnp.repeat(advantages[..., None], K, -1)

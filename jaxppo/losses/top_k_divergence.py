@@ -17,7 +17,6 @@ from jaxppo.base.arrays import (
     MAX_SAMPLED,
     Aggregation,
     check,
-    check_aggregation,
     check_alike,
     check_array,
     check_choice,
@@ -41,6 +40,7 @@ TopKDivergence = Literal[
     "forward_kl", "reverse_kl", "mixed_kl", "jensen_shannon", "skewed_forward_kl", "skewed_reverse_kl", "adaptive_kl"
 ]
 Tail = Literal["bucket", "renormalise", "leave_out"]
+PerId = Float[Array, "R T K"]
 LEAST_TAIL = 1e-7  # where the K ids have all the mass that f32 can tell
 
 
@@ -203,7 +203,8 @@ class OfIds(TokenLoss[TokenStats]):
     def asks(self) -> Asks:
         return Asks("none", ids=self.ids, extras=(self.ids, self.log_probs))
 
-    def check_names(self) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         check_name("ids", self.ids)
         check_name("log_probs", self.log_probs)
 
@@ -227,9 +228,7 @@ class OfIds(TokenLoss[TokenStats]):
             return found
         return found | {"ids_of_stats": stats.ids, "id_log_probs": stats.id_log_probs}
 
-    def of_ids(
-        self, stats: TokenStats, batch: RolloutBatch
-    ) -> tuple[Int[Array, "R T K"], Float[Array, "R T K"], Float[Array, "R T K"]]:
+    def of_ids(self, stats: TokenStats, batch: RolloutBatch) -> tuple[Int[Array, "R T K"], PerId, PerId]:
         """The ids, -1 where the mask is 0 too, their log-probs in the statistics and the other's; 0 without an id."""
         ids = jnp.where(batch.loss_mask[..., None] > 0, batch.extras[self.ids], -1)
         log_probs = stats.id_log_probs, batch.extras[self.log_probs]
@@ -253,8 +252,7 @@ class TopKDistillation(OfIds):
     rows may have different teachers.
 
     The metrics are `loss` (adds up over micro-batches), `divergence`, `teacher_mass` and `student_mass` (of the ids;
-    means over tokens), `teacher_capped`, the number of tokens at which rounding brought a log-prob of the teacher above
-    0, or its mass above 1, and `broken_rules` (see `policy_loss`).
+    means over tokens), `teacher_capped` (see docs/metrics.md) and `broken_rules` (see `policy_loss`).
 
     Args:
       divergence, beta, tail: see `top_k_divergence`.
@@ -284,9 +282,8 @@ class TopKDistillation(OfIds):
     log_probs: str = "teacher_log_probs"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "beta", checked_options(self.divergence, self.beta, self.tail))
-        self.check_names()
-        check_aggregation(self)
 
     def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
         ids, log_p, log_q = self.of_ids(stats, batch)

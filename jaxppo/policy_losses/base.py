@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Coefficient, check_choice, check_field
+from jaxppo.base.arrays import Coefficient, check_aggregation, check_choice, check_field, check_flag
 from jaxppo.base.kl import MAX_LOG_RATIO, log_ratio
 from jaxppo.sharding import Segments
 
@@ -23,13 +23,21 @@ class Loss:
     """A loss as a value, or a part of a sum of losses: what a dict of parts holds."""
 
     def __post_init__(self) -> None:
-        """Checks the fields that `number` and `choice` made."""
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if "choices" in field.metadata:
-                check_choice(field.name, value, field.metadata["choices"])
-            elif "bounds" in field.metadata and not (value is None and field.default is None):
-                check_field(self, field.name, **field.metadata["bounds"])
+        check_fields(self)
+
+
+def check_fields(of: Any) -> None:
+    """Checks the fields of a dataclass that `number` and `choice` made, its flags and its aggregation."""
+    for field in dataclasses.fields(of):
+        value = getattr(of, field.name)
+        if "choices" in field.metadata:
+            check_choice(field.name, value, field.metadata["choices"])
+        elif "bounds" in field.metadata and not (value is None and field.default is None):
+            check_field(of, field.name, **field.metadata["bounds"])
+        elif isinstance(field.default, bool):
+            check_flag(field.name, value)
+        elif field.name == "aggregation":
+            check_aggregation(of)
 
 
 class PolicyLoss(Loss, abc.ABC):
@@ -92,7 +100,7 @@ class PolicyLoss(Loss, abc.ABC):
         return jnp.ones(covariance.shape, bool)
 
 
-def number(default: float | None, **bounds: float | None) -> Any:
+def number(default: Any = dataclasses.MISSING, **bounds: float | None) -> Any:
     """A field for a number in this range; None is off where it is the default."""
     return dataclasses.field(default=default, metadata={"bounds": bounds})
 

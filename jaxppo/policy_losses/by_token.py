@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.base.arrays import Coefficient, check_flag
+from jaxppo.base.arrays import Coefficient
 from jaxppo.base.kl import log_ratio
 from jaxppo.policy_losses.base import Level, PolicyLoss, Result, Tokens, choice, clipped_surrogate, number, ratio_at
 
@@ -72,10 +72,6 @@ class CISPO(PolicyLoss):
     @property
     def token_local(self) -> bool:  # type: ignore[override]
         return self.level == "token"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_flag("unified_mask", self.unified_mask)
 
     def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Any) -> Result:
         ratio = lax.stop_gradient(ratio_at(self.level, log_probs, old_log_probs, of["mask"], of["segments"]))

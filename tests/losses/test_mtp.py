@@ -46,9 +46,9 @@ def reference(temperature=None):
     return found
 
 
-def everything(parallel, hidden, kernel, batch, **options):
+def everything(parallel, hidden, kernel, batch):
     """Loss, its gradients, and the finished metrics."""
-    call = functools.partial(mtp_loss, batch=batch, loss=MTP(coef=COEF, **options), parallel=parallel)
+    call = functools.partial(mtp_loss, batch=batch, loss=MTP(coef=COEF), parallel=parallel)
     (loss, found), gradients = jax.value_and_grad(lambda h, k: call(h, k), (0, 1), has_aux=True)(hidden, kernel)
     return loss, gradients, finalize_metrics(found)
 
@@ -149,14 +149,6 @@ def test_a_head_for_each_depth():
         expected = one_head(HIDDEN, kernels[k - 1])[f"mtp_{k}_nll"].value
         np.testing.assert_allclose(found[f"mtp_{k}_nll"].value, expected, rtol=1e-6)
     assert len({float(found[f"mtp_{k}_nll"].value) for k in (1, 2, 3)}) == 3
-
-
-@pytest.mark.parametrize(("option", "stopped"), [("stop_trunk", 0), ("stop_head", 1)])
-def test_gradients_that_are_stopped(option, stopped):
-    _, gradients, _ = jax.jit(functools.partial(everything, None, **{option: True}))(HIDDEN, KERNEL, BATCH)
-    _, full, _ = on_one_device()
-    assert not np.asarray(gradients[stopped]).any()
-    np.testing.assert_allclose(gradients[1 - stopped], full[1 - stopped], rtol=1e-6)
 
 
 @pytest.mark.every(3)

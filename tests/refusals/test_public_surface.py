@@ -92,7 +92,7 @@ OF_NAME = {
     **_rows("states", "hidden head teacher_hidden teacher_head policy_hidden policy_head rollout_hidden rollout_head"),
     **_rows("states", "logits kernel bias a b"),
     **_rows("flag", "batch_normalize deterministic follow_mask keep_lone leave_one_out length_normalised scale_by_std"),
-    **_rows("flag", "shift_mean stop_head stop_trunk unbiased unified_mask whitened share_prefixes clip_by_sign dft"),
+    **_rows("flag", "shift_mean unbiased unified_mask whitened share_prefixes clip_by_sign dft"),
     **_rows(
         "number", "tolerance at_least beta bound buffer centring clip clip_high clip_low coef decay desirable_weight"
     ),

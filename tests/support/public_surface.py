@@ -260,7 +260,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "mtp_loss": {
         **HEADS, **SOFT, **OPTIONS, "hidden": [HIDDEN], "batch": PLAIN, "loss": mtp.MTP(), "normalizers": MTP,
     },
-    "MTP": {"depths": 1, "coef": 0.1, "stop_trunk": False, "stop_head": False, "aggregation": "token_mean"},
+    "MTP": {"depths": 1, "coef": 0.1, "aggregation": "token_mean"},
     "shift_targets": {**SOFT, "batch": PLAIN, "by": 1},
     "KTO": {"reference_point": 0.1, "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
     "kto_reference_point": {**SOFT, "stats": STATS, "mismatched": BATCH},

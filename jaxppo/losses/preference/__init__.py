@@ -5,9 +5,8 @@ Two samples with the same `group_id` are a pair, wherever they lie in the step's
 """
 
 from jaxppo.losses.preference.base import PairLoss, PreferenceLoss, Responses
-from jaxppo.losses.preference.dpo import AOT, DPO, IPO, ORPO, SimPO
+from jaxppo.losses.preference.dpo import AOT, DPO, IPO, ORPO, BradleyTerry, SimPO
 from jaxppo.losses.preference.kto import KTO, kto_reference_point
-from jaxppo.losses.preference.reward_model import BradleyTerry
 from jaxppo.losses.preference.samples import micro_batches_of_pairs, mismatched_samples, samples_of_pairs
 
 __all__ = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -32,6 +31,18 @@ class OfPairs(TokenLoss[Stats]):
     token_local = False
     paired: ClassVar[bool] = True
 
+    @abc.abstractmethod
+    def of_batch(self, stats: Stats, batch: RolloutBatch, segments: Segments, tokens: Numbers) -> Any:
+        """What the loss reads of each sample, arrays `f32[R, S]`; `tokens` are the loss tokens of each."""
+
+    @abc.abstractmethod
+    def of_samples(self, x: Any, batch: RolloutBatch, pairs: Any) -> Float[Array, "R S"]:
+        """The loss of each sample, from what it reads of them; `pairs` are the step's `Pairs` if it is `paired`."""
+
+    @abc.abstractmethod
+    def sides(self, x: Any) -> dict[str, Float[Array, "R S"]]:
+        """The "reward" of each sample, and what else has a mean over chosen samples and one over rejected ones."""
+
     def check(self, batch: RolloutBatch) -> None:
         needed("batch.rewards", batch.rewards, "f32[R, S], higher for what was chosen; see samples_of_pairs")
         if self.paired:
@@ -43,32 +54,30 @@ class OfPairs(TokenLoss[Stats]):
         rewards = {"sample_rewards": batch.rewards}
         return {"pair_ids": batch.group_ids, **rewards} if self.paired else rewards
 
+    def terms(self, stats: Stats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
+        x, pairs = self._read(stats, batch, segments)
+        # with 0 * x the gradient is NaN where weights are NaN, for samples without a pair too
+        losses = self.of_samples(x, batch, pairs) + 0 * jax.tree.leaves(x)[0]
+        return {"preference": segments.spread(losses)}
 
-def pairs_of(batch: RolloutBatch, segments: Segments, tokens: Float[Array, "R S"]) -> tuple[Pairs, Bool[Array, "R S"]]:
-    """The step's pairs, and which of this device's samples were chosen; `tokens` are the loss tokens of each."""
-    pairs = Pairs.of(segments.axes, batch.group_ids, batch.rewards, tokens)
-    return pairs, batch.rewards == pairs.to_both(pairs.of_chosen(batch.rewards))
+    def metrics(self, stats: Stats, step: Step, constants: Any) -> Terms:
+        spread, weights, rewards = step.segments.spread, step.weights, step.batch.rewards
+        x, pairs = self._read(stats, step.batch, step.segments)
+        of_sides, chosen, terms = self.sides(x), rewards > 0, Terms()
+        if pairs is not None:
+            chosen = rewards == pairs.to_both(pairs.of_chosen(rewards))
+            ahead = pairs.of_chosen(of_sides["reward"]) - pairs.of_rejected(of_sides["reward"])
+            of_pairs = {"reward_margin": ahead, "accuracy": (ahead > 0).astype(jnp.float32)}
+            terms = means({name: spread(pairs.to_both(y)) for name, y in of_pairs.items()}, weights)
+        is_chosen = spread(chosen.astype(jnp.float32))
+        for side, its in (("chosen", weights * is_chosen), ("rejected", weights * (1 - is_chosen))):
+            terms |= means({f"{side}_{name}": spread(y) for name, y in of_sides.items()}, its)
+        return terms
 
-
-def to_tokens(losses: Float[Array, "R S"], x: Float[Array, "R S"], segments: Segments) -> Losses:
-    """The loss of each sample at its positions, a function of x."""
-    # with 0 * x the gradient is NaN where weights are NaN, for samples without a pair too
-    return {"preference": segments.spread(losses + 0 * x)}
-
-
-def sample_terms(
-    step: Step, chosen: Bool[Array, "R S"], of_sides: Mapping[str, Float[Array, "R S"]], pairs: Pairs | None
-) -> Terms:
-    """Means over the chosen samples and over the rejected ones, and the reward margin and accuracy of pairs."""
-    spread, weights, terms = step.segments.spread, step.weights, Terms()
-    if pairs is not None:
-        ahead = pairs.of_chosen(of_sides["reward"]) - pairs.of_rejected(of_sides["reward"])
-        of_pairs = {"reward_margin": ahead, "accuracy": (ahead > 0).astype(jnp.float32)}
-        terms = means({name: spread(pairs.to_both(x)) for name, x in of_pairs.items()}, weights)
-    is_chosen = spread(chosen.astype(jnp.float32))
-    for side, its in (("chosen", weights * is_chosen), ("rejected", weights * (1 - is_chosen))):
-        terms |= {f"{side}_{name}": (spread(x), its, "mean") for name, x in of_sides.items()}
-    return terms
+    def _read(self, stats: Stats, batch: RolloutBatch, segments: Segments) -> tuple[Any, Pairs | None]:
+        tokens = segments.sum(batch.loss_mask)
+        pairs = Pairs.of(segments.axes, batch.group_ids, batch.rewards, tokens) if self.paired else None
+        return self.of_batch(stats, batch, segments, tokens), pairs
 
 
 class Responses(NamedTuple):
@@ -100,23 +109,25 @@ class PreferenceLoss(OfPairs[TokenStats]):
     Attributes:
       reference: the loss reads `ref_log_probs`.
       paired: the loss compares the two samples of a pair. Else those with a reward above 0 are the desirable ones.
+      beta: multiplies the log-ratio of a response in `reward`.
+      length_normalised: that log-ratio is the mean over tokens, not the sum.
     """
 
     reference: ClassVar[bool] = True
+    beta: Coefficient
+    length_normalised: bool = False
 
-    @abc.abstractmethod
+    def log_ratio(self, x: Responses) -> Numbers:
+        """The log-ratio of each response, or its log-prob without a reference; per token if `length_normalised`."""
+        total = x.log_ratio if self.reference else x.log_prob
+        return total / x.tokens if self.length_normalised else total
+
     def reward(self, x: Responses) -> Numbers:
         """The reward that the policy implies, for metrics and, in most losses, for the loss."""
+        return self.beta * self.log_ratio(x)
 
-    @abc.abstractmethod
-    def of_samples(self, x: Responses, chosen: Bool[Array, "R S"], pairs: Pairs | None) -> Float[Array, "R S"]:
-        """The loss of each of this device's samples.
-
-        Args:
-          x: their responses, `[R, S]`.
-          chosen: which of them were chosen, or are desirable.
-          pairs: the pairs of the step, where the loss is `paired`.
-        """
+    def sides(self, x: Responses) -> dict[str, Float[Array, "R S"]]:
+        return {"reward": self.reward(x), "log_prob": mean_log_prob(x)}
 
     def check(self, batch: RolloutBatch) -> None:
         super().check(batch)
@@ -127,29 +138,18 @@ class PreferenceLoss(OfPairs[TokenStats]):
         found = {**super().reads(stats, batch, segments), "log_probs": None if stats is None else stats.log_probs}
         return {**found, "ref_log_probs": batch.ref_log_probs} if self.reference else found
 
-    def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
-        of, pairs, chosen = self._read(stats, batch, segments)
-        return to_tokens(self.of_samples(of, chosen, pairs), of.log_prob, segments)
+    def of_batch(self, stats: TokenStats, batch: RolloutBatch, segments: Segments, tokens: Numbers) -> Responses:
+        log_ratios = stats.log_probs - batch.ref_log_probs if self.reference else stats.log_probs
+        return Responses(segments.sum(stats.log_probs), segments.sum(log_ratios), jnp.maximum(tokens, 1))
 
     def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
-        of, pairs, chosen = self._read(stats, step.batch, step.segments)
-        terms = sample_terms(step, chosen, {"reward": self.reward(of), "log_prob": mean_log_prob(of)}, pairs)
+        terms = super().metrics(stats, step, constants)
         return terms if stats.entropy is None else {**terms, "entropy": (stats.entropy, step.weights, "mean")}
-
-    def _read(
-        self, stats: TokenStats, batch: RolloutBatch, segments: Segments
-    ) -> tuple[Responses, Pairs | None, Bool[Array, "R S"]]:
-        log_ratios = stats.log_probs - batch.ref_log_probs if self.reference else stats.log_probs
-        tokens = segments.sum(batch.loss_mask)
-        of = Responses(segments.sum(stats.log_probs), segments.sum(log_ratios), jnp.maximum(tokens, 1))
-        if self.paired:
-            return of, *pairs_of(batch, segments, tokens)
-        return of, None, batch.rewards > 0
 
 
 @dataclasses.dataclass(frozen=True)
 class PairLoss(PreferenceLoss):
-    """The base of losses of pairs: a frozen dataclass with `__call__` and `reward`, see the example.
+    """The base of losses of pairs: a frozen dataclass with `__call__`, and with `beta` or a `reward` of its own.
 
     Args:
       nll_coef: the coefficient of the chosen response's negative log-likelihood, which is added to the pair's loss.
@@ -162,13 +162,12 @@ class PairLoss(PreferenceLoss):
       >>> import dataclasses
       >>> @dataclasses.dataclass(frozen=True)
       ... class Hinge(PairLoss):
-      ...     def reward(self, x):
-      ...         return 0.1 * x.log_ratio
+      ...     beta: float = 0.1
       ...
       ...     def __call__(self, chosen, rejected):
       ...         return jnp.maximum(1 - self.reward(chosen) + self.reward(rejected), 0)
       >>> Hinge(nll_coef=0.2)
-      Hinge(nll_coef=0.2, nll='token_mean')
+      Hinge(nll_coef=0.2, nll='token_mean', beta=0.1)
     """
 
     _: dataclasses.KW_ONLY
@@ -183,8 +182,7 @@ class PairLoss(PreferenceLoss):
         """The loss of each pair of the step; `there` are the slots that hold a pair."""
         return self(chosen, rejected)
 
-    def of_samples(self, x: Responses, chosen: Bool[Array, "R S"], pairs: Pairs | None) -> Float[Array, "R S"]:
-        pairs = needed("pairs", pairs, "the pairs of the step, since the loss is paired")
+    def of_samples(self, x: Responses, batch: RolloutBatch, pairs: Any) -> Float[Array, "R S"]:
         better, worse = (Responses(*map(of, x)) for of in (pairs.of_chosen, pairs.of_rejected))
         there = better.tokens > 0
         # an empty slot of the table of pairs holds 0 tokens: its mean must not be NaN

@@ -1,68 +1,35 @@
-"""Losses of pairs: DPO and its links, IPO, SimPO, ORPO, and AOT, which sorts them."""
+"""Losses of pairs: DPO and its links, IPO, SimPO, ORPO, AOT, which sorts them, and that of reward models."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Coefficient, check_flag, is_number
+from jaxppo.base.arrays import Coefficient, check, check_array, is_number
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.losses.preference.base import Numbers, PairLoss, Responses, mean_log_prob, preferred
+from jaxppo.losses.preference.base import Numbers, OfPairs, PairLoss, Responses, mean_log_prob, preferred
+from jaxppo.losses.token_loss import Reads
 from jaxppo.policy_losses.base import choice, number
+from jaxppo.sharding import Segments
 
+Scores = Float[Array, "R T"]
 Link = Literal["sigmoid", "hinge", "robust", "exo", "nca", "apo_zero", "apo_down", "sppo", "discopop"]
 Ranks = Literal["pairs", "responses"]
-_sigmoid, _log_sigmoid = jax.nn.sigmoid, jax.nn.log_sigmoid
-
-
-def _robust(c: Numbers, r: Numbers, e: Coefficient) -> Numbers:
-    return -((1 - e) * _log_sigmoid(c - r) - e * _log_sigmoid(r - c)) / (1 - 2 * e)
-
-
-def _exo(c: Numbers, r: Numbers, e: Coefficient) -> Numbers:
-    e = jnp.maximum(e, 1e-3)
-    right, wrong = _log_sigmoid(c - r), _log_sigmoid(r - c)
-    return jnp.exp(right) * (right - jnp.log1p(-e)) + jnp.exp(wrong) * (wrong - jnp.log(e))
-
-
-def _discopop(c: Numbers, r: Numbers, e: Coefficient) -> Numbers:
-    # at most exp(20), as for ratios
-    share, exponential = _sigmoid((c - r) / 0.05), jnp.exp(jnp.minimum(r - c, 20.0))
-    return (share - 1) * _log_sigmoid(c - r) + share * exponential
-
-
-# The loss of a pair from the rewards of its two responses (beta times the log-ratios) and the label smoothing.
-LINKS: Mapping[Link, Callable[[Numbers, Numbers, Coefficient], Numbers]] = {
-    "sigmoid": lambda c, r, e: preferred(c - r, e),
-    "hinge": lambda c, r, e: jnp.maximum(1 - (c - r), 0),
-    "robust": _robust,
-    "exo": _exo,
-    "nca": lambda c, r, e: -_log_sigmoid(c) - 0.5 * _log_sigmoid(-c) - 0.5 * _log_sigmoid(-r),
-    "apo_zero": lambda c, r, e: _sigmoid(-c) + _sigmoid(r),
-    "apo_down": lambda c, r, e: _sigmoid(c) + _sigmoid(r - c),
-    "sppo": lambda c, r, e: (c - 0.5) ** 2 + (r + 0.5) ** 2,
-    "discopop": _discopop,
-}
-
-
-def _log_ratio(x: Responses, length_normalised: bool) -> Numbers:
-    return x.log_ratio / x.tokens if length_normalised else x.log_ratio
 
 
 @dataclasses.dataclass(frozen=True)
 class DPO(PairLoss):
     """Direct preference optimisation: -log sigmoid(beta D), D the chosen response's log-ratio less the rejected one's.
 
-    The log-ratio of a response is the sum over its loss tokens of log_prob - ref_log_prob. With `label_smoothing` e it
-    is cDPO, -(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D); with means in place of the sums, length-normalised
-    DPO, TRL's "sigmoid_norm". Other links take the place of -log sigmoid. With c and r the rewards, beta times the
-    log-ratios of the chosen and of the rejected response, h = c - r and s the sigmoid:
+    The log-ratio of a response is the sum over its loss tokens of log_prob - ref_log_prob. Other links take the place
+    of -log sigmoid. With c and r the rewards, beta times the log-ratios of the chosen and of the rejected response,
+    h = c - r, s the sigmoid and e the label smoothing:
 
+        sigmoid    -(1 - e) log s(h) - e log s(-h)                           cDPO where e is above 0
         hinge      max(1 - h, 0)                                             SLiC
         robust     (-(1 - e) log s(h) + e log s(-h)) / (1 - 2 e)             unbiased where labels are wrong
         exo        s(h) log(s(h) / (1 - e)) + s(-h) log(s(-h) / e)           reverse KL; e is at least 1e-3
@@ -74,10 +41,9 @@ class DPO(PairLoss):
 
     Args:
       beta: the strength of the pull to the reference.
-      label_smoothing: the probability that a label is wrong, at most 0.5; read by "sigmoid", "robust" (below 0.5) and
-        "exo".
-      length_normalised: use the means of log-ratios in place of their sums.
-      link: one of the above, or "sigmoid".
+      label_smoothing: the probability that a label is wrong, at most 0.5 ("robust": less), for links with an e.
+      length_normalised: use the means of log-ratios in place of their sums, as TRL's "sigmoid_norm".
+      link: one of the above.
       nll_coef, nll: see `PairLoss`, errors too; a coefficient of 1 is RPO's, TRL's `rpo_alpha`.
 
     Example:
@@ -105,17 +71,34 @@ class DPO(PairLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         e = self.label_smoothing if is_number(self.label_smoothing) else None
-        if self.link == "robust" and e == 0.5:
-            raise ValueError("label_smoothing: got 0.5, expected a number below 0.5 with link='robust'")
-        if self.link not in ("sigmoid", "robust", "exo") and e:
-            raise ValueError(f"label_smoothing: got {e}, expected 0 with link={self.link!r}, which does not read it")
-        check_flag("length_normalised", self.length_normalised)
-
-    def reward(self, x: Responses) -> Numbers:
-        return self.beta * _log_ratio(x, self.length_normalised)
+        check("label_smoothing", e, self.link != "robust" or e != 0.5, "a number below 0.5 with link='robust'")
+        good = self.link in ("sigmoid", "robust", "exo") or not e
+        check("label_smoothing", e, good, f"0 with link={self.link!r}, which does not read it")
 
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
-        return LINKS[self.link](self.reward(chosen), self.reward(rejected), self.label_smoothing)
+        c, r, e = self.reward(chosen), self.reward(rejected), self.label_smoothing
+        right, wrong = jax.nn.log_sigmoid(c - r), jax.nn.log_sigmoid(r - c)
+        match self.link:
+            case "sigmoid":
+                return preferred(c - r, e)
+            case "hinge":
+                return jnp.maximum(1 - (c - r), 0)
+            case "robust":
+                return -((1 - e) * right - e * wrong) / (1 - 2 * e)
+            case "exo":
+                e = jnp.maximum(e, 1e-3)
+                return jnp.exp(right) * (right - jnp.log1p(-e)) + jnp.exp(wrong) * (wrong - jnp.log(e))
+            case "nca":
+                return -jax.nn.log_sigmoid(c) - 0.5 * jax.nn.log_sigmoid(-c) - 0.5 * jax.nn.log_sigmoid(-r)
+            case "apo_zero":
+                return jax.nn.sigmoid(-c) + jax.nn.sigmoid(r)
+            case "apo_down":
+                return jax.nn.sigmoid(c) + jax.nn.sigmoid(r - c)
+            case "sppo":
+                return (c - 0.5) ** 2 + (r + 0.5) ** 2
+            case "discopop":  # the exponential is at most exp(20), as for ratios
+                share, exponential = jax.nn.sigmoid((c - r) / 0.05), jnp.exp(jnp.minimum(r - c, 20.0))
+                return (share - 1) * jax.nn.log_sigmoid(c - r) + share * exponential
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,16 +122,8 @@ class IPO(PairLoss):
     beta: Coefficient = number(0.1, above=0)
     length_normalised: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_flag("length_normalised", self.length_normalised)
-
-    def reward(self, x: Responses) -> Numbers:
-        return self.beta * _log_ratio(x, self.length_normalised)
-
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
-        better, worse = (_log_ratio(x, self.length_normalised) for x in (chosen, rejected))
-        return (better - worse - 1 / (2 * self.beta)) ** 2
+        return (self.log_ratio(chosen) - self.log_ratio(rejected) - 1 / (2 * self.beta)) ** 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,12 +144,10 @@ class SimPO(PairLoss):
     """
 
     reference: ClassVar[bool] = False
+    length_normalised = True
     beta: Coefficient = number(2.0, least=0)
     margin: Coefficient = number(0.5, least=0)
     label_smoothing: Coefficient = number(0.0, least=0, most=0.5)
-
-    def reward(self, x: Responses) -> Numbers:
-        return self.beta * mean_log_prob(x)
 
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
         return preferred(self.reward(chosen) - self.reward(rejected) - self.margin, self.label_smoothing)
@@ -201,18 +174,16 @@ class ORPO(PairLoss):
     """
 
     reference: ClassVar[bool] = False
+    length_normalised = True
     beta: Coefficient = number(0.1, least=0)
     _: dataclasses.KW_ONLY
     nll_coef: Coefficient = number(1.0, least=0)
-
-    def reward(self, x: Responses) -> Numbers:
-        return self.beta * mean_log_prob(x)
 
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
         # a mean log-prob of 0 has infinite odds
         means = (jnp.minimum(mean_log_prob(x), -1e-6) for x in (chosen, rejected))
         better, worse = (mean - jnp.log(-jnp.expm1(mean)) for mean in means)
-        return -self.beta * _log_sigmoid(better - worse)
+        return -self.beta * jax.nn.log_sigmoid(better - worse)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,11 +213,8 @@ class AOT(PairLoss):
 
     def check(self, batch: RolloutBatch) -> None:
         super().check(batch)
-        if (batch.micro_batches or 1) > 1:
-            raise ValueError(f"batch: got one of {batch.micro_batches} micro-batches, expected a whole step for {self}")
-
-    def reward(self, x: Responses) -> Numbers:
-        return self.beta * x.log_ratio
+        count = batch.micro_batches or 1
+        check("batch", f"one of {count} micro-batches", count == 1, f"a whole step for {self}")
 
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
         return preferred(self.reward(chosen) - self.reward(rejected), self.label_smoothing)
@@ -261,3 +229,68 @@ class AOT(PairLoss):
         losses = self(chosen._replace(log_ratio=above[order]), rejected._replace(log_ratio=below[other]))
         # a loss belongs to the pair that has its rank in `above`
         return jnp.where(there, jnp.zeros_like(above).at[order].set(losses), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class BradleyTerry(OfPairs[Scores]):
+    """-log sigmoid(s_chosen - s_rejected - margin (r_chosen - r_rejected)) + centring (s_chosen + s_rejected)^2.
+
+    s are the reward model's scores. r are the batch's rewards, whose difference tells how much better one response is.
+    The loss and its metrics are means as in `PreferenceLoss`: scores are the rewards, there are no log-probs, and a
+    sample needs a loss token to count. `loss_from_stats` takes the output of the model's scalar head, `[R, T]`, as
+    statistics; a sample's score stands at its last position.
+
+    Args:
+      margin: the coefficient of that difference; 0 uses only which response is better.
+      centring: pulls the scores of a pair to a mean of 0, TRL's `center_rewards_coefficient`.
+
+    Raises:
+      ValueError: a number below 0.
+
+    Example:
+      >>> from jaxppo.losses import preference
+      >>> samples = preference.samples_of_pairs([[1]], chosen=[[2, 3]], rejected=[[4]])
+      >>> batch = RolloutBatch.from_samples(samples, row_length=5)
+      >>> scores = jnp.array([[0.0, 0.0, 2.0, 0.0, 1.0]])
+      >>> loss, metrics = loss_from_stats(scores, batch, preference.BradleyTerry())
+      >>> round(float(loss), 4), float(metrics["accuracy"].value)
+      (0.3133, 1.0)
+
+    Bradley and Terry 1952, https://doi.org/10.2307/2334029; the margin: Touvron et al. 2023, Llama 2,
+    https://arxiv.org/abs/2307.09288; centring: Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244
+    """
+
+    of_head: ClassVar[bool] = False
+    margin: Coefficient = number(0.0, least=0)
+    centring: Coefficient = number(0.0, least=0)
+
+    def __call__(self, chosen: Numbers, rejected: Numbers, distance: Numbers) -> Numbers:
+        """The loss of each pair, from its two scores and the difference of its rewards."""
+        return preferred(chosen - rejected - self.margin * distance) + self.centring * (chosen + rejected) ** 2
+
+    def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
+        check_array("scores", stats, batch.loss_mask.shape, "the batch's [R, T]")
+
+    def reads(self, stats: Scores | None, batch: RolloutBatch, segments: Segments) -> Reads:
+        scores = None if stats is None else segments.spread(_scores(stats, batch, segments))
+        return {**super().reads(stats, batch, segments), "scores": scores}
+
+    def seen(self, stats: Scores, mask: Float[Array, "R T"]) -> Scores:
+        return stats  # the last position of a sample may have no loss
+
+    def of_batch(self, stats: Scores, batch: RolloutBatch, segments: Segments, tokens: Numbers) -> Numbers:
+        return _scores(stats, batch, segments)
+
+    def of_samples(self, x: Numbers, batch: RolloutBatch, pairs: Any) -> Float[Array, "R S"]:
+        scored, given = ((pairs.of_chosen(y), pairs.of_rejected(y)) for y in (x, batch.rewards))
+        return pairs.to_both(self(*scored, given[0] - given[1]))
+
+    def sides(self, x: Numbers) -> dict[str, Float[Array, "R S"]]:
+        return {"reward": x}
+
+
+def _scores(stats: Scores, batch: RolloutBatch, segments: Segments) -> Float[Array, "R S"]:
+    """The score at the last position of each sequence."""
+    inside, positions = (x.astype(jnp.float32) for x in (batch.segment_ids > 0, batch.positions))
+    is_last = (inside > 0) & (positions == segments.spread(segments.max(positions, inside)))
+    return segments.sum(jnp.where(is_last, stats.astype(jnp.float32), 0))

@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import Coefficient, check_field, masked, needed, sound
+from jaxppo.base.arrays import Coefficient, masked, needed, sound
 from jaxppo.base.metrics import reduce_metric
 from jaxppo.base.stacked import as_rows, check_whole_step
-from jaxppo.batch.pairs import Pairs
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.preference.base import Numbers, PreferenceLoss, Responses
+from jaxppo.losses.preference.base import PreferenceLoss, Responses
+from jaxppo.policy_losses.base import number
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 
 
@@ -45,22 +45,15 @@ class KTO(PreferenceLoss):
     """
 
     paired: ClassVar[bool] = False
-    reference_point: Coefficient
-    beta: Coefficient = 0.1
-    desirable_weight: Coefficient = 1.0
-    undesirable_weight: Coefficient = 1.0
+    reference_point: Coefficient = number(least=0)
+    beta: Coefficient = number(0.1, least=0)
+    desirable_weight: Coefficient = number(1.0, least=0)
+    undesirable_weight: Coefficient = number(1.0, least=0)
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            check_field(self, field.name, least=0)
-
-    def reward(self, x: Responses) -> Numbers:
-        return self.beta * x.log_ratio
-
-    def of_samples(self, x: Responses, chosen: Bool[Array, "R S"], pairs: Pairs | None) -> Float[Array, "R S"]:
+    def of_samples(self, x: Responses, batch: RolloutBatch, pairs: Any) -> Float[Array, "R S"]:
         gain = self.reward(x) - self.beta * self.reference_point
         good, bad = self.desirable_weight * jax.nn.sigmoid(-gain), self.undesirable_weight * jax.nn.sigmoid(gain)
-        return jnp.where(chosen, good, bad)
+        return jnp.where(batch.rewards > 0, good, bad)
 
 
 def kto_reference_point(
@@ -93,11 +86,8 @@ def kto_reference_point(
     check_stats(stats, mismatched.loss_mask.shape)
     needed("mismatched.ref_log_probs", mismatched.ref_log_probs, "f32[R, T], see compute_log_probs")
     args = {"stats": stats.log_probs, "mismatched": mismatched}
-
-    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [mismatched.specs(p).loss_mask, mismatched.specs(p)], P()
-
-    return shard_call("kto_reference_point", _of_step, parallel, args, specs)
+    given = args, lambda p: ([mismatched.specs(p).loss_mask, mismatched.specs(p)], P())
+    return shard_call("kto_reference_point", _of_step, parallel, *given)
 
 
 def _of_step(axes: ShardAxes, log_probs: Float[Array, "*K R T"], mismatched: RolloutBatch) -> Float[Array, ""]:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from jaxppo.base.arrays import check, check_count, check_number
+from jaxppo.base.arrays import check, check_count, check_number, needed
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.samples import Sample, as_tokens, check_samples
 from jaxppo.sharding import ParallelMesh, check_parallel, multihost
@@ -48,8 +48,7 @@ def samples_of_pairs(
     for name, x in (lists if margins is None else {**lists, "margins": margins}).items():
         if isinstance(x, str) or not hasattr(x, "__len__"):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a list with one entry a pair")
-        if len(x) != len(prompts):
-            raise ValueError(f"{name}: got {len(x)}, expected {len(prompts)}, as many as prompts")
+        check(name, len(x), len(x) == len(prompts), f"{len(prompts)}, as many as prompts")
     check_count("first_id", first_id)
     found = []
     for i in range(len(prompts)):
@@ -113,28 +112,26 @@ def micro_batches_of_pairs(
     check_samples(samples)
     if "twin" in options:
         raise TypeError("twin: got one in micro_batches_of_pairs, expected it in RolloutBatch.from_samples alone")
-    groups: dict[int, list[int]] = {}
-    for i, sample in enumerate(samples):
-        if sample.group_id is None:
-            raise ValueError(f"samples[{i}].group_id: got None, expected one id for both samples of a pair")
-        groups.setdefault(sample.group_id, []).append(i)
-    check_count("micro_batches", micro_batches, least=1)
-    if micro_batches > len(groups):
-        raise ValueError(f"micro_batches: got {micro_batches}, expected 1 to {len(groups)}, the number of pairs")
     check_parallel(parallel, "ParallelMesh or None")
     hosts = parallel if parallel is not None and multihost.spans_processes(parallel) else None
-    if hosts and options.get("rows") is None:
-        raise ValueError("rows: got None, expected the rows of each micro-batch, since several processes pack them")
-    first = multihost.numbers_before(hosts, len(samples)) if hosts else 0
+    first = 0
+    if hosts:
+        needed("rows", options.get("rows"), "the rows of each micro-batch, since several processes pack them")
+        first = multihost.numbers_before(hosts, len(samples))
+    groups: dict[int, list[Sample]] = {}
+    for i, sample in enumerate(samples):
+        group_id = needed(f"samples[{i}].group_id", sample.group_id, "one id for both samples of a pair")
+        sample_id = first + i if sample.sample_id is None else sample.sample_id
+        groups.setdefault(group_id, []).append(dataclasses.replace(sample, sample_id=sample_id))
+    check_count("micro_batches", micro_batches, least=1)
+    check("micro_batches", micro_batches, micro_batches <= len(groups), f"1 to {len(groups)}, the number of pairs")
     parts: list[list[Sample]] = [[] for _ in range(micro_batches)]
     tokens = [0] * micro_batches
-    sizes = {group: sum(len(samples[i].tokens) for i in members) for group, members in groups.items()}
-    for group in sorted(groups, key=lambda x: -sizes[x]):  # the longest first, each to the part with the fewest tokens
-        least = min(range(micro_batches), key=lambda k: (bool(parts[k]), tokens[k]))
-        tokens[least] += sizes[group]
-        for i in groups[group]:
-            sample_id = first + i if samples[i].sample_id is None else samples[i].sample_id
-            parts[least].append(dataclasses.replace(samples[i], sample_id=sample_id))
+    each = [(sum(len(x.tokens) for x in group), group) for group in groups.values()]
+    for count, group in sorted(each, key=lambda x: -x[0]):  # the longest first, each to the part with the fewest tokens
+        least = tokens.index(min(tokens))
+        tokens[least] += count
+        parts[least] += group
 
     def packed(**sizes: int | None) -> list[RolloutBatch]:
         return [RolloutBatch.from_samples(part, parallel=parallel, **{**options, **sizes}) for part in parts]
