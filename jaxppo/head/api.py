@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo.base.arrays import check_array, check_count, check_floating
+from jaxppo.base.arrays import check, check_array, check_count, check_floating
 from jaxppo.head import reductions
 from jaxppo.head.border import Window, flat_tokens, slice_of, unless
 from jaxppo.head.call import Asked, HeadOptions, Names, Tokens
 from jaxppo.head.gradient import in_rows, stats_of_tokens
 from jaxppo.head.head import Entropy, Head, LogitStat, TokenStats, Transform
-from jaxppo.head.prepare import as_asked, as_token_arrays, check_vocab_size, prepare_head, token_specs
+from jaxppo.head.prepare import as_asked, as_token_arrays, prepare_head, token_specs
 from jaxppo.head.reductions import Columns
 from jaxppo.head.tile import LOW
 from jaxppo.head.tile import logits as to_logits
@@ -160,7 +160,10 @@ def _of_logits(
 ) -> TokenStats:
     (asked, vocab_size), (R, T, V_local) = static, logits.shape
     v_names = axes.tensor if set(axes.tensor) & varying(logits) else ()  # none if each device holds all columns
-    call = _Call(axes, asked, v_names, check_vocab_size(vocab_size, V_local * axes.size(v_names)))
+    columns = V_local * axes.size(v_names)
+    vocab_size = columns if vocab_size is None else vocab_size
+    check("vocab_size", vocab_size, vocab_size <= columns, f"1 to {columns}, the columns there are")
+    call = _Call(axes, asked, v_names, vocab_size)
     tokens, where = flat_tokens(tokens, where, R * T, call.vocab_size)
     return in_rows((R, T), _statistics(call, logits.reshape(R * T, V_local), tokens, where))
 

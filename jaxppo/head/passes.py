@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -106,6 +107,7 @@ def last_products(
     dx `[G, V]` holds the gradients of products, of whose steps of so many tokens the first ones are `written`.
     """
     call, (G, V), v, whole = work.call, dx.shape, work.call.v_dim, isinstance(written, int)
+    counts = [G] if whole else [min(n, G) for n in range(0, G + step, step)]
 
     def apart(product: Callable[[], jax.Array]) -> jax.Array:
         """product(), on TPUs in a branch that is always taken: beside the loop XLA would copy all of dx to a layout."""
@@ -115,15 +117,14 @@ def last_products(
         zeros = work.vary(jnp.zeros(like.shape, like.dtype))
         return lax.cond(lax.optimization_barrier(jnp.asarray(True)), product, lambda: zeros)
 
-    def of_written(product: Callable[[int], jax.Array]) -> jax.Array:
-        if whole:
-            return apart(partial(product, G))
-        counts = range(0, G + step, step)
-        return lax.switch(written, [partial(product, min(n, G)) for n in counts])
+    def of_written(products: Sequence[Callable[..., jax.Array]], *at: Index) -> jax.Array:
+        """The product of the tokens that are written, of those for each of `counts`."""
+        return apart(partial(products[0], *at)) if whole else lax.switch(written, products, *at)
 
     def feature_term(k: int, start: Index, size: int, first: Index, width: int) -> jax.Array:
         if size == G:
-            return of_written(lambda n: jnp.pad(of_feature(call, k, dx[:n], parameters[k]), ((0, G - n), (0, 0))))
+            gradient = partial(of_feature, call, k, p=parameters[k])
+            return of_written([lambda n=n: jnp.pad(gradient(dx[:n]), ((0, G - n), (0, 0))) for n in counts])
 
         def product() -> jax.Array:
             part = slice_of(parameters[k], first, width, 1 - v)
@@ -138,11 +139,22 @@ def last_products(
         return jnp.where((start + jnp.arange(size) < end)[:, None], found, 0)
 
     def parameter_term(k: int, dtype: Any, start: Index, size: int, first: Index, width: int) -> jax.Array:
-        return of_written(
-            lambda n: of_parameter(
-                call, k, matrix_part(dx, 0, 0, n, start, size), matrix_part(features[k], 0, 0, n, first, width), dtype
+        if isinstance(first, int):
+            return of_written(products_of(k, dtype, None, size, first, width), start)
+        return of_written(products_of(k, dtype, start, size, None, width), first)
+
+    @functools.cache  # JAX traces a function once, and most terms of a ring are equal but for their place
+    def products_of(k: int, dtype: Any, start: int | None, size: int, first: int | None, width: int) -> Any:
+        return [
+            lambda at, n=n: of_parameter(
+                call,
+                k,
+                matrix_part(dx, 0, 0, n, at if start is None else start, size),
+                matrix_part(features[k], 0, 0, n, at if first is None else first, width),
+                dtype,
             )
-        )
+            for n in counts
+        ]
 
     dfeatures = tuple(feature_sum(work, k, partial(feature_term, k), G) for k in range(len(features)))
     if totals is not None:

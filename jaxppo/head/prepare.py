@@ -79,6 +79,8 @@ def prepare_head(
     device = calls.device_kind(parallel, head.kernel)
     # a TPU stores a `[H, V]` kernel transposed if V is not a multiple of 128, the lanes of a register
     transposed = head.layout == "hv" and "TPU" in device and own % 128 != 0
+    vocab_size = columns if head.vocab_size is None else head.vocab_size
+    check("vocab_size", vocab_size, vocab_size <= columns, f"1 to {columns}, the columns there are")
     call = HeadCall(
         axes=roles,
         v_dim=0 if transposed else head.v_dim,
@@ -88,7 +90,7 @@ def prepare_head(
         sequence_parallel=by_position,
         transform=Transform(cast(LogitsDtype, head.logits_dtype), head.softcap, head.scale),
         scales=(1.0, *scales, *([] if head.bias is None else [1.0])),
-        vocab_size=check_vocab_size(head.vocab_size, columns),
+        vocab_size=vocab_size,
         asked=asked,
         profile=next(profile for kind, profile in calls.PROFILES.items() if kind in device),
         heads=heads,
@@ -243,13 +245,6 @@ def as_temperature(temperature: Any, shape: tuple[int, ...]) -> Float[Array, ""]
     check("temperature", f"shape {temperature.shape}", good, f"a scalar or {shape}, one per token")
     sound = (temperature > 0) & jnp.isfinite(temperature)
     return jax.lax.stop_gradient(jnp.where(sound, temperature, jnp.nan))
-
-
-def check_vocab_size(vocab_size: int | None, columns: int) -> int:
-    if vocab_size is None:
-        return columns
-    check("vocab_size", vocab_size, vocab_size <= columns, f"1 to {columns}, the columns there are")
-    return vocab_size
 
 
 def token_specs(p: ParallelMesh, tokens: Tokens) -> Tokens:
