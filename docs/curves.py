@@ -214,8 +214,8 @@ def memory() -> Any:
         ids, numbers = [x(jnp.int32, tokens)] * 4, x(jnp.float32, tokens)
         return RolloutBatch(*ids, numbers, x(jnp.int32, 1), advantages=numbers, old_log_probs=numbers)
 
-    def ours(hidden: Any, kernel: Any, batch: Any, config: Any) -> Any:
-        return policy_loss_from_hidden(hidden, kernel, batch, config)[0]
+    def ours(hidden: Any, kernel: Any, batch: Any) -> Any:
+        return policy_loss_from_hidden(hidden, kernel, batch, PolicyLossConfig(GSPO()))[0]
 
     def plain(hidden: Any, kernel: Any, batch: Any) -> Any:
         log_p = jax.nn.log_softmax(hidden @ kernel)
@@ -226,8 +226,7 @@ def memory() -> Any:
 
     versions: dict[str, tuple[Callable[..., Any], str]] = {
         "plain JAX": (plain, GREY),
-        "two passes (GSPO)": (partial(ours, config=PolicyLossConfig(GSPO())), BLUE),
-        "one pass (PPO)": (partial(ours, config=PolicyLossConfig()), RED),
+        "jaxppo, two passes": (ours, BLUE),
     }
     counts = (512, 1024, 2048, 4096, 8192)
     figure, axes = plots(1, width=6.0, height=3.2)
