@@ -91,4 +91,5 @@ def test_of_a_mode(name, mode):
     g = given(None, "as made")
     expected = CALLS[name](g)
     with MODES[mode]():
-        assert_trees_close(CALLS[name](g), expected)
+        # a loss of -0.013 is a mean of terms near 1 that cancel: f32 sums in another order differ by 1.6e-7
+        assert_trees_close(CALLS[name](g), expected, rtol=2e-5)
