@@ -73,8 +73,7 @@ def summed(
 
     def block(b: Index, out: jax.Array) -> jax.Array:
         def start(share: Index, half: int) -> Index:
-            i = share if cut else 2 * share + half
-            return start_of(i if blocks == 1 else i * blocks + b, size, length)
+            return start_of((share if cut else 2 * share + half) * blocks + b, size, length)
 
         def put(out: jax.Array, share: Index, half: int, x: jax.Array) -> jax.Array:
             at = (start(share, half), sides[half][0])
@@ -93,8 +92,6 @@ def summed(
 
 def start_of(i: Index, size: int, length: int) -> Index:
     """Where the i-th of blocks starts, of which the last one overlaps the one before it: both hold the same there."""
-    if length % size == 0:
-        return size * i
     unit = math.gcd(size, length - size)  # a factor of all starts, which tells XLA how they are aligned
     return unit * jnp.minimum(i * (size // unit), (length - size) // unit)
 
@@ -121,9 +118,9 @@ def ring_sum(term: Callable[[Index, int], jax.Array], names: Names) -> list[jax.
     totals = []
     for half, step in enumerate((1, -1)):
         # a start that is also used elsewhere would be computed outside a branch, where XLA forgets how it is aligned
-        total = term(lax.optimization_barrier(lax.rem(me + (n - step), n)), half)
+        total = term(lax.optimization_barrier(lax.rem(me - step + n, n)), half)
         for k in range(2, n + 1):
-            total = _onward(total, names, step) + term(lax.rem(me + (2 * n - k * step), n), half)
+            total = _onward(total, names, step) + term(lax.rem(me - k * step + 2 * n, n), half)
         totals.append(total)
     return totals
 
@@ -135,7 +132,7 @@ def ring_gather(
     n, me = lax.axis_size(names), lax.axis_index(names)
     for k in range(n):
         for half, step in enumerate((1, -1)):
-            out = put(out, lax.rem(me + (n - k * step), n), half, halves[half])
+            out = put(out, lax.rem(me - k * step + n, n), half, halves[half])
         if k < n - 1:
             halves = [_onward(x, names, step) for x, step in zip(halves, (1, -1), strict=True)]
     return out
