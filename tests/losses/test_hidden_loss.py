@@ -292,10 +292,14 @@ def test_devices_with_masks_of_their_own_may_share_hidden_states(budget):
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
-    ("tokens", "features", "columns", "mib"),
-    [(512, 1024, 8192, 32), (2048, 256, 4096, 48), (128, 256, 32768, 40), (700, 512, 4096, 24)],
+    ("passes", "tokens", "features", "columns", "mib"),
+    [
+        *(("two", 2048, 1024, 8192, 48), ("two", 2048, 1024, 32768, 48), ("two", 4096, 256, 32768, 48)),
+        *(("one", 512, 1024, 8192, 32), ("one", 2048, 256, 4096, 48), ("one", 128, 256, 32768, 40)),
+        *(("two", 700, 512, 4096, 16), ("one", 700, 512, 4096, 24)),
+    ],
 )
-def test_one_pass_stays_within_its_bytes(tokens, features, columns, mib):
+def test_passes_stay_within_their_bytes(passes, tokens, features, columns, mib):
     def f32(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
@@ -308,7 +312,7 @@ def test_one_pass_stays_within_its_bytes(tokens, features, columns, mib):
         return step(None, hidden, kernel, batch, config, budget)
 
     found = audit(run, f32(1, tokens, features), f32(features, columns), batch)
-    assert found.notes[0].startswith("one pass")
+    assert found.notes[0].startswith(f"{passes} pass")
     assert found.temp_bytes <= budget
 
 

@@ -85,11 +85,14 @@ MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 }
 
 
+# -0.0134 is -0.0289 and 0.0154, and the former a mean of terms near 1, of which f32 keeps 1.2e-7: it is off by 1.6e-7
+CANCELS = {"policy_loss of sapo": 2e-5}
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "mode"), list(itertools.product(CALLS, MODES)))
 def test_of_a_mode(name, mode):
     g = given(None, "as made")
     expected = CALLS[name](g)
     with MODES[mode]():
-        # a loss of -0.013 is a mean of terms near 1 that cancel: f32 sums in another order differ by 1.6e-7
-        assert_trees_close(CALLS[name](g), expected, rtol=2e-5)
+        assert_trees_close(CALLS[name](g), expected, rtol=CANCELS.get(name, 1e-5))
