@@ -151,6 +151,20 @@ def test_a_head_for_each_depth():
     assert len({float(found[f"mtp_{k}_nll"].value) for k in (1, 2, 3)}) == 3
 
 
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_gradients_that_are_stopped(stopped):
+    """Into the trunk, or into the head: as the docstring says, by `stop_gradient` of that argument."""
+
+    def loss(*args):
+        args = [jax.lax.stop_gradient(x) if i == stopped else x for i, x in enumerate(args)]
+        return mtp_loss(*args, BATCH, MTP(coef=COEF))[0]
+
+    gradients = jax.jit(jax.grad(loss, (0, 1)))(HIDDEN, KERNEL)
+    _, full, _ = on_one_device()
+    assert not np.asarray(gradients[stopped]).any()
+    np.testing.assert_allclose(gradients[1 - stopped], full[1 - stopped], rtol=1e-6)
+
+
 @pytest.mark.every(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_device_is_left_waiting(layout):
