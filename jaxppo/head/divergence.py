@@ -67,12 +67,12 @@ def divergences_of_tokens(
     axes: ShardAxes, call: DivergenceCall, inputs: Inputs, teacher: Inputs, log_z: Float[Array, "R T"] | None = None
 ) -> tuple[Float[Array, "R T"], ...]:
     """Per-shard: the divergences of the device's tokens. `log_z` is that of a teacher whose head lacks some columns."""
-    call, given, other = both_local(call, inputs, teacher)
+    call, given, other = local_pair(call, inputs, teacher)
     whole = lax.stop_gradient((other, None if log_z is None else log_z.reshape(-1)))
     return tuple(x.reshape(inputs.hidden.shape[0], -1) for x in _divergences(call, given, *whole))
 
 
-def both_local(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[DivergenceCall, Local, Local]:
+def local_pair(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[DivergenceCall, Local, Local]:
     """Both heads' arrays. If one's hidden states are sharded by position over the tensor axis they are gathered."""
     calls, arrays = [call.student, call.teacher], [inputs, teacher]
     if call.student.sequence_parallel != call.teacher.sequence_parallel:

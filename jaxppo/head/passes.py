@@ -76,7 +76,7 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
         of_group, found = last_products(*last, None if groups == 1 else totals)
         return results, write(dfeatures, of_group, g * G), found
 
-    stats = reductions.no_stats(call.asked, work.tokens, work.size)
+    stats = reductions.zero_stats(call.asked, work.tokens, work.size)
     results = work.vary((stats.log_probs, stats), call.axes.tensor)
     dfeatures = work.vary(tuple(jnp.zeros(x.shape, jnp.float32) for x in work.features))
     if not call.sequence_parallel:  # else a scatter follows; these are summed over devices already
@@ -145,6 +145,7 @@ def last_products(
 
     @functools.cache  # JAX traces a function once, and most terms of a ring are equal but for their place
     def products_of(k: int, dtype: Any, start: int | None, size: int, first: int | None, width: int) -> Any:
+        """Functions of the one place that is None, one for each of `counts`."""
         return [
             lambda at, n=n: of_parameter(
                 call,

@@ -268,7 +268,7 @@ def finish(asked: Asked, found: Reduced, tokens: Tokens, vocab_size: int, sums: 
     return TokenStats(**stats, entropy_mode=asked.entropy)
 
 
-def no_stats(asked: Asked, tokens: Tokens, count: int) -> TokenStats:
+def zero_stats(asked: Asked, tokens: Tokens, count: int) -> TokenStats:
     """Zeros in the place of all that `finish` returns for so many tokens."""
     zeros = jnp.zeros(count, jnp.float32)
     names = ["log_probs", *asked.logit_stats, *([] if asked.entropy == "none" else ["entropy"])]

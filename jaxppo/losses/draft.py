@@ -265,8 +265,10 @@ def _of_columns(
 
 
 def _of_depth(depth: Depth, loss: Draft) -> Float[Array, "R T"]:
-    if loss.objective != "likelihood":
-        return depth.apart if depth.other is None else depth.other
+    if loss.objective == "total_variation":
+        return depth.apart
+    if loss.objective == "soft_cross_entropy":
+        return depth.other
     share = lax.stop_gradient(jnp.exp(-loss.eta * (1 - depth.apart)))
     return share * depth.other + (1 - share) * depth.apart
 

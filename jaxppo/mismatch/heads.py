@@ -14,8 +14,8 @@ from jaxppo.head.call import Asked, Inputs
 from jaxppo.head.divergence import (
     DivergenceCall,
     Known,
-    both_local,
     exact_log_p,
+    local_pair,
     maximum_and_log_s,
     over_tiles,
     sums_of_terms,
@@ -41,7 +41,7 @@ class Comparison(NamedTuple):
 
 def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teacher: Inputs) -> Comparison:
     """Per-shard: each token's comparison, without gradients. `unit` is the relative rounding of both heads' inputs."""
-    call, *pair = both_local(call, inputs, teacher)
+    call, *pair = local_pair(call, inputs, teacher)
     student, teacher_call = (dataclasses.replace(c, asked=Asked(top_k=1)) for c in (call.student, call.teacher))
     call = DivergenceCall(student, teacher_call, ("reverse_kl", "forward_kl", "total_variation"), 0.5)
     one, two = works_of(call, *pair)

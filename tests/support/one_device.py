@@ -1,6 +1,7 @@
 """Runs tests that were written for eight emulated devices on the one that is here: each axis of a mesh has size 1.
 
-python -m pytest -p tests.support.one_device -n 8 tests/head/test_from_*.py tests/losses
+`python -m pytest -p tests.support.one_device tests/losses`, and of tests/head the files from_hidden, from_logits, ids,
+nucleus, log_probs_accuracy and same_bits. Other files may ask for several devices.
 """
 
 import re
@@ -23,7 +24,7 @@ OTHERS = {  # parts of tests' names, and why they do not run
     "test_mtp.py::test_micro_batches_add_up_to_the_step": DEVICES,
     "test_mtp.py::test_a_row_with_nothing_to_predict_gives_zero": DEVICES,
     "test_a_program_says_which_way_it_went_and_cannot_hang": DEVICES,
-    "test_one_pass_stays_within_its_bytes": SIZES,
+    "test_passes_stay_within_their_bytes": SIZES,
     "test_the_ratio_to_an_old_pass_of_the_same_policy_is_1[None-2097152": SIZES,
     "test_the_ratio_to_an_old_pass_of_the_same_policy_is_1[dp=2,cp=2,tp=2-2097152": SIZES,
 }
