@@ -135,8 +135,20 @@ def test_a_head(layout, way, mesh, monkeypatch):
     kernel = (jax.random.normal(keys[1], (512, 4096)) / 22).astype(jnp.bfloat16)
     kernel = kernel if layout == "hv" else kernel.T
     targets = jax.random.randint(keys[2], hidden.shape[:2], 0, 4096)
-    weights = jnp.tile(jnp.arange(1024.0)[None] % 3, (8, 1))
-    batch = RolloutBatch(*[targets] * 4, weights, targets, advantages=weights - 1, old_log_probs=-6 - weights)
+    place = jnp.broadcast_to(jnp.arange(1024), targets.shape)
+    mask, advantages = (place % 3 > 0).astype(jnp.float32), (place % 5 - 2).astype(jnp.float32)
+    batch = RolloutBatch(
+        targets,
+        targets,
+        jnp.ones_like(targets),
+        place,
+        mask,
+        jnp.arange(8)[:, None],
+        real_last_targets=True,
+        advantages=advantages,
+        old_log_probs=-8 - mask,
+        context_shards=parallel.context_size,
+    )
 
     def loss(hidden, kernel):
         head = Head(kernel, layout=layout)
@@ -160,6 +172,7 @@ def test_a_head(layout, way, mesh, monkeypatch):
     # dhidden is summed over the tensor axis, dkernel over the others; eight devices are no ring
     rings = parallel.tensor_size > 1 or (way != "frozen" and parallel.data_size * parallel.context_size <= 4)
     assert ("collective-permute" in found - without) == rings
+    assert all(jnp.isfinite(x).all() and x.any() for x in jax.tree.leaves(around))
     assert_trees_close(around, at_once, rtol=2**-7, atol=1e-6)
 
 
