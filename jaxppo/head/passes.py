@@ -108,14 +108,14 @@ def last_products(
     """
     call, (G, V), v, whole = work.call, dx.shape, work.call.v_dim, isinstance(written, int)
     counts = [G] if whole else [min(n, G) for n in range(0, G + step, step)]
+    always = lax.optimization_barrier(jnp.asarray(True))
 
     def apart(product: Callable[[], jax.Array]) -> jax.Array:
         """product(), on TPUs in a branch that is always taken: beside the loop XLA would copy all of dx to a layout."""
         if not call.profile.rings:
             return product()
-        like = jax.eval_shape(product)
-        zeros = work.vary(jnp.zeros(like.shape, like.dtype))
-        return lax.cond(lax.optimization_barrier(jnp.asarray(True)), product, lambda: zeros)
+        zeros = work.vary(jnp.zeros_like(jax.eval_shape(product)))
+        return lax.cond(always, product, lambda: zeros)
 
     def of_written(products: Sequence[Callable[..., jax.Array]], *at: Index) -> jax.Array:
         """The product of the tokens that are written, of those for each of `counts`."""
@@ -162,6 +162,9 @@ def last_products(
         sizes = enumerate(x.shape[1] for x in features)
         terms = (parameter_term(k, jnp.float32, 0, V, 0, width) for k, width in sizes)
         return dfeatures, tuple(map(jnp.add, totals, terms))
+    if call.h_names and call.profile.rings:  # XLA for TPUs forgets barriers; it must need features to go on behind them
+        always = ~(dfeatures[0][0, 0] > jnp.inf)  # a gathered kernel's memory is free then
+        written = written if whole else jnp.where(always, written, 0)
     found = []
     for k, primal in enumerate(work.given.parameters):
         later = work.axes - kept(work, k) or (k == 0 and call.h_names) or call.gathered_v  # rounded behind the sum

@@ -24,7 +24,7 @@ Term = Callable[[Index, int, Index, int], jax.Array]
 UNIT, LANES = 16, 128
 MOST = 4  # the most devices of a ring: the messages of more share links, where their order is that of the mesh
 LARGE = 2**25  # numbers of a sum that is made in blocks, one after the other, which takes less memory
-AT_ONCE = 2**23  # the same on TPUs for a sum over more devices than a ring takes
+AT_ONCE = 2**24  # the same on TPUs for a sum over more devices than a ring takes
 
 
 def summed(
@@ -63,7 +63,7 @@ def summed(
     fits = length % (2 * n * UNIT) == 0 and scatter == names if scatter else length >= 2 * n * LANES
     if n == 1 or n > MOST or not rings or not fits:
         count = -(-length * width // (AT_ONCE if rings else LARGE)) if n > 1 else 1
-        return in_blocks(at_once, *((1 - dim, width) if scatter else (dim, length)), count)
+        return in_blocks(at_once, *((1 - dim, width) if scatter else (dim, length)), count, 2 if rings else 1)
     blocks = 1 if scatter or length < 4 * n * LANES or length * width < LARGE else 2
     # A product for half a share reads the operand of the other half too, so the longer side is cut.
     cut = 0 if scatter or length >= n * blocks * width else width // 2 // LANES * LANES
@@ -96,7 +96,7 @@ def start_of(i: Index, size: int, length: int) -> Index:
     return unit * jnp.minimum(i * (size // unit), (length - size) // unit)
 
 
-def in_blocks(part: Callable[[Index, int], jax.Array], dim: int, length: int, count: int) -> jax.Array:
+def in_blocks(part: Callable[[Index, int], jax.Array], dim: int, length: int, count: int, most: int = 1) -> jax.Array:
     """The array of which part(start, size) is a block along `dim`, made in about `count` blocks."""
     size = -(-length // (count * LANES)) * LANES
     if size >= length:
@@ -109,7 +109,8 @@ def in_blocks(part: Callable[[Index, int], jax.Array], dim: int, length: int, co
         return put_slice(out, part(start, size), start, dim)
 
     out = vary(jnp.zeros(shape, like.dtype), frozenset(like.manual_axis_type.varying))
-    return lax.fori_loop(0, -(-length // size), block, out)
+    count = -(-length // size)  # without a loop the sum of one block is on its way while another is computed
+    return lax.fori_loop(0, count, block, out, unroll=count <= most)
 
 
 def ring_sum(term: Callable[[Index, int], jax.Array], names: Names) -> list[jax.Array]:

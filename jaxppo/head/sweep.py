@@ -190,8 +190,8 @@ def references_of(work: Work, size: int) -> References:
     if not work.plan.references or columns.apart or columns.ids.shape[0] < work.window.total:
         return None
     H, turns, names = work.features[0].shape[1], work.turns(C), call.axes.tensor
-    # XLA for TPUs transposes a kernel [H, V] to gather its columns, so it gets an eighth of the features at a time
-    parts = 8 if call.v_dim == 1 and H % 1024 == 0 and call.profile.rings else 1
+    # XLA for TPUs transposes a kernel [H, V] to gather its columns, so it gets 128 features at a time
+    parts = H // 128 if call.v_dim == 1 and H % 128 == 0 and call.profile.rings else 1
 
     def add(first: Index, width: int, k: int, total: jax.Array) -> jax.Array:
         p = slice_of(parameters[k], first, width, 1 - call.v_dim)

@@ -132,6 +132,16 @@ def test_the_forward_is_one_sum():
 
 
 @pytest.mark.nightly
+def test_a_forward_copies_a_small_part_of_the_kernel():
+    """To gather columns of [H, V], XLA transposes the features that it gets: 128 at a time."""
+    parallel = sixteen((16, 1), ("cp", "tp"), chips="v6e:4x4")
+    found = audit(
+        lambda *a: log_probs_from_hidden(*a, parallel=parallel, entropy="metric"), *arguments(parallel, 8192)[:3]
+    )
+    assert found.temp_bytes <= 0.2 * GIB
+
+
+@pytest.mark.nightly
 def test_a_mask_costs_little_memory():
     parallel = sixteen(*CP4_TP4)
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192, with_where=True))
@@ -292,6 +302,7 @@ def test_one_pass_gathers_an_fsdp_kernel_once_and_scatters_its_gradient_once():
     assert_goes_around(found, "fsdp", shard, gathered=False, in_loop=False)
     assert_goes_around(found, "tp", 4096 * H)
     assert not IN_BF16.search(found.text)
+    assert found.temp_bytes <= 1.3 * GIB  # the gathered kernel is gone before its gradient goes around
     # the gathered kernel and its f32 gradient count: where they do not fit, two passes gather a block at a time
     less = audit(policy(parallel, memory=int(0.9 * GIB)), *args)
     assert "two passes: one pass does not fit the memory" in less.notes

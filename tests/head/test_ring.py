@@ -77,16 +77,16 @@ def test_shares_with_a_longer_side(dim):
     assert ops(fn, x) == {"collective-permute"}
 
 
-@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("blocks", [1, 2, 3])
 @pytest.mark.parametrize("scatter", [False, True])
 def test_more_devices_than_a_ring_takes(scatter, blocks, monkeypatch):
-    """One collective for each block; the last block of 1000 overlaps the one before it."""
+    """One collective for each block, more than two in a loop; the last block of 1000 overlaps the one before it."""
     over, x = ("dp", "cp", "tp"), integers((1000, 1000), 8)
     monkeypatch.setattr(ring, "AT_ONCE", 10**6 // blocks)
     fn = sum_of(1, "bfloat16", over, **({"scatter": over, "out": P(None, over)} if scatter else {}))
     check(fn, x)
     assert ops(fn, x) == {"reduce-scatter" if scatter else "all-reduce"}
-    assert {c.in_loop for c in audit(fn, x, mesh=PARALLEL.mesh).collectives} == {blocks > 1}
+    assert {c.in_loop for c in audit(fn, x, mesh=PARALLEL.mesh).collectives} == {blocks > 2}
 
 
 @pytest.mark.parametrize("dim", [0, 1])
