@@ -97,9 +97,7 @@ def unless(counts: jax.Array | None, tree: Tree, fill: float = 0) -> Tree:
     """Arrays `[N, ...]` of tokens, with `fill` at the tokens that do not count."""
     if counts is None:
         return tree
-    return jax.tree.map(
-        lambda x: jnp.where(counts.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.asarray(fill, x.dtype)), tree
-    )
+    return jax.tree.map(lambda x: jnp.where(counts.reshape(-1, *[1] * (x.ndim - 1)), x, x.dtype.type(fill)), tree)
 
 
 class Window(NamedTuple):

@@ -87,8 +87,9 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
     else:
         totals = work.vary(tuple(jnp.zeros(p.shape, jnp.float32) for p in parameters))
         results, dfeatures, totals = lax.fori_loop(0, work.turns(G), group, (results, dfeatures, totals))
-        terms = (partial(matrix_part, x, call.v_dim) for x in totals)
-        found = tuple(parameter_sum(work, k, columns, term) for k, term in enumerate(terms))
+        found = tuple(
+            parameter_sum(work, k, columns, partial(matrix_part, x, call.v_dim)) for k, x in enumerate(totals)
+        )
     return results, dfeatures, tuple(in_place(work, k, x) for k, x in enumerate(found))
 
 
@@ -114,8 +115,7 @@ def last_products(
         """product(), on TPUs in a branch that is always taken: beside the loop XLA would copy all of dx to a layout."""
         if not call.profile.rings:
             return product()
-        zeros = work.vary(jnp.zeros_like(jax.eval_shape(product)))
-        return lax.cond(always, product, lambda: zeros)
+        return lax.cond(always, product, lambda: work.vary(jnp.zeros_like(jax.eval_shape(product))))
 
     def of_written(products: Sequence[Callable[..., jax.Array]], *at: Index) -> jax.Array:
         """The product of the tokens that are written, of those for each of `counts`."""
@@ -159,8 +159,7 @@ def last_products(
 
     dfeatures = tuple(feature_sum(work, k, partial(feature_term, k), G) for k in range(len(features)))
     if totals is not None:
-        sizes = enumerate(x.shape[1] for x in features)
-        terms = (parameter_term(k, jnp.float32, 0, V, 0, width) for k, width in sizes)
+        terms = (parameter_term(k, jnp.float32, 0, V, 0, x.shape[1]) for k, x in enumerate(features))
         return dfeatures, tuple(map(jnp.add, totals, terms))
     if call.h_names and call.profile.rings:  # XLA for TPUs forgets barriers; it must need features to go on behind them
         always = ~(dfeatures[0][0, 0] > jnp.inf)  # a gathered kernel's memory is free then
@@ -257,8 +256,9 @@ def second(
             sums, of_sums = sums_at(work, i, j * C, tokens, columns, part)
             dx = gradient_of_products(work, products(call, features, parameters), sums, of_sums)
             dx = lax.optimization_barrier(dx) if call.profile.whole else dx
-            pairs = enumerate(zip(drows, parameters, strict=True))
-            drows = tuple(d + of_feature(call, k, dx, p) for k, (d, p) in pairs)
+            drows = tuple(
+                d + of_feature(call, k, dx, p) for k, (d, p) in enumerate(zip(drows, parameters, strict=True))
+            )
             dfeatures = work.vary(write(dfeatures, drows, j * C))
             if totals is None:
                 return dfeatures, tuple(partial(parameter_term, k, dx, f) for k, f in enumerate(features))

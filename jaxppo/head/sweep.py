@@ -126,9 +126,7 @@ class Work(NamedTuple):
 
 
 def loop(turns: Index, body: Callable[[Index, Tree], Tree], carry: Tree) -> Tree:
-    if isinstance(turns, int) and turns == 1:
-        return body(0, carry)
-    return lax.fori_loop(0, turns, body, carry)
+    return body(0, carry) if isinstance(turns, int) and turns == 1 else lax.fori_loop(0, turns, body, carry)
 
 
 def read(tree: Tree, start: Index, size: int) -> Tree:
