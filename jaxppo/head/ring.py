@@ -21,6 +21,7 @@ from jaxppo.sharding import unvary, vary
 
 # term(start, size, first, width): a part of this device's term, `size` of one dimension, and `width` of the other
 Term = Callable[[Index, int, Index, int], jax.Array]
+Arrays = list[jax.Array]
 UNIT, LANES = 16, 128
 MOST = 4  # the most devices of a ring: the messages of more share links, where their order is that of the mesh
 LARGE = 2**25  # numbers of a sum that is made in blocks, one after the other, which takes less memory
@@ -71,7 +72,8 @@ def summed(
     size = -(-length // (pieces * UNIT)) * UNIT
     sides = ((0, cut), (cut, width - cut)) if cut else ((0, width), (0, width))
     me = vary(lax.axis_index(names), work.axes - set(rest))
-    firsts = [x * (pieces // n) for x in (me, *(lax.rem(me + k, n) for k in range(1, n)))]  # pieces of shares
+    # the first piece of each device's share, from this device's on
+    firsts = [x * (pieces // n) for x in (me, *(lax.rem(me + k, n) for k in range(1, n)))]
 
     def block(b: Index, out: jax.Array) -> jax.Array:
         def start(first: Index, half: int) -> Index:
@@ -120,7 +122,7 @@ def in_blocks(part: Callable[[Index, int], jax.Array], dim: int, length: int, co
     return lax.fori_loop(0, count, block, out, unroll=count <= most)  # without a loop sums are beside the next block
 
 
-def ring_sum(term: Callable[[Index, int], jax.Array], firsts: list[jax.Array], names: Names) -> list[jax.Array]:
+def ring_sum(term: Callable[[Index, int], jax.Array], firsts: Arrays, names: Names) -> Arrays:
     """The two halves of this device's share of the sum over devices of term(first, half); one goes around each way."""
     n, totals = len(firsts), []
     for half, step in enumerate((1, -1)):
@@ -131,9 +133,7 @@ def ring_sum(term: Callable[[Index, int], jax.Array], firsts: list[jax.Array], n
     return totals
 
 
-def ring_gather(
-    halves: list[jax.Array], firsts: list[jax.Array], names: Names, put: Callable[..., jax.Array], out: jax.Array
-) -> jax.Array:
+def ring_gather(halves: Arrays, firsts: Arrays, names: Names, put: Callable[..., Any], out: jax.Array) -> jax.Array:
     """`out` with the halves of all devices' shares: out = put(out, first, half, x)."""
     for k in range(len(firsts)):
         for half, step in enumerate((1, -1)):
