@@ -107,7 +107,7 @@ def last_products(
 
     dx `[G, V]` holds the gradients of products, of whose steps of so many tokens the first ones are `written`.
     """
-    call, (G, V), v, whole = work.call, dx.shape, work.call.v_dim, isinstance(written, int)
+    call, G, v, whole = work.call, dx.shape[0], work.call.v_dim, isinstance(written, int)
     counts = [G] if whole else [min(n, G) for n in range(0, G + step, step)]
     always = lax.optimization_barrier(jnp.asarray(True))
 
@@ -159,8 +159,8 @@ def last_products(
 
     dfeatures = tuple(feature_sum(work, k, partial(feature_term, k), G) for k in range(len(features)))
     if totals is not None:
-        terms = (parameter_term(k, jnp.float32, 0, V, 0, x.shape[1]) for k, x in enumerate(features))
-        return dfeatures, tuple(map(jnp.add, totals, terms))
+        add = lambda k, n, x: x + of_parameter(call, k, dx[:n], features[k][:n])  # noqa: E731 within a product's branch
+        return dfeatures, tuple(of_written([partial(add, k, n) for n in counts], x) for k, x in enumerate(totals))
     if call.h_names and call.profile.rings:  # XLA for TPUs forgets barriers; it must need features to go on behind them
         always = ~(dfeatures[0][0, 0] > jnp.inf)  # a gathered kernel's memory is free then
         written = written if whole else jnp.where(always, written, 0)

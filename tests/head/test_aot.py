@@ -292,6 +292,15 @@ def test_one_pass_in_its_bytes(memory, tiles):
 
 
 @pytest.mark.nightly
+def test_several_groups_add_to_one_gradient():
+    """A product adds to the gradient of the kernel, 0.58 GiB in f32. A sum of its own would be as large once more."""
+    parallel = sixteen(*CP4_TP4)
+    found = audit(policy(parallel, follow_mask=False), *policy_arguments(parallel, 32768))
+    assert found.notes == (f"one pass, 1024 tokens x {V // 4} columns, products of 4096 tokens", AGAIN)
+    assert found.temp_bytes <= 1.1 * GIB
+
+
+@pytest.mark.nightly
 def test_one_pass_gathers_an_fsdp_kernel_once_and_scatters_its_gradient_once():
     parallel = sixteen((4, 4), ("fsdp", "tp"), data="fsdp", fsdp="fsdp")
     args = policy_arguments(parallel, 8192)
