@@ -87,9 +87,8 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
     else:
         totals = work.vary(tuple(jnp.zeros(p.shape, jnp.float32) for p in parameters))
         results, dfeatures, totals = lax.fori_loop(0, work.turns(G), group, (results, dfeatures, totals))
-        found = tuple(
-            parameter_sum(work, k, columns, partial(matrix_part, x, call.v_dim)) for k, x in enumerate(totals)
-        )
+        terms = (partial(matrix_part, x, call.v_dim) for x in totals)
+        found = tuple(parameter_sum(work, k, columns, term) for k, term in enumerate(terms))
     return results, dfeatures, tuple(in_place(work, k, x) for k, x in enumerate(found))
 
 
@@ -159,10 +158,13 @@ def last_products(
 
     dfeatures = tuple(feature_sum(work, k, partial(feature_term, k), G) for k in range(len(features)))
     if totals is not None:
-        add = lambda k, n, x: x + of_parameter(call, k, dx[:n], features[k][:n])  # noqa: E731 within a product's branch
-        return dfeatures, tuple(of_written([partial(add, k, n) for n in counts], x) for k, x in enumerate(totals))
-    if call.h_names and call.profile.rings:  # XLA for TPUs forgets barriers; it must need features to go on behind them
-        always = ~(dfeatures[0][0, 0] > jnp.inf)  # a gathered kernel's memory is free then
+
+        def added(k: int, n: int, total: jax.Array) -> jax.Array:  # in the product's branch, XLA adds as it multiplies
+            return total + of_parameter(call, k, dx[:n], features[k][:n])
+
+        return dfeatures, tuple(of_written([partial(added, k, n) for n in counts], x) for k, x in enumerate(totals))
+    if call.h_names and call.profile.rings:  # dfeatures reads the gathered kernel last: its memory is to be free now
+        always = ~(dfeatures[0][0, 0] > jnp.inf)  # true: XLA for TPUs keeps no order but that of what a result needs
         written = written if whole else jnp.where(always, written, 0)
     found = []
     for k, primal in enumerate(work.given.parameters):
@@ -256,9 +258,8 @@ def second(
             sums, of_sums = sums_at(work, i, j * C, tokens, columns, part)
             dx = gradient_of_products(work, products(call, features, parameters), sums, of_sums)
             dx = lax.optimization_barrier(dx) if call.profile.whole else dx
-            drows = tuple(
-                d + of_feature(call, k, dx, p) for k, (d, p) in enumerate(zip(drows, parameters, strict=True))
-            )
+            pairs = enumerate(zip(drows, parameters, strict=True))
+            drows = tuple(d + of_feature(call, k, dx, p) for k, (d, p) in pairs)
             dfeatures = work.vary(write(dfeatures, drows, j * C))
             if totals is None:
                 return dfeatures, tuple(partial(parameter_term, k, dx, f) for k, f in enumerate(features))

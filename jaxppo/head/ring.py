@@ -72,23 +72,23 @@ def summed(
     size = -(-length // (pieces * UNIT)) * UNIT
     sides = ((0, cut), (cut, width - cut)) if cut else ((0, width), (0, width))
     me = vary(lax.axis_index(names), work.axes - set(rest))
-    # the first piece of each device's share, from this device's on
-    firsts = [x * (pieces // n) for x in (me, *(lax.rem(me + k, n) for k in range(1, n)))]
+    # where each device's share starts, in pieces, from this device's own share on
+    shares = [x * (pieces // n) for x in (me, *(lax.rem(me + k, n) for k in range(1, n)))]
 
     def block(b: Index, out: jax.Array) -> jax.Array:
-        def start(first: Index, half: int) -> Index:
-            return start_of(first + (blocks + b if half and not cut else b), pieces, size, length)
+        def start(share: Index, half: int) -> Index:
+            return start_of(share + (blocks + b if half and not cut else b), size, length)
 
-        def put(out: jax.Array, first: Index, half: int, x: jax.Array) -> jax.Array:
-            at = (start(first, half), sides[half][0])
+        def put(out: jax.Array, share: Index, half: int, x: jax.Array) -> jax.Array:
+            at = (start(share, half), sides[half][0])
             return lax.dynamic_update_slice(out, x, at if dim == 0 else at[::-1], allow_negative_indices=False)
 
-        halves = ring_sum(lambda first, half: given(start(first, half), size, *sides[half]), firsts, names)
+        halves = ring_sum(lambda share, half: given(start(share, half), size, *sides[half]), shares, names)
         halves = [done(x) for x in halves]
         if scatter:
             return jnp.concatenate(halves, dim)
-        # starts that terms have in common with these would be computed outside a branch, where XLA forgets their factor
-        return ring_gather(halves, lax.optimization_barrier(firsts), names, put, out)
+        # a start that a term also used would be computed outside the term's branch, where XLA forgets how it is aligned
+        return ring_gather(halves, lax.optimization_barrier(shares), names, put, out)
 
     if scatter:
         return block(0, lax.empty((1, 1), dtype))
@@ -97,10 +97,8 @@ def summed(
     return unvary(block(0, out) if blocks == 1 else lax.fori_loop(0, blocks, block, out), names)
 
 
-def start_of(i: Index, count: int, size: int, length: int) -> Index:
+def start_of(i: Index, size: int, length: int) -> Index:
     """Where the i-th of blocks starts, of which the last one overlaps the one before it: both hold the same there."""
-    if count * size == length:
-        return size * i
     unit = math.gcd(size, length - size)  # a factor of all starts, which tells XLA how they are aligned
     return unit * lax.min(i * (size // unit), (length - size) // unit)
 
@@ -115,30 +113,30 @@ def in_blocks(part: Callable[[Index, int], jax.Array], dim: int, length: int, co
     shape = (length, like.shape[1]) if dim == 0 else (like.shape[0], length)
 
     def block(b: Index, out: jax.Array) -> jax.Array:
-        start = start_of(b, count, size, length)
+        start = start_of(b, size, length)
         return put_slice(out, part(start, size), start, dim)
 
     out = vary(jnp.zeros(shape, like.dtype), frozenset(like.manual_axis_type.varying))
     return lax.fori_loop(0, count, block, out, unroll=count <= most)  # without a loop sums are beside the next block
 
 
-def ring_sum(term: Callable[[Index, int], jax.Array], firsts: Arrays, names: Names) -> Arrays:
-    """The two halves of this device's share of the sum over devices of term(first, half); one goes around each way."""
-    n, totals = len(firsts), []
+def ring_sum(term: Callable[[Index, int], jax.Array], shares: Arrays, names: Names) -> Arrays:
+    """The two halves of this device's share of the sum over devices of term(share, half); one goes around each way."""
+    n, totals = len(shares), []
     for half, step in enumerate((1, -1)):
-        total = term(firsts[-step], half)
+        total = term(shares[-step], half)
         for k in range(2, n + 1):
-            total = _onward(total, names, step) + term(firsts[-k * step % n], half)
+            total = _onward(total, names, step) + term(shares[-k * step % n], half)
         totals.append(total)
     return totals
 
 
-def ring_gather(halves: Arrays, firsts: Arrays, names: Names, put: Callable[..., Any], out: jax.Array) -> jax.Array:
-    """`out` with the halves of all devices' shares: out = put(out, first, half, x)."""
-    for k in range(len(firsts)):
+def ring_gather(halves: Arrays, shares: Arrays, names: Names, put: Callable[..., Any], out: jax.Array) -> jax.Array:
+    """`out` with the halves of all devices' shares: out = put(out, share, half, x)."""
+    for k in range(len(shares)):
         for half, step in enumerate((1, -1)):
-            out = put(out, firsts[-k * step % len(firsts)], half, halves[half])
-        if k < len(firsts) - 1:
+            out = put(out, shares[-k * step % len(shares)], half, halves[half])
+        if k < len(shares) - 1:
             halves = [_onward(x, names, step) for x, step in zip(halves, (1, -1), strict=True)]
     return out
 
