@@ -65,6 +65,12 @@ def check(what: str, got: object, good: bool, expected: str) -> None:
         raise ValueError(f"{what}: got {got}, expected {expected}")
 
 
+def check_type(what: str, got: object, good: bool, expected: str) -> None:
+    """`check` of the class of `got`, with a TypeError."""
+    if not good:
+        raise TypeError(f"{what}: got {type(got).__name__}, expected {expected}")
+
+
 def needed(what: str, x: Something | None, expected: str = "f32[R, T]") -> Something:
     """x itself, such as an optional array of a batch that this call reads. Raises where it is None."""
     if x is None:

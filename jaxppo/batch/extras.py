@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxppo.base.arrays import INTEGERS, as_token_ids, check, check_choice, is_number
+from jaxppo.base.arrays import INTEGERS, as_token_ids, check, check_choice, check_type, is_number
 
 At = Literal["predicting", "input"]
 Places = tuple[tuple[str, "At", float], ...]  # the name, place and fill of each extra among a constructor's arrays
@@ -58,8 +58,7 @@ def as_extras(extras: Any) -> dict[str, Extra]:
 
 def check_names(extras: Any) -> None:
     """Raises unless these are arrays by name, or None."""
-    if extras is not None and not isinstance(extras, Mapping):
-        raise TypeError(f"extras: got {type(extras).__name__}, expected arrays by name")
+    check_type("extras", extras, extras is None or isinstance(extras, Mapping), "arrays by name")
     for name in extras or {}:
         if not isinstance(name, str):
             raise TypeError(f"extras: got the name {name!r}, expected a string")
@@ -89,8 +88,7 @@ def as_values(what: str, values: Any, length: int) -> np.ndarray:
 
 def check_name(what: str, name: Any) -> None:
     """Raises unless this may be the name of an extra."""
-    if not isinstance(name, str):
-        raise TypeError(f"{what}: got {type(name).__name__}, expected the name of one of batch.extras")
+    check_type(what, name, isinstance(name, str), "the name of one of batch.extras")
 
 
 def extra_of(batch: Any, name: str, expected: str) -> Any:

@@ -7,9 +7,8 @@ from jaxppo.base.late import late
 if TYPE_CHECKING:
     from jaxppo.losses.doors import loss_from_hidden, loss_from_stats
     from jaxppo.losses.explain import explain_tokens
-    from jaxppo.losses.parts import Part
+    from jaxppo.losses.parts import Part, by_row
     from jaxppo.losses.policy_tokens import ReferenceKL
-    from jaxppo.losses.rows import by_row
     from jaxppo.losses.score_centering import ScoreCentering
     from jaxppo.losses.sft import SFT
     from jaxppo.losses.token_loss import Asks, TokenLoss
@@ -21,9 +20,8 @@ else:
         {
             "jaxppo.losses.doors": ["loss_from_hidden", "loss_from_stats"],
             "jaxppo.losses.explain": ["explain_tokens"],
-            "jaxppo.losses.parts": ["Part"],
+            "jaxppo.losses.parts": ["Part", "by_row"],
             "jaxppo.losses.policy_tokens": ["ReferenceKL"],
-            "jaxppo.losses.rows": ["by_row"],
             "jaxppo.losses.score_centering": ["ScoreCentering"],
             "jaxppo.losses.sft": ["SFT"],
             "jaxppo.losses.token_loss": ["Asks", "TokenLoss"],

@@ -1,4 +1,4 @@
-"""A loss as one or more parts that are added up."""
+"""A loss as one or more parts that are added up, which may be chosen by row: many clients in one program."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxppo.base.arrays import KINDS, Coefficient, check_array, check_count, check_field, needed
+from jaxppo.base.arrays import KINDS, Coefficient, check, check_array, check_count, check_field, check_type, needed
+from jaxppo.base.traced import map_leaves
 from jaxppo.batch.extras import check_name, extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.policy_tokens import PolicyTokenLoss
@@ -29,19 +32,16 @@ class Part(Loss):
     Args:
       loss: any loss that `loss_from_hidden` takes, but no sum of parts.
       coef: a number or a traced schedule.
-      mask: the extra of the batch, `[R, T]`, 0 or 1, that is this part's loss mask, in its denominators too; None for
-        `batch.loss_mask`.
+      mask: the extra, `[R, T]`, 0 or 1, that is this part's loss mask, in denominators too; None for `batch.loss_mask`.
       weights: the extra, `[R, T]`, at least 0, that holds this part's loss weights; None for `batch.loss_weights`. A
         part's denominators are counts of tokens, or with `batch.weighted_denominators` sums of weights.
-      equals: with a mask of integers, the part has the loss tokens of the batch where the mask is this number, see
-        `by_row`.
+      equals: with a mask of integers, the part has the batch's loss tokens where it is this number, see `by_row`.
 
     Raises:
       TypeError: another loss.
       ValueError: a coefficient that is not a finite number, a policy loss that wants selected tokens.
 
     Example:
-      >>> from jaxppo.losses import SFT, Part
       >>> Part(SFT(), coef=0.5, mask="written").coef
       0.5
     """
@@ -66,16 +66,33 @@ class Part(Loss):
                 check_name(what, getattr(self, what))
 
     @property
-    def extras(self) -> tuple[str, ...]:
-        """The extras of the batch that hold numbers of the loss, see `losses.rows.RowPart`."""
+    def numbers(self) -> tuple[tuple[str, str], ...]:
+        """Paths of numbers of the loss, such as "config.loss.clip_low", and the extras that hold them; see `by_row`."""
         return ()
 
+    @property
+    def extras(self) -> tuple[str, ...]:
+        return tuple(extra for _, extra in self.numbers)
+
     def with_numbers(self, loss: TokenLoss[Any], batch: RolloutBatch) -> TokenLoss[Any]:
-        """The loss with the numbers that these extras hold."""
-        return loss
+        """The loss with the numbers that these extras hold, one for each token."""
+        extras = dict(self.numbers)
+
+        def number(path: tuple[str, ...], own: Any) -> Any:
+            extra = extras.get(".".join(path))
+            if extra is None:
+                return own
+            # where there is no loss the loss's own number stands: that of the batch is 0 there, by which it may divide
+            return jnp.where(batch.loss_mask > 0, batch.extras[extra].astype(jnp.float32), own)
+
+        # the constructors would refuse arrays of tokens
+        return loss if not extras else map_leaves(loss, number)
 
     def of(self, batch: RolloutBatch) -> RolloutBatch:
         """The batch as this part reads it."""
+        for extra in self.extras:
+            x = extra_of(batch, extra, "f32[R, T], a number for each token")
+            check_array(f"batch.extras[{extra!r}]", x, batch.loss_mask.shape, "the batch's")
         changed: dict[str, Any] = {}
         for field, name in (("loss_mask", self.mask), ("loss_weights", self.weights)):
             if name is None:
@@ -89,12 +106,18 @@ class Part(Loss):
         return dataclasses.replace(batch, **changed)
 
 
+@dataclasses.dataclass(frozen=True)
+class RowPart(Part):
+    """A part of `by_row`, some of whose loss's numbers are extras of the batch."""
+
+    numbers: tuple[tuple[str, str], ...] = ()
+
+
 def as_parts(loss: Any) -> dict[str, Part]:
     """The parts of a loss by name; a loss that is no sum is alone."""
     if not isinstance(loss, Mapping):
         return {ALONE: Part(as_token_loss(loss))}
-    if not loss:
-        raise ValueError("loss: got no parts, expected at least one")
+    check("loss", "no parts", len(loss) > 0, "at least one")
     for name in loss:
         if not isinstance(name, str) or not name:
             raise TypeError(f"loss: got a part named {name!r}, expected a string")
@@ -103,10 +126,69 @@ def as_parts(loss: Any) -> dict[str, Part]:
 
 def as_token_loss(loss: Any) -> TokenLoss[Any]:
     """The loss of a token that a loss stands for; raises unless it is a single loss as `loss_from_hidden` takes it."""
-    if not isinstance(loss, OfPolicy | TokenLoss):
-        expected = "a PolicyLossConfig, a policy loss, SFT() or another TokenLoss"
-        raise TypeError(f"loss: got {type(loss).__name__}, expected {expected}")
-    if not dataclasses.is_dataclass(loss) or not getattr(loss, "__dataclass_params__").frozen:  # noqa: B009
-        raise TypeError(f"loss: got {type(loss).__name__}, expected a frozen dataclass, whose numbers may be traced")
+    expected = "a PolicyLossConfig, a policy loss, SFT() or another TokenLoss"
+    check_type("loss", loss, isinstance(loss, OfPolicy | TokenLoss), expected)
+    frozen = dataclasses.is_dataclass(loss) and getattr(loss, "__dataclass_params__").frozen  # noqa: B009
+    check_type("loss", loss, frozen, "a frozen dataclass, whose numbers may be traced")
     loss = PolicyLossConfig(loss) if isinstance(loss, PolicyLoss) else loss
     return PolicyTokenLoss(loss) if isinstance(loss, PolicyLossConfig) else loss
+
+
+def by_row(
+    losses: Mapping[str, Any], which: str, numbers: Mapping[str, Mapping[str, str]] | None = None
+) -> dict[str, Part]:
+    """A loss for each row, or sample: parts by name, of which each has the tokens that are marked with its place.
+
+    All of them share one pass of the head. Nothing compiles when clients come and go, as long as the losses are the
+    same: one extra of the batch says which token has which loss, and other extras hold the numbers.
+
+    Args:
+      losses: by name, in the order of their numbers: the first has the tokens where `which` is 0.
+      which: the name of the extra that marks the loss tokens, `i32[R, T]`; a token with another number has no loss.
+      numbers: by the name of a loss, which of its numbers come from an extra `f32[R, T]` of the batch: {"clip_low":
+        "client_clip_low"}. A field of the config's own parts is "loss.clip_low", "kl.coef", "off_policy.high" or
+        "off_policy.rejections.0.high", of the first rejection. Give all tokens of a sequence the same number.
+
+    Returns:
+      The parts, for `loss_from_hidden`, `loss_from_stats` and `Normalizer.of`.
+
+    Raises:
+      TypeError, ValueError: no losses; something else in place of one; numbers that a loss does not have, or of weights
+        that are divided by their mean over the step.
+
+    Example:
+      >>> parts = by_row({"ppo": PPO(), "sft": SFT(aggregation="token_sum")}, "client")
+      >>> values = {"advantages": [1.0, 1.0], "old_log_probs": [-1.0, -1.0], "extras": {"client": [1, 1]}}
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], 1, **values)], row_length=3)
+      >>> float(loss_from_stats(TokenStats(jnp.array([[-1.0, -2.0, 0.0]])), batch, parts)[0])
+      3.0
+    """
+    check_name("which", which)
+    numbers = {} if numbers is None else numbers
+    for what, x in (("losses", losses), ("numbers", numbers)):
+        check_type(what, x, isinstance(x, Mapping), "them by the names of losses")
+    check("losses", "none", bool(losses), "at least one")
+    unknown = sorted(set(numbers) - set(losses))
+    check("numbers", unknown, not unknown, f"names of losses, {sorted(losses)}")
+    found: dict[str, Part] = {}
+    for place, (name, given) in enumerate(losses.items()):
+        loss, extras = as_token_loss(given), []
+        for field, extra in numbers.get(name, {}).items():
+            check_name(f"numbers[{field!r}]", extra)
+            extras.append((_path(loss, field), extra))
+        normalized = loss.off_policy is not None and loss.off_policy.batch_normalize
+        if normalized and any("off_policy" in path for path, _ in extras):
+            raise ValueError("numbers: got one of off_policy, expected none with batch_normalize, a mean over all rows")
+        found[name] = RowPart(loss, mask=which, equals=place, numbers=tuple(extras))
+    return found
+
+
+def _path(loss: Any, field: str) -> str:
+    """The whole path of a number: a policy loss is "config.loss" in the loss of a token."""
+    leaves: dict[str, Any] = {}
+    map_leaves(loss, lambda path, x: leaves.setdefault(".".join(path), x))
+    for path in (field, f"config.{field}", f"config.loss.{field}"):
+        x = leaves.get(path)
+        if isinstance(x, int | float | np.generic | jax.Array) and not isinstance(x, bool):
+            return path
+    raise ValueError(f"numbers: got {field!r}, expected a number of {loss}, such as clip_low or kl.coef")
