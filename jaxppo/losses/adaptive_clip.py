@@ -93,7 +93,8 @@ def _per_shard(axes: ShardAxes, static: tuple[Any, ...], *given: jax.Array) -> t
     log_probs, old, advantages, mask = lax.stop_gradient(as_rows(of_tokens))
     mask = mask.astype(jnp.float32)
     ratio, a = jnp.exp(log_ratio(masked(log_probs, mask), masked(old, mask))), masked(advantages, mask)
-    lows, highs = (_steps(start, end, step) for start, end in (low, high))
+    lows, highs = (start + step * np.arange(1 + np.ceil((end - start) / step - 1e-9)) for start, end in (low, high))
+    lows, highs = np.minimum(lows, low[1]), np.minimum(highs, high[1])  # the last step may be cut
     good = jnp.stack([(jnp.maximum(a, 0) * jnp.minimum(ratio, x)).sum() for x in highs])
     bad = jnp.stack([(jnp.maximum(-a, 0) * jnp.maximum(ratio, x)).sum() for x in lows])
     good, bad = axes.psum((vary(good, axes.tokens), vary(bad, axes.tokens)), axes.tokens)
@@ -103,8 +104,3 @@ def _per_shard(axes: ShardAxes, static: tuple[Any, ...], *given: jax.Array) -> t
     met = good[of_high] >= target * bad[of_low]
     at = jnp.where(met.any(), jnp.argmax(met), raised[-1])
     return jnp.asarray(1 - lows[of_low], jnp.float32)[at], jnp.asarray(highs[of_high] - 1, jnp.float32)[at]
-
-
-def _steps(first: float, last: float, step: float) -> np.ndarray:
-    """From the first to the last bound, which the last step may cut."""
-    return np.minimum(first + step * np.arange(1 + np.ceil((last - first) / step - 1e-9)), last)

@@ -53,11 +53,9 @@ def covariance_mask(
       `f32`, the shape of `batch.loss_mask`: 1 where a token is picked; for `policy_loss` the batch's extra "selected".
 
     Raises:
-      ValueError: a config with another loss, an array that the batch lacks, shapes that differ, a part of a step as in
-        `second_moment_mask`.
+      ValueError: a config with another loss, an array that the batch lacks, shapes that differ, a part of a step.
 
     Example:
-      >>> from jaxppo.policy_losses import KLCov
       >>> ids, one = jnp.array([[1, 1, 1]]), jnp.array([[0]])
       >>> x = jnp.array([[-1.0, 0.0, 2.0]])
       >>> batch = RolloutBatch(ids, ids, ids, ids, jnp.ones((1, 3)), one, advantages=x, old_log_probs=x)
@@ -83,23 +81,13 @@ def covariance_mask(
     log_probs = lax.stop_gradient(stats.log_probs)
     old = masked(at_most_zero(old_log_probs(log_probs, batch, config)), batch.loss_mask)
     args = {"stats": log_probs, "old_log_probs": old, "batch": batch, "key": key, "config": traced}
-
-    def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
-        of = batch.specs(parallel)
-        return [of.loss_mask, of.loss_mask, of, P(), P()], of.loss_mask
-
-    return shard_call("covariance_mask", _pick, parallel, args, specs, static)
+    given = args, lambda p: ([*[batch.specs(p).loss_mask] * 2, batch.specs(p), P(), P()], batch.specs(p).loss_mask)
+    return shard_call("covariance_mask", _pick, parallel, *given, static)
 
 
 @of_rows
 def _pick(
-    axes: ShardAxes,
-    static: PolicyLoss,
-    log_probs: jax.Array,
-    old: jax.Array,
-    batch: RolloutBatch,
-    key: jax.Array,
-    traced: dict[str, jax.Array],
+    axes: ShardAxes, static: PolicyLoss, log_probs: Array, old: Array, batch: RolloutBatch, key: Array, traced: Any
 ) -> Float[Array, "*K R T"]:
     loss: Any = put_arrays(static, traced)
     axes.check_complete("a selection of the step's tokens", batch.loss_mask)

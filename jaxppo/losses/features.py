@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import Aggregation, Coefficient, check, check_floating
+from jaxppo.base.arrays import Aggregation, Coefficient, check, check_floating, check_type
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
@@ -56,8 +56,7 @@ class Features(TokenLoss[States]):
     aggregation_norm: float | None = None
 
     def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
-        if not isinstance(stats, States):
-            raise TypeError(f"stats: got {type(stats).__name__}, expected losses.features.States")
+        check_type("stats", stats, isinstance(stats, States), "losses.features.States")
         shape = batch.loss_mask.shape
         for name, x in stats._asdict().items():
             check_floating(f"stats.{name}", x, 3, "[R, T, H]")

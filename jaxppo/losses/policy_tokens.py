@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Aggregation, check_aggregation, check_array, check_choice, is_zero, masked, needed
+from jaxppo.base.arrays import Aggregation, check, check_array, check_type, is_zero, masked, needed
 from jaxppo.base.kl import KL, Estimator, k3, kl_divergence, log_ratio
 from jaxppo.base.metrics import CompositeTerm, Term, Terms, effective_share, means, moments, share
 from jaxppo.batch.extras import extra_of
@@ -23,7 +23,7 @@ from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy.off_policy import correction as off_policy_correction
 from jaxppo.policy.off_policy import left_out_by
-from jaxppo.policy_losses.base import Indicators, ratio_at
+from jaxppo.policy_losses.base import Indicators, choice, ratio_at
 from jaxppo.sharding import Segments
 
 SELECTED = "selected"  # the extra of a batch that holds the tokens which ClipCov and KLCov select
@@ -31,8 +31,7 @@ BY_RATIO = {"old": "old_log_probs", "rollout": "rollout_log_probs"}  # the log-p
 
 
 def check_config(config: PolicyLossConfig) -> None:
-    if not isinstance(config, PolicyLossConfig):
-        raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig")
+    check_type("config", config, isinstance(config, PolicyLossConfig), "PolicyLossConfig")
 
 
 def check_needed(batch: RolloutBatch, config: PolicyLossConfig) -> None:
@@ -103,11 +102,9 @@ class PolicyTokenLoss(OfConfig):
             return
         what = f"entropy_coef={self.config.entropy_coef}"
         needed("stats.entropy", stats.entropy, f"f32[R, T] for {what}")
-        if stats.entropy_mode != "bonus":
-            raise ValueError(
-                f"stats: got entropies of mode {stats.entropy_mode!r}, which have no gradient, expected 'bonus' for "
-                f"{what}: log_probs_from_hidden(..., entropy=config.entropy_mode)"
-            )
+        got = f"entropies of mode {stats.entropy_mode!r}, which have no gradient"
+        expected = f"'bonus' for {what}: log_probs_from_hidden(..., entropy=config.entropy_mode)"
+        check("stats", got, stats.entropy_mode == "bonus", expected)
 
     def left_out(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
         """The loss tokens with log-prob -inf under a policy that the config compares."""
@@ -258,19 +255,14 @@ class ReferenceKL(TokenLoss[TokenStats]):
       ValueError: an unknown estimator or aggregation.
 
     Example:
-      >>> from jaxppo.losses import ReferenceKL
       >>> ReferenceKL("k2").estimator
       'k2'
     """
 
     asks = Asks()
-    estimator: Estimator = "k3"
+    estimator: Estimator = choice("k3", Estimator)
     aggregation: Aggregation = "token_mean"
     aggregation_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("estimator", self.estimator, Estimator)
-        check_aggregation(self)
 
     def check(self, batch: RolloutBatch) -> None:
         needed("batch.ref_log_probs", batch.ref_log_probs, f"f32[R, T] for {self}")

@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.base.arrays import Aggregation, Coefficient, check_aggregation, check_field, check_flag, is_zero
+from jaxppo.base.arrays import Aggregation, Coefficient, is_zero
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import as_logit_stats
 from jaxppo.head.head import LogitStat, TokenStats
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
+from jaxppo.policy_losses.base import number
 from jaxppo.sharding import Segments
 
 
@@ -42,7 +43,6 @@ class SFT(TokenLoss[TokenStats]):
       ValueError: an unknown aggregation or statistic, a number out of its range.
 
     Example:
-      >>> from jaxppo import SFT, loss_from_stats
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1)], row_length=3)
       >>> loss, metrics = loss_from_stats(TokenStats(jnp.array([[-1.0, -2.0, jnp.nan]])), batch, SFT())
       >>> float(loss), float(metrics["nll"].value)
@@ -53,18 +53,15 @@ class SFT(TokenLoss[TokenStats]):
     """
 
     coefficients: ClassVar[tuple[str, ...]] = ("label_smoothing", "z_loss")
-    label_smoothing: Coefficient = 0.0
-    z_loss: Coefficient = 0.0
+    label_smoothing: Coefficient = number(0.0, least=0, below=1)
+    z_loss: Coefficient = number(0.0, least=0)
     dft: bool = False
     logit_stats: tuple[LogitStat, ...] = ()
     aggregation: Aggregation = "token_mean"
     aggregation_norm: float | None = None
 
     def __post_init__(self) -> None:
-        check_field(self, "label_smoothing", least=0, below=1)
-        check_field(self, "z_loss", least=0)
-        check_flag("dft", self.dft)
-        check_aggregation(self)
+        super().__post_init__()
         object.__setattr__(self, "logit_stats", as_logit_stats(self.logit_stats))
 
     @property
@@ -78,9 +75,7 @@ class SFT(TokenLoss[TokenStats]):
         return () if is_zero(self.z_loss) else ("log_z",)
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
-        if stats is None:
-            return {}
-        return {name: getattr(stats, name) for name in ("log_probs", *self._in_loss)}
+        return {} if stats is None else {name: getattr(stats, name) for name in ("log_probs", *self._in_loss)}
 
     def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
         found = {"nll": -stats.log_probs}

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import PER_TOKEN_VALUES, Aggregation, masked
+from jaxppo.base.arrays import PER_TOKEN_VALUES, Aggregation, check, masked
 from jaxppo.base.metrics import Terms
 from jaxppo.batch.broken_rules import Broken
 from jaxppo.batch.rollout_batch import RolloutBatch
@@ -67,11 +67,11 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
     """The loss of a token as a value: a frozen dataclass of numbers, which may be traced, and of names of arrays.
 
     It reads the batch, its extras too, and the `Stats` of a model: a head's `TokenStats`, or a critic's values. A class
-    of your own needs `terms`; the other methods have defaults. Where the loss mask is 0, the statistics and float
-    arrays that it sees are 0.
+    of your own needs `terms` alone. Where the loss mask is 0, the statistics and float arrays that it sees are 0.
 
     Attributes:
       aggregation, aggregation_norm: the denominators, see `token_weights`; fields in classes that let them be chosen.
+      off_policy: the correction whose mean weight is in the normalizer.
       token_local: the loss of a token depends only on the batch and on the statistics of that token.
       of_head: the statistics are a head's `TokenStats`.
       takes_nucleus: log-probs may be renormalised over a nucleus, see `loss_from_hidden`.
@@ -79,7 +79,6 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
 
     Example:
       >>> import dataclasses
-      >>> from jaxppo.losses import TokenLoss, loss_from_stats
       >>> @dataclasses.dataclass(frozen=True)
       ... class Focal(TokenLoss[TokenStats]):
       ...     gamma: float = 2.0
@@ -94,6 +93,7 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
 
     aggregation: Aggregation = "token_mean"
     aggregation_norm: float | None = None
+    off_policy: OffPolicyConfig | None = None
     of_head: ClassVar[bool] = True
     takes_nucleus: ClassVar[bool] = False
     coefficients: ClassVar[tuple[str, ...]] = ()
@@ -107,11 +107,6 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
         """What it needs of the head and of the batch's extras."""
         return Asks(extras=None)
 
-    @property
-    def off_policy(self) -> OffPolicyConfig | None:
-        """The correction whose mean weight is in the normalizer."""
-        return None
-
     def check(self, batch: RolloutBatch) -> None:
         """Raises where the batch lacks what the loss reads, or where shapes or dtypes are wrong."""
 
@@ -122,9 +117,8 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
             how = f"log_probs_from_hidden(..., logit_stats={self.asks.logit_stats}) or from logits, for {self}"
             return check_stats(stats, shape, *self.asks.logit_stats, how=how)
         for path, x in jax.tree.leaves_with_path(stats):
-            if jnp.shape(x)[:2] != shape:
-                what = f"stats{jax.tree_util.keystr(path)}"
-                raise ValueError(f"{what}: got shape {jnp.shape(x)}, expected {shape} and more, the batch's")
+            what, own = f"stats{jax.tree_util.keystr(path)}", jnp.shape(x)
+            check(what, f"shape {own}", own[:2] == shape, f"{shape} and more, the batch's")
 
     def left_out(self, stats: Stats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
         """The loss tokens that the loss leaves out; None for none. `stats` are None before they are computed."""

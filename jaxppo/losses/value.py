@@ -9,19 +9,11 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import (
-    Aggregation,
-    Coefficient,
-    MetricAggregation,
-    check_aggregation,
-    check_array,
-    check_choices,
-    check_field,
-    needed,
-)
+from jaxppo.base.arrays import Aggregation, Coefficient, MetricAggregation, check_array, check_field, needed
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
+from jaxppo.policy_losses.base import choice, number
 from jaxppo.sharding import Segments
 
 ClipFraction = Literal["worse", "outside"]
@@ -44,8 +36,7 @@ class Value(TokenLoss[Values]):
       factor: multiplies the squared error.
       huber_delta: an error e beyond it counts as delta (2 |e| - delta) in place of e^2, so that its gradient stops
         growing; only AReaL ships it (10 there). None for squared errors.
-      clip_fraction: the metric `clip_fraction` counts tokens whose clipped error is the "worse" one, or whose value
-        moved "outside" the clip.
+      clip_fraction: this metric counts tokens whose clipped error is the "worse" one, or that moved "outside" the clip.
       aggregation, aggregation_norm: the denominators, see `token_weights`.
       metric_aggregation: `clip_fraction` is a "token_mean", or reduced as the "loss" is.
 
@@ -53,7 +44,6 @@ class Value(TokenLoss[Values]):
       ValueError: an unknown option, a clip or huber_delta that is not positive.
 
     Example:
-      >>> from jaxppo import Value, loss_from_stats
       >>> sample = Sample([1, 2, 3], response_start=1, values=[0.0, 0.0], returns=[1.0, 1.0])
       >>> batch = RolloutBatch.from_samples([sample], row_length=3)
       >>> loss, metrics = loss_from_stats(jnp.array([[0.1, 0.5, 0.0]]), batch, Value(clip=0.2))
@@ -67,21 +57,17 @@ class Value(TokenLoss[Values]):
     of_head: ClassVar[bool] = False
     asks = Asks()
     clip: Coefficient | None = 0.2
-    factor: Coefficient = 0.5
-    huber_delta: Coefficient | None = None
-    clip_fraction: ClipFraction = "worse"
+    factor: Coefficient = number(0.5)
+    huber_delta: Coefficient | None = number(None, above=0)
+    clip_fraction: ClipFraction = choice("worse", ClipFraction)
     aggregation: Aggregation = "token_mean"
     aggregation_norm: float | None = None
-    metric_aggregation: MetricAggregation = "token_mean"
+    metric_aggregation: MetricAggregation = choice("token_mean", MetricAggregation)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.clip is not None:
             check_field(self, "clip", above=0)
-        check_field(self, "factor")
-        if self.huber_delta is not None:
-            check_field(self, "huber_delta", above=0)
-        check_choices(self, clip_fraction=ClipFraction, metric_aggregation=MetricAggregation)
-        check_aggregation(self)
 
     def check(self, batch: RolloutBatch) -> None:
         needed("batch.returns", batch.returns, "f32[R, T] (see advantages.gae)")
@@ -116,9 +102,7 @@ class Value(TokenLoss[Values]):
 
         Within the clip the second is exactly the first, so that it is never worse there.
         """
-        values = [v]
-        if self.clip is not None:
-            values.append(jnp.clip(v, batch.values - self.clip, batch.values + self.clip))
+        values = [v] if self.clip is None else [v, jnp.clip(v, batch.values - self.clip, batch.values + self.clip)]
         errors = [x - batch.returns for x in values]
         if self.huber_delta is None:
             return [error**2 for error in errors]
