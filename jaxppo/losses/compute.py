@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import PER_SEGMENT, Aggregation, masked
+from jaxppo.base.arrays import PER_SEGMENT, masked
 from jaxppo.base.metrics import Metric, Metrics, reduce_metrics
 from jaxppo.base.traced import put_arrays, take_arrays
 from jaxppo.batch.broken_rules import Broken, count_broken
@@ -34,7 +34,7 @@ Found = tuple[Float[Array, ""], Metrics]
 Normalizers = Normalizer | Mapping[str, Normalizer] | None
 Static = tuple[tuple[str, ...], tuple[Part, ...], HeadCall | None]  # the parts' names, and the parts without arrays
 Numbers = Mapping[str, Array]  # the traced numbers of a loss, and others of its call, by name
-OfHead = tuple[HeadCall, Inputs]
+OfHead = tuple[HeadCall, Inputs] | None  # None where statistics are given
 
 
 def call_parts(
@@ -52,8 +52,7 @@ def call_parts(
 ) -> Any:
     """Calls `fn`, or `_of_parts`, on each device, with what is `given` by its name: statistics, or a head's inputs.
 
-    `specs` are those of what is given and of the result. `numbers` are those of the call that are not in the loss, such
-    as its coefficient; only rules read them.
+    `specs` are those of what is given and of the result; `numbers`, such as a coefficient, are read by rules only.
     """
     static, traced = [], []
     for which, part in parts.items():
@@ -64,16 +63,15 @@ def call_parts(
         static.append(dataclasses.replace(part, loss=loss, coef=1.0))
         traced.append(its)
     traced[0] |= {name: jnp.asarray(x, jnp.float32) for name, x in (numbers or {}).items()}
-    normalizers: list[Normalizer | None] = [None] * len(parts)
+    alone = ALONE in parts
+    by_name: Any = {ALONE: normalizer} if alone else normalizer
     if normalizer is not None:
-        alone = ALONE in parts
-        by_name: Any = {ALONE: normalizer} if alone else normalizer
         if not isinstance(by_name, Mapping) or not all(isinstance(x, Normalizer) for x in by_name.values()):
             expected = "Normalizer or None" if alone else "Normalizers by the names of parts, or None"
             raise TypeError(f"normalizer: got {type(normalizer).__name__}, expected {expected}")
         if by_name.keys() != parts.keys():
             raise ValueError(f"normalizer: got those of {sorted(by_name)}, expected one of each part, {sorted(parts)}")
-        normalizers = [by_name[which] for which in parts]
+    normalizers = [None if normalizer is None else by_name[which] for which in parts]
     args = {**given, "batch": batch, "normalizer": normalizers, "config": traced}
 
     def all_specs(p: ParallelMesh) -> tuple[list[Any], Any]:
@@ -91,8 +89,7 @@ def _of_parts(
     numbers = lax.stop_gradient(numbers)
     each, of_head = list(zip(parts, normalizers, numbers, strict=True)), None if head is None else (head, given)
     known: list[Normalizer | None] = [None] * len(parts)
-    stats = given
-    total: Float[Array, ""] | None = None
+    stats, total = given, None
     if head is not None and all(as_token_loss(part.loss).token_local for part in parts):
         before = [step_of(axes, *its, batch, None, of_head) for its in each]
         by_token, shared = zip(*map(_known_before, before, numbers), strict=True)
@@ -106,11 +103,6 @@ def _of_parts(
     if names == (ALONE,):
         return finish(steps[0], stats, total)
     found = [finish(step, stats) for step in steps]
-    return _sum(names, found, numbers, total)
-
-
-def _sum(names: tuple[str, ...], found: list[Found], numbers: list[Numbers], total: Float[Array, ""] | None) -> Found:
-    """The sum of the losses, `total` where one pass has computed it, and the metrics of all."""
     if total is None:
         total = sum((its["part.coef"] * x for its, (x, _) in zip(numbers, found, strict=True)), jnp.float32(0))
     for value, _ in found:  # also if all weights or coefficients are 0
@@ -126,13 +118,12 @@ def step_of(
     numbers: Numbers,
     batch: RolloutBatch,
     stats: Any,
-    head: OfHead | None = None,
+    head: OfHead = None,
     known: Normalizer | None = None,
 ) -> Step:
     """Per-shard: weighs tokens and checks rules, with the statistics and the step's normalizer if there are any.
 
-    `numbers` are those that the loss and its factor depend on, and `known` is the normalizer of an earlier `Step` of
-    the same batch.
+    `numbers` are those that the loss and its factor depend on, `known` is the normalizer of an earlier `Step`.
     """
     loss = put_arrays(as_token_loss(part.loss), numbers)
     batch = part.of(lax.stop_gradient(batch))  # everything that a loss reads from it is a constant
@@ -142,7 +133,8 @@ def step_of(
     segments = batch.segments(axes)
     weighs = known or step_normalizer(batch, segments, normalizer, loss.aggregation, loss.off_policy)
     reads = {**loss.reads(stats, batch, segments), **{f"extras.{name}": batch.extras[name] for name in part.extras}}
-    broken = _broken_rules(batch, segments, loss.aggregation, normalizer, reads, numbers, head)
+    reads |= {"rollout_ids": batch.rollouts} if loss.aggregation == "rollout_mean" else {}
+    broken = _broken_rules(batch, segments, normalizer, reads, numbers, head)
     capped = None
     if (sampled := batch.rollout_log_probs) is not None:
         capped, sampled = sampled > 0, at_most_zero(sampled)
@@ -161,13 +153,7 @@ def step_of(
 
 
 def _broken_rules(
-    batch: RolloutBatch,
-    segments: Segments,
-    aggregation: Aggregation,
-    normalizer: Normalizer | None,
-    reads: Reads,
-    numbers: Numbers,
-    head: OfHead | None,
+    batch: RolloutBatch, segments: Segments, normalizer: Normalizer | None, reads: Reads, numbers: Numbers, head: OfHead
 ) -> Broken:
     names = ("segment_ids", "positions", "loss_mask", "sample_ids", "parents", "loss_weights")
     arrays = {name: getattr(batch, name) for name in names}
@@ -179,8 +165,6 @@ def _broken_rules(
         adapters = 0 if inputs.adapter_ids is None else inputs.lora_a.shape[-3]
         sizes = {"vocab_size": call.vocab_size, "adapters": adapters}
     arrays |= reads
-    if aggregation == "rollout_mean":
-        arrays["rollout_ids"] = batch.rollouts
     if normalizer is not None:
         own = [normalizer.tokens, normalizer.sequences, normalizer.weight_mean, normalizer.denominators]
         arrays["normalizer"] = normalizer.counts
@@ -208,9 +192,8 @@ def finish(step: Step, stats: Any, total: Float[Array, ""] | None = None) -> Fou
 
 def _known_before(step: Step, numbers: Numbers) -> tuple[Any, Any]:
     """The inputs of `_OfTokens` beside the statistics: arrays by token, and arrays that every token reads whole."""
-    constants, weights = lax.stop_gradient(step.loss.constants(None, step)), step.weights
-    if "part.coef" in numbers:
-        weights = weights * numbers["part.coef"]
+    constants = lax.stop_gradient(step.loss.constants(None, step))
+    weights = step.weights * numbers.get("part.coef", 1)
     by_segment = {name: getattr(step.batch, name) for name in PER_SEGMENT}
     tokens = dataclasses.replace(step.batch, **dict.fromkeys(PER_SEGMENT))  # type: ignore[arg-type]
     return (tokens, weights, constants), (by_segment, numbers)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Unpack, get_args
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from jaxppo.base.arrays import check
 from jaxppo.base.metrics import Metrics
 from jaxppo.batch.extras import extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.head import Entropy, Head, TokenStats
-from jaxppo.head.prepare import prepare_head
+from jaxppo.head.prepare import Pair, prepare_head
 from jaxppo.losses.compute import Normalizers, call_parts
 from jaxppo.losses.parts import OfPolicy, Parts, as_parts, as_token_loss
 from jaxppo.losses.policy_tokens import check_config
@@ -115,7 +116,7 @@ def policy_loss_from_hidden(
     """
     check_config(config)
     given = {"temperature": temperature, "nucleus_ids": nucleus_ids, "adapter_ids": adapter_ids, "options": options}
-    return from_hidden("policy_loss_from_hidden", hidden, head, batch, config, parallel, normalizer, **given)
+    return from_hidden("policy_loss_from_hidden", (hidden, head), batch, config, parallel, normalizer, **given)
 
 
 def loss_from_stats(
@@ -128,8 +129,7 @@ def loss_from_stats(
 ) -> tuple[Float[Array, ""], Metrics]:
     """The loss of a batch from statistics: log-probs of a head, or a critic's values or scores.
 
-    Gradients flow to `stats` only; the batch and the numbers of the loss are constants. Positions with loss mask 0 may
-    hold anything, NaN included.
+    Gradients flow to `stats` only, as in `policy_loss`. Positions with loss mask 0 may hold anything, NaN included.
 
     Args:
       stats: `TokenStats` of `log_probs_from_hidden` or `log_probs_from_logits`; for `Value` and
@@ -148,7 +148,6 @@ def loss_from_stats(
         that does not fit (see `policy_loss`).
 
     Example:
-      >>> from jaxppo import SFT, loss_from_stats
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1)], row_length=3)
       >>> float(loss_from_stats(TokenStats(jnp.array([[-1.0, -2.0, jnp.nan]])), batch, SFT())[0])
       1.5
@@ -204,19 +203,11 @@ def loss_from_hidden(
       (-0.3069, 1.3863)
     """
     given = {"temperature": temperature, "nucleus_ids": nucleus_ids, "adapter_ids": adapter_ids, "options": options}
-    return from_hidden("loss_from_hidden", hidden, head, batch, loss, parallel, normalizer, **given)
+    return from_hidden("loss_from_hidden", (hidden, head), batch, loss, parallel, normalizer, **given)
 
 
 def from_stats(
-    name: str,
-    stats: Any,
-    batch: RolloutBatch,
-    loss: Any,
-    parallel: Parallel,
-    normalizer: Normalizers,
-    *,
-    numbers: Mapping[str, float | Array] | None = None,
-    fn: Callable[..., Any] | None = None,
+    name: str, stats: Any, batch: RolloutBatch, loss: Any, parallel: Parallel, normalizer: Normalizers, **more: Any
 ) -> Any:
     """`loss_from_stats` under the name of another door; see `call_parts` for `numbers` and `fn`, one to `[R, T]`."""
     batch, parts = checked(batch), as_parts(loss)
@@ -224,46 +215,34 @@ def from_stats(
         of, its_loss = part.of(batch), as_token_loss(part.loss)
         its_loss.check(of)
         its_loss.check_stats(stats, of)
-    given = {"stats": stats}, lambda p: (p.tokens_spec, P() if fn is None else p.tokens_spec)
-    return call_parts(name, parts, *given, batch, parallel, normalizer, numbers=numbers, fn=fn)
+    given = {"stats": stats}, lambda p: (p.tokens_spec, p.tokens_spec if "fn" in more else P())
+    return call_parts(name, parts, *given, batch, parallel, normalizer, **more)
 
 
 def from_hidden(
-    name: str,
-    hidden: Any,
-    head: Any,
-    batch: RolloutBatch,
-    loss: Any,
-    parallel: Parallel,
-    normalizer: Normalizers,
-    *,
-    nucleus_ids: Any,
-    **given: Any,
+    name: str, states: Pair, batch: RolloutBatch, loss: Any, parallel: Parallel, normalizer: Normalizers, **given: Any
 ) -> Any:
-    """`loss_from_hidden` under the name of another door."""
+    """`loss_from_hidden` under the name of another door; `given` are arguments of `prepare_head`."""
     batch, parts = checked(batch), as_parts(loss)
     asked, masks = [], []
     for which, part in parts.items():
         of, its_loss, what = part.of(batch), as_token_loss(part.loss), f"loss[{which!r}]" if which else "loss"
         if not its_loss.of_head:
             raise TypeError(f"{what}: got {its_loss}, expected one of log-probs; loss_from_stats takes this one")
-        if nucleus_ids is not None and not its_loss.takes_nucleus:
+        if given["nucleus_ids"] is not None and not its_loss.takes_nucleus:
             raise ValueError(f"nucleus_ids: got some for {its_loss}, expected None but for the losses of a policy")
         its_loss.check(of)
         asked.append(its_loss.asks)
         masks.append(of.loss_mask > 0)
     names = sorted({x.ids for x in asked if x.ids is not None})
-    if len(names) > 1:
-        raise ValueError(f"ids: got {names} of several parts, expected one extra that they share")
+    check("ids", f"{names} of several parts", len(names) <= 1, "one extra that they share")
     prepared = prepare_head(
-        hidden,
-        head,
+        *states,
         batch.targets,
         parallel=parallel,
         entropy=max((x.entropy for x in asked), key=get_args(Entropy).index),
         logit_stats=[name for x in asked for name in x.logit_stats],
         ids=extra_of(batch, names[0], "i32[R, T, K]") if names else None,
-        nucleus_ids=nucleus_ids,
         where=functools.reduce(jnp.logical_or, masks),
         **given,
     )

@@ -47,7 +47,6 @@ class ExplainedTokens:
         "no gradient" (none of these, and the derivative by all statistics is 0).
 
     Example:
-      >>> from jaxppo.losses.explain import ExplainedTokens
       >>> ExplainedTokens({}, jnp.array([[0, 1]]), ("", "padding")).reason_names()
       [['', 'padding']]
     """
@@ -87,7 +86,6 @@ def explain_tokens(
       TypeError, ValueError: what `loss_from_stats` raises.
 
     Example:
-      >>> from jaxppo.losses import explain_tokens
       >>> sample = Sample([1, 2, 3], response_start=1, advantages=[1.0, 1.0], old_log_probs=[-2.0, -2.0])
       >>> batch = RolloutBatch.from_samples([sample], row_length=3)
       >>> found = explain_tokens(TokenStats(jnp.array([[-2.0, -1.0, 0.0]])), batch, PPO())
@@ -154,7 +152,6 @@ def by_sample(
       ValueError: a batch of another shape.
 
     Example:
-      >>> from jaxppo.losses.explain import by_sample, explain_tokens
       >>> sample = Sample([1, 2, 3], response_start=1, advantages=[1.0, 1.0], old_log_probs=[-2.0, -2.0])
       >>> batch = RolloutBatch.from_samples([sample], row_length=3)
       >>> found = by_sample(explain_tokens(TokenStats(jnp.array([[-2.0, -1.0, 0.0]])), batch, PPO()), batch)
@@ -186,14 +183,13 @@ def write_tokens(path: str | os.PathLike[str], explained: ExplainedTokens, batch
 
     Example:
       >>> import os, tempfile
-      >>> from jaxppo.losses.explain import explain_tokens, write_tokens
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1)], row_length=3)
       >>> found = explain_tokens(TokenStats(jnp.array([[-2.0, -1.0, 0.0]])), batch, SFT())
       >>> write_tokens(os.path.join(tempfile.mkdtemp(), "tokens.jsonl"), found, batch, step=7)
       1
     """
     given, arrays = jax.tree.map(np.asarray, batch), jax.tree.map(np.asarray, explained.arrays)
-    reasons = np.asarray(explained.reasons, object)[np.asarray(explained.reason)]
+    reasons = np.asarray(explained.reason_names(), object)
     of_tokens = {"tokens": given.targets, "loss_mask": given.loss_mask, "reason": reasons, **arrays}
     of_samples = {name: getattr(given, f"{name}s") for name in ("sample_id", "group_id", "rollout_id", "reward")}
     places = list(zip(*np.nonzero(given.sample_ids >= 0), strict=True))
