@@ -184,7 +184,9 @@ def reduce_metrics(axes: ShardAxes, terms: Mapping[str, Term | CompositeTerm]) -
     return found
 
 
-def reduce_metric(axes: ShardAxes, x: Float[Array, "R T"], weights: Float[Array, "R T"], reduce: Reduce) -> Metric:
+def reduce_metric(
+    axes: ShardAxes, x: Float[Array, "R T"], weights: Float[Array, "R T"], reduce: Reduce = "mean"
+) -> Metric:
     """`reduce_metrics` for a single one."""
     found: Any = reduce_metrics(axes, {"": (x, weights, reduce)})
     return found[""]

@@ -77,16 +77,9 @@ def divergence_from_hidden(
     """
     check_choice("divergence", divergence, Divergence)
     check("beta", repr(beta), is_number(beta) and 0 < beta < 1, "a number in (0, 1)")
-    student, teacher = prepare_pair(
-        (hidden, head),
-        (teacher_hidden, teacher_head),
-        names=("student", "teacher"),
-        second_spec=teacher_hidden_spec,
-        parallel=parallel,
-        temperature=temperature,
-        where=where,
-        options=options,
-    )
+    pair = (hidden, head), (teacher_hidden, teacher_head)
+    given: Any = {"parallel": parallel, "temperature": temperature, "where": where, "options": options}
+    student, teacher = prepare_pair(*pair, names=("student", "teacher"), second_spec=teacher_hidden_spec, **given)
     found: tuple[Float[Array, "R T"]] = shard_call(
         "divergence_from_hidden",
         divergences_of_tokens,
@@ -126,8 +119,7 @@ def distillation_loss(
       others: see `divergence_from_hidden`.
 
     Returns:
-      The scalar f32 loss, and the metrics `loss` (adds up over micro-batches), `divergence` (a mean over tokens) and
-      `broken_rules` (see `policy_loss`).
+      The scalar f32 loss, and metrics: `loss` (adds up over micro-batches), `divergence` (a mean) and `broken_rules`.
 
     Raises:
       TypeError, ValueError: as `divergence_from_hidden`; an unknown aggregation.
@@ -140,16 +132,10 @@ def distillation_loss(
     """
     batch = checked(batch)
     loss = DivergenceLoss(aggregation, aggregation_norm)
-    found = divergence_from_hidden(
-        *(hidden, head, teacher_hidden, teacher_head),
-        divergence=divergence,
-        beta=beta,
-        temperature=temperature,
-        where=batch.loss_mask > 0,
-        parallel=parallel,
-        teacher_hidden_spec=teacher_hidden_spec,
-        **options,
-    )
+    states = hidden, head, teacher_hidden, teacher_head
+    given: Any = {"divergence": divergence, "beta": beta, "temperature": temperature, "where": batch.loss_mask > 0}
+    given |= {"parallel": parallel, "teacher_hidden_spec": teacher_hidden_spec, **options}
+    found = divergence_from_hidden(*states, **given)
     return from_stats("distillation_loss", found, batch, loss, parallel, normalizer)
 
 

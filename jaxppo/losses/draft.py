@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Unpack
 
@@ -13,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo.base.arrays import Aggregation, AnyArray, Coefficient, check, check_floating
+from jaxppo.base.arrays import Aggregation, AnyArray, Coefficient, check, check_floating, check_type
 from jaxppo.base.metrics import Metric, Metrics, reduce_metric
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
@@ -132,8 +131,7 @@ def draft_loss(
     in SkyRL and NeMo-RL, the others in pull requests of Megatron and speculators.
     """
     loss = Draft() if loss is None else loss
-    if not isinstance(loss, Draft):
-        raise TypeError(f"loss: got {type(loss).__name__}, expected Draft")
+    check_type("loss", loss, isinstance(loss, Draft), "Draft")
     given = {"parallel": parallel, "temperature": temperature, "options": options}
     depths = _depths(loss, normalizers, (hidden, head), (policy_hidden, policy_head), batch, draft_ids, **given)
     if loss.objective == "end_to_end":
@@ -248,9 +246,7 @@ def _compare(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Input
     return found.total_variation, found.same_top
 
 
-def _of_columns(
-    axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Inputs, ids: jax.Array
-) -> tuple[jax.Array, ...]:
+def _of_columns(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Inputs, ids: Array) -> tuple[Array, ...]:
     """The divergences of a draft with fewer columns, and with `top_k` whether the top tokens are the same."""
     of_policy = stats_of_tokens(axes, call.teacher, policy)
     student = dataclasses.replace(call.student, asked=Asked())
@@ -285,9 +281,6 @@ def _end_to_end(depths: Sequence[Depth]) -> Float[Array, "R T"]:
     return jnp.where(number > 0, 1 - total / jnp.maximum(number, 1), 0)
 
 
-_mean_of_tokens = functools.partial(reduce_metric, reduce="mean")
-
-
 def _mean(x: Float[Array, "R T"], batch: RolloutBatch, parallel: Parallel) -> Metric:
     args = {"x": x, "mask": (batch.loss_mask > 0).astype(jnp.float32)}
-    return shard_call("draft_metrics", _mean_of_tokens, parallel, args, lambda p: ([p.tokens_spec] * 2, P()))
+    return shard_call("draft_metrics", reduce_metric, parallel, args, lambda p: ([p.tokens_spec] * 2, P()))

@@ -99,9 +99,7 @@ def draft_targets(
     return dataclasses.replace(batch, targets=targets, loss_mask=mask)
 
 
-def _as_columns(
-    axes: ShardAxes, vocab_size: int, targets: jax.Array, mask: jax.Array, ids: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _as_columns(axes: ShardAxes, vocab_size: int, targets: Array, mask: Array, ids: Array) -> tuple[Array, Array]:
     columns = jnp.full(vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
     found = columns[jnp.clip(targets, 0, vocab_size - 1)]
     there = (found >= 0) & (targets >= 0) & (targets < vocab_size)

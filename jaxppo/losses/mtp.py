@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import Aggregation, check, check_count, needed
+from jaxppo.base.arrays import Aggregation, check, check_count, check_type, needed
 from jaxppo.base.metrics import Metric, Metrics
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
@@ -102,8 +102,7 @@ def mtp_loss(
       loss: by default `MTP()`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.
       normalizers: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its micro-batches.
-      temperature: see `log_probs_from_hidden`. An `[R, T]` array belongs to the predicted tokens: depth k reads it at
-        t + k, like `targets`.
+      temperature: see `log_probs_from_hidden`; an `[R, T]` array is that of the predicted tokens, read at t + k.
       **options: see `HeadOptions`.
 
     Returns:
@@ -124,21 +123,13 @@ def mtp_loss(
     """
     batch = checked(batch)
     loss = MTP() if loss is None else loss
-    if not isinstance(loss, MTP):
-        raise TypeError(f"loss: got {type(loss).__name__}, expected MTP")
+    check_type("loss", loss, isinstance(loss, MTP), "MTP")
     depths = []
     for k, its_head in enumerate(heads_of(hidden, head, normalizers, loss), 1):
         shifted = shift_targets(batch, k, parallel)
-        stats = log_probs_from_hidden(
-            hidden[k - 1],
-            its_head,
-            shifted.targets,
-            parallel=parallel,
-            temperature=shift_temperature(temperature, batch, k, parallel),
-            where=shifted.loss_mask > 0,
-            logit_stats=("accuracy",),
-            **options,
-        )
+        own: Any = {"temperature": shift_temperature(temperature, batch, k, parallel), "where": shifted.loss_mask > 0}
+        given = hidden[k - 1], its_head, shifted.targets
+        stats = log_probs_from_hidden(*given, parallel=parallel, logit_stats=("accuracy",), **own, **options)
         depths.append((stats, shifted))
     names, of_tokens = ("nll", "accuracy", "broken_rules"), SFT(aggregation=loss.aggregation)
     return sum_of_depths("mtp", names, of_tokens, depths, {"coef": loss.coef}, parallel, normalizers)
@@ -177,8 +168,7 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
       by: how many positions.
 
     Raises:
-      ValueError: rows in another context layout than the mesh's; a shift by more than the branches of shared prefixes
-        were packed for.
+      ValueError: rows in another context layout than the mesh's; a shift that shared prefixes were not packed for.
 
     Example:
       >>> ids, one = jnp.array([[1, 1, 2, 2]]), jnp.array([[0, 1]])
@@ -218,11 +208,9 @@ def shift_temperature(temperature: float | Array, batch: RolloutBatch, by: int, 
 
 def heads_of(hidden: States, head: Any, normalizers: Sequence[Normalizer] | None, loss: OfDepths) -> list[Any]:
     """The head of each depth. Raises unless there are as many heads as depths, and as many normalizers as losses."""
-    if not hasattr(hidden, "__len__"):
-        raise TypeError(f"hidden: got {type(hidden).__name__}, expected the states of each depth")
-    if normalizers is not None and (isinstance(normalizers, str) or not isinstance(normalizers, Sequence)):
-        kind = type(normalizers).__name__
-        raise TypeError(f"normalizers: got {kind}, expected a list with one for each depth, or None")
+    check_type("hidden", hidden, hasattr(hidden, "__len__"), "the states of each depth")
+    good = normalizers is None or (isinstance(normalizers, Sequence) and not isinstance(normalizers, str))
+    check_type("normalizers", normalizers, good, "a list with one for each depth, or None")
     depths = len(hidden)
     check("hidden", "no depths", depths > 0, "at least one")
     check("hidden", f"{depths} depths", loss.depths in (None, depths), f"{loss.depths}, those of {loss}")

@@ -41,7 +41,6 @@ TopKDivergence = Literal[
 ]
 Tail = Literal["bucket", "renormalise", "leave_out"]
 PerId = Float[Array, "R T K"]
-LEAST_TAIL = 1e-7  # where the K ids have all the mass that f32 can tell
 
 
 def top_k_divergence(
@@ -114,11 +113,7 @@ def top_k_divergence(
     def mixture(log_a: Array, log_b: Array) -> Array:
         return jnp.logaddexp(log_a + jnp.log(beta), log_b + jnp.log1p(-beta))
 
-    if divergence == "forward_kl":
-        found = kl(log_q, log_p)
-    elif divergence == "reverse_kl":
-        found = kl(log_p, log_q)
-    elif divergence == "skewed_forward_kl":
+    if divergence == "skewed_forward_kl":
         found = kl(log_q, mixture(log_q, log_p))
     elif divergence == "skewed_reverse_kl":
         found = kl(log_p, mixture(log_p, log_q))
@@ -126,7 +121,7 @@ def top_k_divergence(
         log_m = mixture(log_q, log_p)
         found = beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
     else:
-        share = beta
+        share = {"forward_kl": 1, "reverse_kl": 0}.get(divergence, beta)
         if divergence == "adaptive_kl":
             share = lax.stop_gradient(_head_share(jnp.exp(log_p), jnp.exp(log_q), there, beta))
         ways = (share, log_q, log_p), (1 - share, log_p, log_q)
@@ -159,7 +154,7 @@ def with_tail(log_p: Float[Array, "*batch K"], has_id: Bool[Array, "*batch K"], 
     if tail != "bucket":
         return own
     mass = sums * jnp.exp(largest)
-    rest = jnp.log1p(-jnp.minimum(mass, 1 - LEAST_TAIL))
+    rest = jnp.log1p(-jnp.minimum(mass, 1 - 1e-7))  # f32 can tell no smaller tail
     rest = jnp.where(mass <= 1 + MAX_LOG_PROB, rest, jnp.nan)
     return jnp.concatenate([own, rest], axis=-1)
 
@@ -224,9 +219,7 @@ class OfIds(TokenLoss[TokenStats]):
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
         found = {"ids": batch.extras[self.ids], self.rule: batch.extras[self.log_probs]}
-        if stats is None:
-            return found
-        return found | {"ids_of_stats": stats.ids, "id_log_probs": stats.id_log_probs}
+        return found if stats is None else found | {"ids_of_stats": stats.ids, "id_log_probs": stats.id_log_probs}
 
     def of_ids(self, stats: TokenStats, batch: RolloutBatch) -> tuple[Int[Array, "R T K"], PerId, PerId]:
         """The ids, -1 where the mask is 0 too, their log-probs in the statistics and the other's; 0 without an id."""

@@ -177,13 +177,13 @@ def _staleness(version: jax.Array, batch: RolloutBatch) -> tuple[jax.Array, jax.
 
 def _metrics(axes: ShardAxes, version: jax.Array, batch: RolloutBatch) -> Metrics:
     age, mask = _staleness(version, batch)
-    found: Metrics = {"staleness": reduce_metric(axes, age, mask, "mean")}
+    found: Metrics = {"staleness": reduce_metric(axes, age, mask)}
     found |= {f"staleness_{how}": reduce_metric(axes, age, mask, how) for how in ("max", "min")}
     segments = batch.segments(axes)
     counts = (segments.sum(mask) > 0).astype(jnp.float32)
     span = jnp.where(counts > 0, segments.max(age, mask) + segments.max(-age, mask), 0)
     rows = dataclasses.replace(axes, context=(), fsdp=())  # per-sequence values are the same on all context shards
-    return found | {"version_span": reduce_metric(rows, span, counts, "mean")}
+    return found | {"version_span": reduce_metric(rows, span, counts)}
 
 
 def _weights(

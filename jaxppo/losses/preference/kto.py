@@ -96,6 +96,6 @@ def _of_step(axes: ShardAxes, log_probs: Float[Array, "*K R T"], mismatched: Rol
     own, theirs = (masked(sound("log_probs", x), mask) for x in (log_probs, batch.ref_log_probs))
     drift = segments.sum(own - theirs)
     rows = dataclasses.replace(axes, context=(), fsdp=())  # a sequence's sum is the same on all context shards
-    mean = reduce_metric(rows, drift, (segments.sum(mask) > 0).astype(jnp.float32), "mean")
+    mean = reduce_metric(rows, drift, (segments.sum(mask) > 0).astype(jnp.float32))
     known = (mean.count > 0) & jnp.isfinite(mean.value)
     return lax.stop_gradient(jnp.where(known, jnp.maximum(mean.value, 0), jnp.nan))
