@@ -1,7 +1,6 @@
 """Preference losses: they learn from responses that people or a judge found better or worse, without sampling.
 
-Two samples with the same `group_id` are a pair, wherever they lie in the step's rows, and the one with the higher
-`reward` is the chosen one.
+Two samples with one `group_id` are a pair, wherever they lie in the step; the one with the higher `reward` is chosen.
 """
 
 from jaxppo.losses.preference.base import PairLoss, PreferenceLoss, Responses
@@ -9,19 +8,5 @@ from jaxppo.losses.preference.dpo import AOT, DPO, IPO, ORPO, BradleyTerry, SimP
 from jaxppo.losses.preference.kto import KTO, kto_reference_point
 from jaxppo.losses.preference.samples import micro_batches_of_pairs, mismatched_samples, samples_of_pairs
 
-__all__ = [
-    "AOT",
-    "DPO",
-    "IPO",
-    "KTO",
-    "ORPO",
-    "BradleyTerry",
-    "PairLoss",
-    "PreferenceLoss",
-    "Responses",
-    "SimPO",
-    "kto_reference_point",
-    "micro_batches_of_pairs",
-    "mismatched_samples",
-    "samples_of_pairs",
-]
+__all__ = ["AOT", "DPO", "IPO", "KTO", "ORPO", "BradleyTerry", "PairLoss", "PreferenceLoss", "Responses", "SimPO"]
+__all__ += ["kto_reference_point", "micro_batches_of_pairs", "mismatched_samples", "samples_of_pairs"]

@@ -272,14 +272,17 @@ class BradleyTerry(OfPairs[Scores]):
         check_array("scores", stats, batch.loss_mask.shape, "the batch's [R, T]")
 
     def reads(self, stats: Scores | None, batch: RolloutBatch, segments: Segments) -> Reads:
-        scores = None if stats is None else segments.spread(_scores(stats, batch, segments))
+        scores = None if stats is None else segments.spread(self.of_batch(stats, batch, segments))
         return {**super().reads(stats, batch, segments), "scores": scores}
 
     def seen(self, stats: Scores, mask: Float[Array, "R T"]) -> Scores:
         return stats  # the last position of a sample may have no loss
 
-    def of_batch(self, stats: Scores, batch: RolloutBatch, segments: Segments, tokens: Numbers) -> Numbers:
-        return _scores(stats, batch, segments)
+    def of_batch(self, stats: Scores, batch: RolloutBatch, segments: Segments, tokens: Any = None) -> Numbers:
+        """The score at the last position of each sequence."""
+        inside, positions = (x.astype(jnp.float32) for x in (batch.segment_ids > 0, batch.positions))
+        is_last = (inside > 0) & (positions == segments.spread(segments.max(positions, inside)))
+        return segments.sum(jnp.where(is_last, stats.astype(jnp.float32), 0))
 
     def of_samples(self, x: Numbers, batch: RolloutBatch, pairs: Any) -> Float[Array, "R S"]:
         scored, given = ((pairs.of_chosen(y), pairs.of_rejected(y)) for y in (x, batch.rewards))
@@ -287,10 +290,3 @@ class BradleyTerry(OfPairs[Scores]):
 
     def sides(self, x: Numbers) -> dict[str, Float[Array, "R S"]]:
         return {"reward": x}
-
-
-def _scores(stats: Scores, batch: RolloutBatch, segments: Segments) -> Float[Array, "R S"]:
-    """The score at the last position of each sequence."""
-    inside, positions = (x.astype(jnp.float32) for x in (batch.segment_ids > 0, batch.positions))
-    is_last = (inside > 0) & (positions == segments.spread(segments.max(positions, inside)))
-    return segments.sum(jnp.where(is_last, stats.astype(jnp.float32), 0))

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from jaxppo.base.arrays import check, check_count, check_number, needed
+from jaxppo.base.arrays import check, check_count, check_number, check_type, needed
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.samples import Sample, as_tokens, check_samples
 from jaxppo.sharding import ParallelMesh, check_parallel, multihost
@@ -46,8 +46,7 @@ def samples_of_pairs(
     """
     lists = {"prompts": prompts, "chosen": chosen, "rejected": rejected}
     for name, x in (lists if margins is None else {**lists, "margins": margins}).items():
-        if isinstance(x, str) or not hasattr(x, "__len__"):
-            raise TypeError(f"{name}: got {type(x).__name__}, expected a list with one entry a pair")
+        check_type(name, x, hasattr(x, "__len__") and not isinstance(x, str), "a list with one entry a pair")
         check(name, len(x), len(x) == len(prompts), f"{len(prompts)}, as many as prompts")
     check_count("first_id", first_id)
     found = []
