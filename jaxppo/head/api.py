@@ -82,21 +82,9 @@ def log_probs_from_hidden(
       Array([[1.3863, 1.3863]], dtype=float32)
     """
     check_array("targets", targets)  # here, because prepare_head accepts None
-    call, inputs, specs, _ = prepare_head(
-        hidden,
-        head,
-        targets,
-        parallel=parallel,
-        temperature=temperature,
-        entropy=entropy,
-        logit_stats=logit_stats,
-        top_k=top_k,
-        nucleus_ids=nucleus_ids,
-        ids=ids,
-        where=where,
-        adapter_ids=adapter_ids,
-        options=options,
-    )
+    given: dict[str, Any] = {"nucleus_ids": nucleus_ids, "ids": ids, "where": where, "adapter_ids": adapter_ids}
+    given |= {"entropy": entropy, "logit_stats": logit_stats, "top_k": top_k, "temperature": temperature}
+    call, inputs, specs, _ = prepare_head(hidden, head, targets, parallel=parallel, options=options, **given)
     of_head = {"head": inputs}, lambda p: ([specs], p.tokens_spec), call
     found: TokenStats = shard_call("log_probs_from_hidden", stats_of_tokens, parallel, *of_head)
     return dataclasses.replace(found, ids=inputs.tokens.ids)

@@ -57,12 +57,19 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
 
         losses, pull, stats = jax.vjp(losses_of, reductions.differentiated(call.asked, found.sums), has_aux=True)
         of_sums = unless(counts, pull(jnp.ones_like(losses))[0])
-        dx = gradient_of_products(work, x, partial(tile_sums, work, found.peaks, tokens, columns), of_sums)
-        return write(results, work.vary((losses, stats), call.axes.tensor), at), put_slice(dx_all, work.vary(dx), j * C)
+
+        def dx(start: Index, size: int, first: Index, width: int) -> jax.Array:
+            peaks, some, of_some = read((found.peaks, tokens, of_sums), start, size)
+            ids, valid = jax.tree.map(lambda c: slice_of(c, first, width), (columns.ids, columns.valid))
+            sums = partial(tile_sums, work, peaks, some, columns._replace(ids=ids, valid=valid))
+            return gradient_of_products(work, matrix_part(x, 0, start, size, first, width), sums, of_some)
+
+        results = write(results, work.vary((losses, stats), call.axes.tensor), at)
+        return results, dx if work.plan.fused else put_slice(dx_all, work.vary(dx(0, C, 0, V)), j * C)
 
     def group(g: Index, carry: Any) -> Any:
         results, dfeatures, totals = carry
-        dx = work.vary(lax.empty((G, V), work.dtype))
+        dx: Any = work.vary(lax.empty((G, V), work.dtype))
         dx = as_bits(dx) if call.profile.upcast else dx
         step = -(-chunks // PRODUCTS) if follows and call.profile.whole else chunks  # XLA for CPUs would copy dx
         turns: Index = chunks
@@ -71,7 +78,8 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
             written = jnp.clip(-(-(work.turns(C) - g * chunks) // step), 0, written)
             turns = jnp.minimum(written * step, chunks)
         results, dx = loop(turns, partial(chunk, g), (results, dx))
-        dx = lax.optimization_barrier(as_bits(dx, work.dtype))
+        if not work.plan.fused:
+            dx = partial(matrix_part, lax.optimization_barrier(as_bits(dx, work.dtype)), 0)
         last = work, parameters, columns, dx, work.read(g * G, G)[1], written, step * C
         of_group, found = last_products(*last, None if groups == 1 else totals)
         return results, write(dfeatures, of_group, g * G), found
@@ -96,7 +104,7 @@ def last_products(
     work: Work,
     parameters: Parameters,
     columns: Columns,
-    dx: jax.Array,
+    dx: Term,
     features: Features,
     written: Index,
     step: int,
@@ -104,14 +112,17 @@ def last_products(
 ) -> tuple[Features, Parameters]:
     """The gradients of a group's features and of parameters, summed over devices, or added to `totals`, f32.
 
-    dx `[G, V]` holds the gradients of products, of whose steps of so many tokens the first ones are `written`.
+    dx(start, size, first, width) is a part of the gradient of products `[G, V]`: of tokens, whose first steps of so
+    many are `written`, and columns.
     """
-    call, G, v, whole = work.call, dx.shape[0], work.call.v_dim, isinstance(written, int)
+    call, G, V, v, whole = work.call, work.plan.group, work.window.total, work.call.v_dim, isinstance(written, int)
     counts = [G] if whole else [min(n, G) for n in range(0, G + step, step)]
     always = lax.optimization_barrier(jnp.asarray(True))
 
     def apart(product: Callable[[], jax.Array]) -> jax.Array:
         """product(), on TPUs in a branch that is always taken: beside the loop XLA would copy all of dx to a layout."""
+        if work.plan.fused:  # XLA would compute dx in the addition behind it
+            return lax.optimization_barrier(product())
         if not call.profile.rings:
             return product()
         return lax.cond(always, product, lambda: work.vary(jnp.zeros_like(jax.eval_shape(product))))
@@ -123,11 +134,10 @@ def last_products(
     def feature_term(k: int, start: Index, size: int, first: Index, width: int) -> jax.Array:
         if size == G:
             gradient = partial(of_feature, call, k, p=parameters[k])
-            return of_written([lambda n=n: jnp.pad(gradient(dx[:n]), ((0, G - n), (0, 0))) for n in counts])
+            return of_written([lambda n=n: jnp.pad(gradient(dx(0, n, 0, V)), ((0, G - n), (0, 0))) for n in counts])
 
         def product() -> jax.Array:
-            part = slice_of(parameters[k], first, width, 1 - v)
-            return of_feature(call, k, slice_of(dx, start, size), part)
+            return of_feature(call, k, dx(start, size, 0, V), slice_of(parameters[k], first, width, 1 - v))
 
         if whole:
             return apart(product)
@@ -138,29 +148,22 @@ def last_products(
         return jnp.where((start + jnp.arange(size) < end)[:, None], found, 0)
 
     def parameter_term(k: int, dtype: Any, start: Index, size: int, first: Index, width: int) -> jax.Array:
-        if isinstance(first, int):
-            return of_written(products_of(k, dtype, None, size, first, width), start)
-        return of_written(products_of(k, dtype, start, size, None, width), first)
+        return of_written(products_of(k, dtype, size, width), start, first)
 
     @functools.cache  # JAX traces a function once, and most terms of a ring are equal but for their place
-    def products_of(k: int, dtype: Any, start: int | None, size: int, first: int | None, width: int) -> Any:
-        """Functions of the one place that is None, one for each of `counts`."""
-        return [
-            lambda at, n=n: of_parameter(
-                call,
-                k,
-                matrix_part(dx, 0, 0, n, at if start is None else start, size),
-                matrix_part(features[k], 0, 0, n, at if first is None else first, width),
-                dtype,
-            )
-            for n in counts
-        ]
+    def products_of(k: int, dtype: Any, size: int, width: int) -> Any:
+        """Functions of a part's place, one for each of `counts`."""
+
+        def product(n: int, start: Index, first: Index) -> jax.Array:
+            return of_parameter(call, k, dx(0, n, start, size), matrix_part(features[k], 0, 0, n, first, width), dtype)
+
+        return [partial(product, n) for n in counts]
 
     dfeatures = tuple(feature_sum(work, k, partial(feature_term, k), G) for k in range(len(features)))
     if totals is not None:
 
         def added(k: int, n: int, total: jax.Array) -> jax.Array:  # in the product's branch, XLA adds as it multiplies
-            return total + of_parameter(call, k, dx[:n], features[k][:n])
+            return total + of_parameter(call, k, dx(0, n, 0, V), features[k][:n])
 
         return dfeatures, tuple(of_written([partial(added, k, n) for n in counts], x) for k, x in enumerate(totals))
     if call.h_names and call.profile.rings:  # dfeatures reads the gathered kernel last: its memory is to be free now

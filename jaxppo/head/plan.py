@@ -15,6 +15,7 @@ from jaxppo.head.border import Local, axes_of, parts_of
 from jaxppo.head.call import HeadCall
 from jaxppo.sharding import varying, wider_dtype
 
+FEW = 2048  # the most features with which an array of dlogits takes longer than to compute them in both products
 # Tokens of several groups; with fewer, two passes cost less than the updates of dkernel.
 GROUPS = (4096, 2048, 1024, 512, 256, 128)
 
@@ -28,6 +29,7 @@ class Plan(NamedTuple):
     by_block: bool = False  # a kernel is gathered a block of columns at a time
     references: bool = False  # see `references`
     one_pass: bool = False
+    fused: bool = False  # f32 logits of all tokens stay, and products compute the dlogits that they multiply
 
     def __str__(self) -> str:
         products = f", products of {self.group} tokens" if self.group > self.chunk else ""
@@ -154,6 +156,12 @@ def plan_of_one_pass(call: HeadCall, given: Local) -> Plan | None:
     # CPUs take one group: updates of dkernel by several take them longer than the product that one pass saves
     groups = [s.N] if profile.group >= s.N or not profile.whole else []
     groups += [even(s.N, most) for most in GROUPS if most <= largest and profile.whole]
+    refer, few = references(call, given), s.H <= FEW or call.memory is not None
+    # with FSDP by features the product of each share would compute all dlogits; seven messages of a ring are f32
+    fused = refer and few and not (s.masked or call.h_names or call.transform.softcap) and len(given.parameters) == 1
+    messages = 7 * s.H * s.V // 2 if axes_of(call, given) > varying(given.parameters[0]) else 0
+    if fused and groups[:1] == [s.N] and 4 * s.N * (s.V + s.H) + max(messages, 2 * s.N * s.H) <= memory:
+        return Plan(s.N, s.N, s.V, references=True, one_pass=True, fused=True)
     for group, chunk in product(groups, chunks):
         chunk = even(group, min(chunk, profile.group // 4), profile.whole)
         filled, several = chunk * -(-group // chunk), group < s.N
@@ -161,7 +169,7 @@ def plan_of_one_pass(call: HeadCall, given: Local) -> Plan | None:
         logits = s.logit * chunk * s.V * (1 if profile.whole else 3)  # XLA for CPUs keeps exponentials too
         need = s.item * filled * (s.V + 2 * s.H) + max(logits, products) + (s.total if several else 0)
         if need <= memory:
-            return Plan(chunk, filled, s.V, references=references(call, given), one_pass=True)
+            return Plan(chunk, filled, s.V, references=refer, one_pass=True)
     return None
 
 

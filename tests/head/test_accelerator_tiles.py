@@ -12,7 +12,7 @@ from head_cases import OPTIONS, check_head, head_arrays, tiles_of
 from hidden_loss_cases import ADAPTERS, BATCH, HIDDEN, KERNEL, T, bonus_and_kl, make_batch, step
 
 from jaxppo import Head, PolicyLossConfig, RolloutBatch, policy_loss_from_hidden, policy_losses
-from jaxppo.head import ring
+from jaxppo.head import plan, ring
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 from sharding.audit.program import hang_risks
@@ -130,7 +130,20 @@ def test_any_number_of_tokens_beside_float64(device, T):
     check_beside_float64(device, "hv", None, T, {}, r"one pass, \d+ tokens x 1024 columns(, products of \d+ tokens)?")
 
 
-def check_beside_float64(device, layout, mesh, T, options, tiles):
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2", "cp=4,tp=2", "tp=8", "fsdp=4,tp=2"])
+@pytest.mark.parametrize("layout", ["hv", "vh"])
+@pytest.mark.parametrize("few", [2048, 0])
+def test_bf16_beside_float64(few, layout, mesh, monkeypatch):
+    """Products of few features compute the gradients of logits that they multiply; else these fill an array."""
+    monkeypatch.setattr(plan, "FEW", few)
+    monkeypatch.setattr(ring, "LANES", 16)  # shares are small enough for rings
+    tiles = r"one pass, \d+ tokens x \d+ columns(, products of \d+ tokens)?"
+    if mesh is None:
+        tiles = f"one pass, {'512' if few else '128'} tokens x 1024 columns{'' if few else ', products of 512 tokens'}"
+    check_beside_float64("wide", layout, mesh, 64, {"follow_mask": False}, tiles, "bfloat16")
+
+
+def check_beside_float64(device, layout, mesh, T, options, tiles, dtype="float32"):
     """REINFORCE with an entropy bonus, whose gradient is written out in numpy; with rings wherever there is a mesh."""
     rng = np.random.default_rng(0)
     R, H, V, coef = 8, 512, 1024, 0.1
@@ -151,7 +164,8 @@ def check_beside_float64(device, layout, mesh, T, options, tiles):
             hidden, Head(kernel, layout=layout), batch, config, parallel=parallel, **options
         )[0]
 
-    given = jnp.asarray(hidden), jnp.asarray(kernel if layout == "hv" else kernel.T)
+    hidden, kernel = (np.asarray(jnp.asarray(x, dtype), np.float32) for x in (hidden, kernel))
+    given = jnp.asarray(hidden, dtype), jnp.asarray(kernel if layout == "hv" else kernel.T, dtype)
     with tiles_of(device):
         notes = audit(jax.grad(loss, (0, 1)), *given, mesh=parallel and parallel.mesh).notes
         found = jax.jit(jax.grad(loss, (0, 1)))(*given)
@@ -164,7 +178,10 @@ def check_beside_float64(device, layout, mesh, T, options, tiles):
     dz = (dz + coef * p * (log_p - (p * log_p).sum(1, keepdims=True))) * counts / counts.sum()
     dkernel = h.T @ dz
     expected = (dz @ k.T).reshape(R, T, H), dkernel if layout == "hv" else dkernel.T
-    assert_trees_close(found, expected, rtol=2e-5, atol=3e-6)
+    if dtype == "float32":
+        return assert_trees_close(found, expected, rtol=2e-5, atol=3e-6)
+    for x, y in zip(found, expected, strict=True):  # gradients of logits and of arrays are rounded to 8 bits
+        np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=2**-7, atol=2**-9 * np.abs(y).max())
 
 
 @pytest.mark.every(2)

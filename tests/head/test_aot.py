@@ -291,6 +291,20 @@ def test_one_pass_in_its_bytes(memory, tiles):
     assert not IN_BF16.search(found.text)
 
 
+def test_products_of_few_features_compute_the_gradients_of_logits():
+    """Of 1024 features an array takes a third longer. The memory is that of f32 logits and a ring's messages."""
+    parallel = sixteen(*CP4_TP4)
+    args = policy_arguments(parallel, 8192, hidden_size=1024)
+    fused, array = (audit(policy(parallel, follow_mask=False, memory=m), *args) for m in (None, GIB))
+    assert fused.notes == (f"one pass, 8192 tokens x {V // 4} columns", AGAIN)
+    assert array.notes == (f"one pass, 1024 tokens x {V // 4} columns, products of 8192 tokens", AGAIN)
+    assert f"bf16[8192,{V // 4}]" not in fused.text
+    assert f"bf16[8192,{V // 4}]" in array.text
+    assert fused.temp_bytes <= 4 * 8192 * V // 4 + 0.17 * GIB
+    least, most = (x.time.compute + x.time.collectives for x in (fused, array))
+    assert least < 0.8 * most
+
+
 @pytest.mark.nightly
 def test_several_groups_add_to_one_gradient():
     """A product adds to the gradient of the kernel, 0.58 GiB in f32. A sum of its own would be as large once more."""

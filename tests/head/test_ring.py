@@ -37,7 +37,8 @@ def integers(shape, count):
 
 def sum_of(dim, dtype, over=OVER, out=None, **options):
     """The sum over devices of `x[device]`, made from terms along a dimension."""
-    work: Any = SimpleNamespace(call=SimpleNamespace(profile=DEVICES["wide"]), axes=frozenset(over))
+    call, plan = SimpleNamespace(profile=DEVICES["wide"]), SimpleNamespace(fused=False)
+    work: Any = SimpleNamespace(call=call, plan=plan, axes=frozenset(over))
 
     def per_shard(x):
         def term(start, size, first, width):
