@@ -92,7 +92,7 @@ class Work(NamedTuple):
 
         def exactly() -> Reduced:  # in products of their own, an eighth at a time: the chunk's logits exist once
             given, C = lax.optimization_barrier((tokens, features)), x.shape[0]
-            n = min(C, -(-C // 64) * 8)
+            n = min(C, 256, -(-C // 64) * 8)
 
             def part(j: Index, total: Reduced) -> Reduced:
                 start = jnp.minimum(j * n, C - n)  # the last part computes some tokens of the one before once more
