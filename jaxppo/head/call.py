@@ -37,8 +37,8 @@ class HeadOptions(TypedDict, total=False):
         bf16 and the kernel is f32, both count as f32; `kernel.astype(hidden.dtype)` avoids the cost.
       gradient_sum_dtype: the dtype in which gradients of parameters are summed over devices: "float32", or "parameter"
         for the parameter's own dtype. bf16 sums send fewer bytes; their rms error is 0.3% over 4 devices.
-      follow_mask: compute only the tokens that count; True by default. False computes all tokens, which takes less
-        memory on accelerators if nearly all tokens count.
+      follow_mask: compute only the tokens that count; True by default. False computes all tokens. If nearly all of
+        them count that takes less memory on accelerators, or, on TPUs with few features, less time and more memory.
       deterministic: a token's log-prob and entropy have the same bits whatever else is in the batch, and on tp = 1, 2,
         4 and 8 if 8 divides the number of columns and FSDP does not shard them; for one platform, jax version and
         kernel dtype. Losses take two passes. The page "Numbers and bits" has the costs, and what was tested.
