@@ -65,10 +65,10 @@ def summed(
     if n == 1 or n > MOST or not rings or not fits:
         count = -(-length * width // (AT_ONCE if rings else LARGE)) if n > 1 else 1
         return in_blocks(at_once, *((1 - dim, width) if scatter else (dim, length)), count, 2 if rings else 1)
-    whole = scatter or work.plan.fused  # a term costs as much as its operands
-    blocks = 1 if whole or length < 4 * n * LANES or length * width < LARGE else 2
+    uncut = scatter or work.plan.fused  # each product of a fused plan computes the rows of dx that it multiplies
+    blocks = 1 if uncut or length < 4 * n * LANES or length * width < LARGE else 2
     # A product for half a share reads the operand of the other half too, so the longer side is cut.
-    cut = 0 if whole or length >= n * blocks * width else width // 2 // LANES * LANES
+    cut = 0 if uncut or length >= n * blocks * width else width // 2 // LANES * LANES
     pieces = n * blocks * (1 if cut else 2)
     size = -(-length // (pieces * UNIT)) * UNIT
     sides = ((0, cut), (cut, width - cut)) if cut else ((0, width), (0, width))

@@ -11,7 +11,7 @@ import pytest
 from head_cases import OPTIONS, check_head, head_arrays, tiles_of
 from hidden_loss_cases import ADAPTERS, BATCH, HIDDEN, KERNEL, T, bonus_and_kl, make_batch, step
 
-from jaxppo import Head, PolicyLossConfig, RolloutBatch, policy_loss_from_hidden, policy_losses
+from jaxppo import SFT, Head, PolicyLossConfig, RolloutBatch, loss_from_hidden, policy_loss_from_hidden, policy_losses
 from jaxppo.head import plan, ring
 from sharding import make_parallel_mesh
 from sharding.audit import audit
@@ -141,6 +141,40 @@ def test_bf16_beside_float64(few, layout, mesh, monkeypatch):
     if mesh is None:
         tiles = f"one pass, {'512' if few else '128'} tokens x 1024 columns{'' if few else ', products of 512 tokens'}"
     check_beside_float64("wide", layout, mesh, 64, {"follow_mask": False}, tiles, "bfloat16")
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
+@pytest.mark.parametrize(("columns", "vocab_size"), [(1024, 1000), (1003, None), (1024, None)])
+def test_fused_products_of_temperatures_and_padding(columns, vocab_size, mesh, monkeypatch):
+    """Beside plain JAX in f32. Of 1003 columns each of two devices works on a window of 502."""
+    monkeypatch.setattr(ring, "LANES", 16)
+    rng = np.random.default_rng(0)
+    R, T, H, V = 4, 64, 64, vocab_size or columns
+    hidden, kernel = rng.normal(size=(R, T, H)), rng.normal(size=(H, columns)) / 8
+    hidden, kernel = (jnp.asarray(x, jnp.bfloat16) for x in (hidden, kernel))
+    ids, targets = jnp.ones((R, T), jnp.int32), jnp.asarray(rng.integers(0, V, (R, T)), jnp.int32)
+    temperature = jnp.asarray(rng.uniform(0.5, 2, (R, T)), jnp.float32)
+    places, one = jnp.tile(jnp.arange(T, dtype=jnp.int32), (R, 1)), jnp.arange(R, dtype=jnp.int32)[:, None]
+    batch = RolloutBatch(ids, targets, ids, places, jnp.ones((R, T)).at[:, -1].set(0), one)
+    parallel = mesh and make_parallel_mesh(mesh)
+
+    def loss(hidden, kernel):
+        head, options = Head(kernel, vocab_size=vocab_size), {"temperature": temperature, "follow_mask": False}
+        return loss_from_hidden(hidden, head, batch, SFT(), parallel=parallel, **options)[0]
+
+    def plain(hidden, kernel):
+        z = jnp.einsum("rth,hv->rtv", hidden, kernel, precision="highest")[..., :V] / temperature[..., None]
+        log_probs = jnp.take_along_axis(jax.nn.log_softmax(z), targets[..., None], 2)[..., 0]
+        return -(log_probs * batch.loss_mask).sum() / batch.loss_mask.sum()
+
+    with tiles_of("wide"):
+        notes = audit(jax.grad(loss, (0, 1)), hidden, kernel, mesh=parallel and parallel.mesh).notes
+        found = jax.jit(jax.grad(loss, (0, 1)))(hidden, kernel)
+    tokens = R * T if mesh is None else R * T // 4
+    assert any(note.startswith(f"one pass, {tokens} tokens x ") and "products" not in note for note in notes), notes
+    expected = jax.grad(plain, (0, 1))(hidden.astype(jnp.float32), kernel.astype(jnp.float32))
+    for x, y in zip(found, expected, strict=True):  # gradients of logits and of arrays are rounded to 8 bits
+        np.testing.assert_allclose(np.asarray(x, np.float32), y, rtol=2**-7, atol=2**-9 * float(jnp.abs(y).max()))
 
 
 def check_beside_float64(device, layout, mesh, T, options, tiles, dtype="float32"):

@@ -292,7 +292,7 @@ def test_one_pass_in_its_bytes(memory, tiles):
 
 
 def test_products_of_few_features_compute_the_gradients_of_logits():
-    """An array of those of 1024 features takes a third longer. The memory is that of logits and messages."""
+    """With 1024 features one pass that stores these gradients takes 1.4 times as long. This one stores f32 logits."""
     parallel = sixteen(*CP4_TP4)
     args = policy_arguments(parallel, 8192, hidden_size=1024)
     fused, array = (audit(policy(parallel, follow_mask=False, memory=m), *args) for m in (None, GIB))
