@@ -19,7 +19,7 @@ from jaxppo.head.gradient import once, second_pass
 from jaxppo.head.plan import plan_of_second, plan_of_sweep
 from jaxppo.head.reductions import Columns, Reduced
 from jaxppo.head.sweep import Work, loop, read, sweep, write
-from jaxppo.head.tile import LOW, products
+from jaxppo.head.tile import LOW, logits, products
 from jaxppo.sharding import ShardAxes, vary
 
 OfHead = tuple[jax.Array, jax.Array]  # m and log s, f32[N]
@@ -93,7 +93,7 @@ def works_of(call: DivergenceCall, given: Local, other: Local) -> tuple[Work, Wo
 
 def _logits(work: Work, x: jax.Array, tokens: Tokens, columns: Columns) -> jax.Array:
     """Logits, of columns that a head excludes `LOW`, which keeps slopes finite; NaN stays."""
-    z = work.logits(x, tokens, columns)
+    z = logits(work.call.transform, x, tokens.temperature, columns.valid)
     return jnp.where(z < LOW, LOW, z)
 
 

@@ -17,7 +17,7 @@ from jaxppo.head.call import Tokens
 from jaxppo.head.reductions import Columns, Numbers
 from jaxppo.head.ring import Term, summed
 from jaxppo.head.sweep import Work, loop, read, references_of, write
-from jaxppo.head.tile import Features, Parameters, of_feature, of_parameter, products
+from jaxppo.head.tile import Features, Parameters, logits, of_feature, of_parameter, products
 from jaxppo.sharding import vary, varying
 
 PRODUCTS = 4  # on accelerators products of a group that follows a mask have so many sizes: a quarter of it, a half, ...
@@ -31,7 +31,7 @@ def gradient_of_products(work: Work, x: jax.Array, sums: Callable[[jax.Array], A
 
 def tile_sums(work: Work, peaks: Numbers, tokens: Tokens, columns: Columns, x: jax.Array) -> Numbers:
     """The sums of a tile through which a gradient flows, from its products."""
-    z = work.logits(x, tokens, columns)
+    z = logits(work.call.transform, x, tokens.temperature, columns.valid)
     return reductions.sums_of(work.call.asked, z, peaks, tokens, columns, differentiated=True)
 
 
@@ -153,11 +153,11 @@ def last_products(
     @functools.cache  # JAX traces a function once, and most terms of a ring are equal but for their place
     def products_of(k: int, dtype: Any, size: int, width: int) -> Any:
         """Functions of a part's place, one for each of `counts`."""
-
-        def product(n: int, start: Index, first: Index) -> jax.Array:
-            return of_parameter(call, k, dx(0, n, start, size), matrix_part(features[k], 0, 0, n, first, width), dtype)
-
-        return [partial(product, n) for n in counts]
+        part = partial(matrix_part, features[k], 0)
+        return [
+            lambda start, first, n=n: of_parameter(call, k, dx(0, n, start, size), part(0, n, first, width), dtype)
+            for n in counts
+        ]
 
     dfeatures = tuple(feature_sum(work, k, partial(feature_term, k), G) for k in range(len(features)))
     if totals is not None:

@@ -74,16 +74,14 @@ class Work(NamedTuple):
             parts = [jnp.where(exist, p, 0) for p in parts]
         return start, tuple(parts), columns
 
-    def logits(self, x: jax.Array, tokens: Tokens, columns: Columns) -> jax.Array:
-        return logits(self.call.transform, x, tokens.temperature, columns.valid)
-
     def numbers(
         self, tokens: Tokens, features: Features, parameters: Parameters, columns: Columns, references: References
     ) -> tuple[Reduced, jax.Array]:
         """The numbers of a tile, relative to its references if there are any, and its products."""
         asked, x = self.call.asked, products(self.call, features, parameters)
         reference = None if references is None else references[1]
-        found = self.vary(reductions.reduced(asked, self.logits(x, tokens, columns), tokens, columns, reference))
+        z = logits(self.call.transform, x, tokens.temperature, columns.valid)
+        found = self.vary(reductions.reduced(asked, z, tokens, columns, reference))
         if references is None:
             return found, x
         own, z_y = references
@@ -97,7 +95,8 @@ class Work(NamedTuple):
             def part(j: Index, total: Reduced) -> Reduced:
                 start = jnp.minimum(j * n, C - n)  # the last part computes some tokens of the one before once more
                 some, its = read(given, start, n)
-                z = self.logits(products(self.call, its, parameters), some, columns)
+                x = products(self.call, its, parameters)
+                z = logits(self.call.transform, x, some.temperature, columns.valid)
                 return write(total, self.vary(reductions.reduced(asked, z, some, columns)), start)
 
             again = loop(-(-C // n), part, self.vary(reductions.nothing(found)))
