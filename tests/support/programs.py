@@ -19,10 +19,12 @@ MOST_GROWTH = 2 * 2**30  # bytes, since programs were freed
 SECONDS = 5.0  # between two checks
 _looked, _held = 0.0, 0
 # XLA's flags that halve a run's time. LLVM does not optimize, and code for fusions comes from the older of two
-# emitters, which JAX has up to 0.10. Numbers may be rounded otherwise.
+# emitters, which JAX has up to 0.10. Numbers may be rounded otherwise. Devices may wait for each other for 200 seconds,
+# not 40, before XLA ends the process: a loaded machine can stand still for that long.
 QUICK = "--xla_backend_optimization_level=0"
 if jax.__version_info__ < (0, 11):
     QUICK += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    QUICK += " --xla_cpu_collective_call_terminate_timeout_seconds=200"
 
 
 def start_devices(count: int) -> None:
