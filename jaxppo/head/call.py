@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jaxppo.base.arrays import as_token_ids, check, check_array, needed
+from jaxppo.base.arrays import as_token_ids, check, check_array, check_type, needed
 from jaxppo.head.head import Entropy, LogitStat, TokenStats, Transform
 from jaxppo.sharding import ParallelMesh, ShardAxes, known_device
 
@@ -205,8 +205,7 @@ def check_stats(stats: TokenStats, shape: tuple[int, ...], *read: str, how: str 
 
     The fields `read` must not be None, nor log-probs; `how` tells in the error how to get them.
     """
-    if not isinstance(stats, TokenStats):
-        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
+    check_type("stats", stats, isinstance(stats, TokenStats), "TokenStats")
     for name in read:
         needed(f"stats.{name}", getattr(stats, name), f"f32[R, T]: {how}")
     for field in dataclasses.fields(stats):

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxppo.base.arrays import check, check_choice, check_count, check_floating, check_number, dtype_name
+from jaxppo.base.arrays import check, check_choice, check_count, check_floating, check_number, check_type, dtype_name
 from jaxppo.base.modules import narrowed, parts_of
 from jaxppo.base.pytree import register
 
@@ -154,16 +154,14 @@ class Head:
             if len(shape) == 2 and shape[0] == shape[1]:
                 raise ValueError(f"layout: got None for a kernel {shape}, expected 'hv' ([H, V]) or 'vh' ([V, H])")
             object.__setattr__(self, "layout", "hv")
-        if isinstance(self.bias, str):
-            raise TypeError(f"bias: got {self.bias!r}, expected [V] or None; a layout is given as layout=")
+        check_type("bias", self.bias, not isinstance(self.bias, str), "[V] or None; a layout is given as layout=")
         check_choice("layout", self.layout, Layout)
         object.__setattr__(self, "logits_dtype", dtype_name(self.logits_dtype))
         check_choice("logits_dtype", self.logits_dtype, LogitsDtype)
         check_number("scale", self.scale, above=0)
         if self.softcap is not None:
             check_number("softcap", self.softcap, above=0)
-        if self.spec is not None and not isinstance(self.spec, P):
-            raise TypeError(f"spec: got {self.spec!r}, expected a PartitionSpec or None")
+        check_type("spec", self.spec, isinstance(self.spec, P | None), "a PartitionSpec or None")
         if self.vocab_size is not None:
             check_count("vocab_size", self.vocab_size, least=1)
 
@@ -242,11 +240,9 @@ class Head:
         columns = self.kernel.shape[self.v_dim]
         if self.bias is not None:
             check_floating(f"{name}.bias", self.bias, 1, "[V]")
-            shape = self.bias.shape
-            check(f"{name}.bias", f"shape {shape}", shape == (columns,), f"{(columns,)}, one a column")
+            check(f"{name}.bias", f"shape {self.bias.shape}", self.bias.shape == (columns,), f"{(columns,)}, one each")
         if self.lora is not None:
-            if not isinstance(self.lora, LoRA):
-                raise TypeError(f"{name}.lora: got {type(self.lora).__name__}, expected LoRA or None")
+            check_type(f"{name}.lora", self.lora, isinstance(self.lora, LoRA), "LoRA or None")
             stacked = getattr(self.lora.a, "ndim", 2) == 3
             of_a, of_b, rank = ("[A, H, r]", "[A, r, V]", 3) if stacked else ("[H, r]", "[r, V]", 2)
             check_floating(f"{name}.lora.a", self.lora.a, rank, of_a)

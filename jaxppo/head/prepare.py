@@ -21,9 +21,11 @@ from jaxppo.base.arrays import (
     check,
     check_array,
     check_choice,
+    check_count,
     check_flag,
     check_floating,
     check_number,
+    check_type,
     dtype_name,
 )
 from jaxppo.base.stacked import part_of_a_step
@@ -107,8 +109,7 @@ def _bring_hidden(
     what: str, parallel: Parallel, roles: ShardAxes, hidden: jax.Array, given: P | None
 ) -> tuple[jax.Array, bool]:
     """Reshards hidden states like the batch's tokens, and tells whether the tensor axis shards their positions too."""
-    if given is not None and not isinstance(given, P):
-        raise TypeError(f"{what}: got {given!r}, expected a PartitionSpec or None")
+    check_type(what, given, isinstance(given, P | None), "a PartitionSpec or None")
     if given is None or parallel is None:
         check(what, f"{given} without parallel=", parallel is not None or not any(given or ()), NO_MESH)
         return hidden, bool(roles.tensor) and roles.sequence_parallel
@@ -147,11 +148,9 @@ def _kernel_axes(parallel: Parallel, roles: ShardAxes, name: str, hidden: jax.Ar
     """The mesh axes that shard the kernel's H and its V. Raises unless its shape then fits the hidden states."""
     kernel, v_dim, on_mesh = head.kernel, head.v_dim, isinstance(parallel, ParallelMesh)
     h_names, v_names = _given_axes(parallel, roles, hidden, head)
-    if hidden.shape[2] != kernel.shape[1 - v_dim] * (1 if on_mesh else roles.size(h_names)):
-        raise ValueError(
-            f"{name}.kernel: got shape {kernel.shape} with layout {head.layout!r}, expected {hidden.shape[2]} rows of "
-            f"H, as in hidden {hidden.shape}"
-        )
+    rows = kernel.shape[1 - v_dim] * (1 if on_mesh else roles.size(h_names))
+    got, expected = f"shape {kernel.shape} with layout {head.layout!r}", f"{hidden.shape[2]} rows of H, as in hidden"
+    check(f"{name}.kernel", got, rows == hidden.shape[2], f"{expected} {hidden.shape}")
     if on_mesh:
         return h_names, v_names
     own, shards, names = kernel.shape[v_dim], roles.size(roles.tensor), varying(kernel)
@@ -179,10 +178,9 @@ def _given_axes(parallel: Parallel, roles: ShardAxes, hidden: jax.Array, head: H
     sizes: Any = parallel.mesh.shape if isinstance(parallel, ParallelMesh) else {}
     entries = _above_1(sizes, (*given, *[None] * (2 - len(given))))
     h_names, v_names, tensor = entries[1 - v_dim], entries[v_dim], set(roles.tensor)
-    if set(h_names) & tensor:
-        raise ValueError(f"head.spec: got {given}, expected the tensor axes {roles.tensor} on the vocabulary only")
-    if set(v_names) & tensor and not tensor <= set(v_names):
-        raise ValueError(f"head.spec: got {given}, expected all of the tensor axes {roles.tensor} or none")
+    check("head.spec", given, not set(h_names) & tensor, f"the tensor axes {roles.tensor} on the vocabulary only")
+    good = set(v_names) & tensor in (set(), tensor)
+    check("head.spec", given, good, f"all of the tensor axes {roles.tensor} or none")
     return h_names, v_names
 
 
@@ -216,8 +214,7 @@ def as_token_arrays(
 
 def as_asked(entropy: Any, logit_stats: Any, top_k: Any) -> Asked:
     check_choice("entropy", entropy, Entropy)
-    good = isinstance(top_k, int) and not isinstance(top_k, bool) and top_k >= 0
-    check("top_k", repr(top_k), good, "a number of ids, or 0 for none")
+    check_count("top_k", top_k)
     return Asked(entropy, calls.as_logit_stats(logit_stats), top_k)
 
 

@@ -203,7 +203,7 @@ def test_bad_input():
         with pytest.raises(ValueError, match=r"logit_stats: got .*, expected some of"):
             log_probs_from_hidden(z, jnp.zeros((4, 8)), targets, logit_stats=bad)
     for bad in (-1, 1.0, True, None):
-        with pytest.raises(ValueError, match=r"top_k: got .*, expected a number of ids, or 0 for none"):
+        with pytest.raises(ValueError, match=r"top_k: got .*, expected a whole number of at least 0"):
             log_probs_from_logits(z, targets, top_k=bad)
     with pytest.raises(TypeError, match="log_probs: got dtype int32, expected float"):
         renormalised_entropy(targets)
