@@ -18,7 +18,7 @@ from jaxppo.head.call import HeadCall, Inputs, Tokens
 from jaxppo.head.gradient import once, second_pass
 from jaxppo.head.plan import plan_of_second, plan_of_sweep
 from jaxppo.head.reductions import Columns, Reduced
-from jaxppo.head.sweep import Work, loop, read, sweep, write
+from jaxppo.head.sweep import Work, read, sweep, walk
 from jaxppo.head.tile import LOW, logits, products
 from jaxppo.sharding import ShardAxes, vary
 
@@ -114,7 +114,7 @@ def sums_of_terms(call: DivergenceCall, columns: Columns, log_p: jax.Array, log_
 
 def over_tiles(one: Work, two: Work, known: Known, add: Callable[..., Any], totals: Any) -> Any:
     """Loops over all tiles: values of tokens in `totals` become add(values, columns, z, teacher's z, known)."""
-    C, B, blocks = one.plan.chunk, one.width, one.blocks
+    C, B = one.plan.chunk, one.width
 
     def tile(i: Index, j: Index, part: Any) -> Any:
         z = []
@@ -124,14 +124,7 @@ def over_tiles(one: Work, two: Work, known: Known, add: Callable[..., Any], tota
             z.append(_logits(work, products(work.call, features, parameters), tokens, columns))
         return one.vary(add(part, columns, *z, read(known, j * C, C)))
 
-    def chunk(j: Index, totals: Any) -> Any:
-        part = loop(blocks, lambda i, part: tile(i, j, part), read(totals, j * C, C))
-        return write(totals, part, j * C)
-
-    def block(i: Index, totals: Any) -> Any:
-        return loop(one.turns(C), lambda j, t: write(t, tile(i, j, read(t, j * C, C)), j * C), totals)
-
-    return loop(one.turns(C), chunk, totals) if one.whole is not None else loop(blocks, block, totals)
+    return walk(one, tile, totals)
 
 
 def _evaluate(

@@ -117,9 +117,10 @@ def second_pass(call: HeadCall, given: Local, counts: jax.Array, known: Any, sum
 
 
 def cotangents(work: Work, dfeatures: Features, dparameters: Parameters) -> Local:
-    """What a rule returns for `Local`; gradients of features, in order, go back to their places."""
+    """What a rule returns for `Local`; gradients of features that are in order go back to their places."""
     call, given, features = work.call, work.given, []
-    for x, g in zip(given.features, work.order.take_back(dfeatures), strict=True):
+    order = work.order if work.places is None else work.order._replace(inverse=None)
+    for x, g in zip(given.features, order.take_back(dfeatures), strict=True):
         whole = partial(whole_features, call, work.axes)
         features.append(
             rounded(back(whole, x.shape, varying(x), g) if call.sequence_parallel else g.reshape(x.shape), x.dtype)

@@ -15,8 +15,8 @@ from jaxppo.head import reductions
 from jaxppo.head.border import Axes, Index, as_bits, back, put_slice, rounded, slice_of, unless, whole_parameter
 from jaxppo.head.call import Tokens
 from jaxppo.head.reductions import Columns, Numbers
-from jaxppo.head.ring import Term, summed
-from jaxppo.head.sweep import Work, loop, read, references_of, write
+from jaxppo.head.ring import LANES, Term, summed
+from jaxppo.head.sweep import Block, Work, loop, read, references_of, write
 from jaxppo.head.tile import Features, Parameters, logits, of_feature, of_parameter, products
 from jaxppo.sharding import vary, varying
 
@@ -39,7 +39,7 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
     """Losses and statistics of all tokens, in order, and gradients: of features in order, of parameters summed."""
     call, C, G, V = work.call, work.plan.chunk, work.plan.group, work.window.total
     groups, per_token = work.size // G, work.order.put(per_token, work.size)
-    _, parameters, columns = work.block(0, V)
+    _, parameters, columns = all_columns = work.block(0, V)
     references, chunks = references_of(work, V), G // C
     # XLA for GPUs adds a product to a total in one kernel, but not a product in a branch: several groups are whole
     follows = work.order.places is not None and (groups == 1 or call.profile.rings or not call.profile.whole)
@@ -48,7 +48,7 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
         results, dx_all = carry
         at = g * G + j * C
         (tokens, features), of_tokens = work.read(at, C), read(per_token, at, C)
-        found, x = work.numbers(tokens, features, parameters, columns, read(references, at, C))
+        found, x = work.numbers(at, (tokens, features), parameters, columns, read(references, at, C))
         found, counts = reductions.over_devices(found, call.axes), work.counts(at, C)
 
         def losses_of(sums: Numbers) -> Any:
@@ -80,13 +80,16 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
         results, dx = loop(turns, partial(chunk, g), (results, dx))
         if not work.plan.fused:
             dx = partial(matrix_part, lax.optimization_barrier(as_bits(dx, work.dtype)), 0)
-        last = work, parameters, columns, dx, work.read(g * G, G)[1], written, step * C
+        last = work, all_columns, dx, work.read(g * G, G)[1], written, step * C
         of_group, found = last_products(*last, None if groups == 1 else totals)
-        return results, write(dfeatures, of_group, g * G), found
+        if work.places is None:
+            return results, write(dfeatures, of_group, g * G), found
+        at = slice_of(work.places, g * G, G)
+        return results, jax.tree.map(lambda x, new: x.at[at].set(new, unique_indices=True), dfeatures, of_group), found
 
     stats = reductions.zero_stats(call.asked, work.tokens, work.size)
     results = work.vary((stats.log_probs, stats), call.axes.tensor)
-    dfeatures = work.vary(tuple(jnp.zeros(x.shape, jnp.float32) for x in work.features))
+    dfeatures = work.vary(tuple(jnp.zeros((work.size, x.shape[1]), jnp.float32) for x in work.features))
     if not call.sequence_parallel:  # else a scatter follows; these are summed over devices already
         pairs = zip(dfeatures, work.given.features, strict=True)
         dfeatures = tuple(vary(jnp.zeros(x.shape, primal.dtype), varying(primal)) for x, primal in pairs)
@@ -101,14 +104,7 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
 
 
 def last_products(
-    work: Work,
-    parameters: Parameters,
-    columns: Columns,
-    dx: Term,
-    features: Features,
-    written: Index,
-    step: int,
-    totals: Parameters | None,
+    work: Work, block: Block, dx: Term, features: Features, written: Index, step: int, totals: Parameters | None
 ) -> tuple[Features, Parameters]:
     """The gradients of a group's features and of parameters, summed over devices, or added to `totals`, f32.
 
@@ -116,6 +112,7 @@ def last_products(
     many are `written`, and columns.
     """
     call, G, V, v, whole = work.call, work.plan.group, work.window.total, work.call.v_dim, isinstance(written, int)
+    _, parameters, columns = block
     counts = [G] if whole else [min(n, G) for n in range(0, G + step, step)]
     always = lax.optimization_barrier(jnp.asarray(True))
 
@@ -163,7 +160,12 @@ def last_products(
     if totals is not None:
 
         def added(k: int, n: int, total: jax.Array) -> jax.Array:  # in the product's branch, XLA adds as it multiplies
-            return total + of_parameter(call, k, dx(0, n, 0, V), features[k][:n])
+            width = 37 * LANES if work.plan.fused else V  # of wider parts XLA computes dlogits more than once
+            for start in range(0, V, width):
+                old = slice_of(total, start, min(width, V - start), v)
+                new = old + of_parameter(call, k, dx(0, n, start, old.shape[v]), features[k][:n])
+                total = put_slice(total, lax.optimization_barrier(new) if work.plan.fused else new, start, v)
+            return total
 
         return dfeatures, tuple(of_written([partial(added, k, n) for n in counts], x) for k, x in enumerate(totals))
     if call.h_names and call.profile.rings:  # dfeatures reads the gathered kernel last: its memory is to be free now
@@ -246,8 +248,8 @@ def second(
     if alone:  # a copy; several tiles do without it, since XLA makes the selection a part of their products
         work = work._replace(features=unless(counts, work.features))
 
-    def parameter_term(k: int, dx: jax.Array, f: jax.Array, start: Index, size: int, first: Index, n: int) -> jax.Array:
-        return of_parameter(call, k, slice_of(dx, start, size, 1), slice_of(f, first, n, 1))
+    def term(k: int, dx: jax.Array, f: jax.Array, start: Index, size: int, first: Index, width: int) -> jax.Array:
+        return of_parameter(call, k, slice_of(dx, start, size, 1), slice_of(f, first, width, 1))
 
     def block(i: Index, carry: Any) -> Any:
         dfeatures, dparameters = carry
@@ -265,7 +267,7 @@ def second(
             drows = tuple(d + of_feature(call, k, dx, p) for k, (d, p) in pairs)
             dfeatures = work.vary(write(dfeatures, drows, j * C))
             if totals is None:
-                return dfeatures, tuple(partial(parameter_term, k, dx, f) for k, f in enumerate(features))
+                return dfeatures, tuple(partial(term, k, dx, f) for k, f in enumerate(features))
             terms = (of_parameter(call, k, dx, f) for k, f in enumerate(features))
             return dfeatures, work.vary(tuple(map(jnp.add, totals, terms)))
 

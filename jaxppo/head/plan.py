@@ -16,8 +16,6 @@ from jaxppo.head.call import HeadCall
 from jaxppo.sharding import varying, wider_dtype
 
 FEW = 2048  # the most features with which an array of dlogits takes longer than to compute them in both products
-# Tokens of several groups; with fewer, two passes cost less than the updates of dkernel.
-GROUPS = (4096, 2048, 1024, 512, 256, 128)
 
 
 class Plan(NamedTuple):
@@ -126,8 +124,8 @@ def plan_of_second(call: HeadCall, given: Local) -> Plan:
         columns = min(columns, s.V // (parts_of(call, s.held) or 1))
         _check(call, (s.logit + s.item) * call.fixed_chunk * columns)
         return Plan(call.fixed_chunk, call.fixed_chunk, columns, by_block=True)
-    if profile.whole and not profile.rings and s.masked:  # XLA for GPUs copies a slice of columns before each product
-        columns = min(s.V, 2 * columns)
+    if profile.whole and s.masked:  # fewer tokens by more columns; XLA for GPUs copies these before each product
+        columns = min(s.V, max(columns, 3072) if profile.rings else 2 * columns)
     chunk = even(s.N, s.most, profile.whole)
 
     def size(chunk: int, columns: int) -> int:
@@ -149,25 +147,27 @@ def plan_of_one_pass(call: HeadCall, given: Local) -> Plan | None:
         return None
     s, profile = Sizes.of(call, given), call.profile
     memory = (call.memory or profile.one_pass) - s.gathered - s.rows
-    memory -= 2 * s.item * s.N * s.H if s.masked else 0  # hidden states in order, and their gradients
     chunks = (2048, 1024, 512, 256, 128)[0 if s.masked else 1 :] if profile.whole else (64, 32)
     # of several groups; GPUs compute those that follow a mask whole, so there a group is one of the mask's chunks
     largest = profile.group // (4 if s.masked and profile.whole and not profile.rings else 2)
     # CPUs take one group: updates of dkernel by several take them longer than the product that one pass saves
     groups = [s.N] if profile.group >= s.N or not profile.whole else []
-    groups += [even(s.N, most) for most in GROUPS if most <= largest and profile.whole]
+    groups += [even(s.N, largest >> i) for i in range(6) if profile.whole]
     refer, few = references(call, given), s.H <= FEW or call.memory is not None
     # with FSDP by features the product of each share would compute all dlogits; seven messages of a ring are f32
     fused = refer and few and not (s.masked or call.h_names or call.transform.softcap) and len(given.parameters) == 1
     messages = 7 * s.H * s.V // 2 if axes_of(call, given) > varying(given.parameters[0]) else 0
-    if fused and groups[:1] == [s.N] and 4 * s.N * (s.V + s.H) + max(messages, 2 * s.N * s.H) <= memory:
-        return Plan(s.N, s.N, s.V, references=True, one_pass=True, fused=True)
+    most = groups[0]
+    beside = max(messages, 2 * s.N * s.H) if most == s.N else s.total
+    if fused and 4 * most * (s.V + s.H) + beside <= memory:
+        return Plan(most, most, s.V, references=True, one_pass=True, fused=True)
     for group, chunk in product(groups, chunks):
         chunk = even(group, min(chunk, profile.group // 4), profile.whole)
         filled, several = chunk * -(-group // chunk), group < s.N
         products = 4 * filled * s.H + 4 * s.H * (min(s.V, 8192) if profile.whole else profile.columns)
         logits = s.logit * chunk * s.V * (1 if profile.whole else 3)  # XLA for CPUs keeps exponentials too
         need = s.item * filled * (s.V + 2 * s.H) + max(logits, products) + (s.total if several else 0)
+        need += 2 * s.item * s.N * s.H if s.masked and not several else 0  # hidden states in order, and their gradients
         if need <= memory:
             return Plan(chunk, filled, s.V, references=refer, one_pass=True)
     return None

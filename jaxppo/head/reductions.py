@@ -126,7 +126,8 @@ def reduced(asked: Asked, z: jax.Array, tokens: Tokens, columns: Columns, refere
     return Reduced(peaks, sums_of(asked, z, peaks, tokens, columns), top)
 
 
-def nothing(like: Reduced) -> Reduced:
+def nothing(like: Reduced, count: int) -> Reduced:
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), like)
     low = {"m": LOW, "nucleus": LOW, "key": jnp.iinfo(jnp.int32).min}
     peaks = {name: jnp.full(x.shape, low[name], x.dtype) for name, x in like.peaks.items()}
     top = like.top and (jnp.full(like.top[0].shape, LOW, jnp.float32), jnp.full(like.top[1].shape, NO_ID, jnp.int32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,13 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head import border, reductions
-from jaxppo.head.border import Axes, Index, Local, Order, Tree, Window, put_slice, slice_of, unless
+from jaxppo.head.border import Axes, Index, Local, Order, Tree, Window, put_slice, rows_at, slice_of, unless
 from jaxppo.head.call import HeadCall, Names, Tokens
 from jaxppo.head.plan import Plan
 from jaxppo.head.reductions import Columns, Reduced
 from jaxppo.head.tile import LOW, Features, Parameters, dot, logits, products, scaled
-from jaxppo.sharding import note, vary, wider_dtype
+from jaxppo.sharding import note, vary, varying, wider_dtype
 
+Block = tuple[Index, Parameters, Columns]
 References = tuple[jax.Array, jax.Array] | None  # f32[N'], the targets' logits that a device holds, and all of them
 
 
@@ -29,7 +31,8 @@ class Work(NamedTuple):
     size: int  # N', the number of tokens with padding
     dtype: Any  # in which products are multiplied
     order: Order
-    features: Features  # [N', f]
+    places: jax.Array | None  # i32[N'], of each token's row of features; None if features are in order
+    features: Features  # [N', f], or [N, f] in the order given
     tokens: Tokens  # [N', ...]
     given: Local
     window: Window
@@ -46,7 +49,11 @@ class Work(NamedTuple):
         order = Order.of(call, None if alone else given.counts, N, axes if plan.one_pass else frozenset())
         least = 2 if call.deterministic else 1  # a loop of one turn would be compiled as another program
         size = plan.group * max(least, -(-N // plan.group))
-        features, tokens = order.put((features, given.tokens), size)
+        places, tokens = None, order.put(given.tokens, size)
+        if plan.one_pass and plan.group < size and order.places is not None:  # a copy of all would take memory
+            places = jnp.concatenate([order.places, vary(jnp.arange(N, size, dtype=jnp.int32), varying(order.places))])
+        else:
+            features = order.put(features, size)
         by_block = plan.by_block and bool(call.h_names or call.gathered_v)
         kernel, stored = given.parameters[0], not call.profile.whole
         own, dtype = kernel.shape[call.v_dim], wider_dtype(features[0].dtype, kernel.dtype)
@@ -56,13 +63,13 @@ class Work(NamedTuple):
         blocks, whole = -(-window.total // width), None
         if not by_block:
             whole = tuple(border.whole_parameter(call, k, axes, p) for k, p in enumerate(given.parameters))
-        return cls(call, plan, axes, size, dtype, order, features, tokens, given, window, width, blocks, whole)
+        return cls(call, plan, axes, size, dtype, order, places, features, tokens, given, window, width, blocks, whole)
 
     def vary(self, tree: Tree, equal: Names = ()) -> Tree:
         """A loop's carry must vary over all axes from the start, but for those along which its results are equal."""
         return jax.tree.map(lambda x: vary(x, self.axes - set(equal)), tree)
 
-    def block(self, i: Index, size: int) -> tuple[Index, Parameters, Columns]:
+    def block(self, i: Index, size: int) -> Block:
         """The place of block i in what the device holds, its parameters and its columns."""
         call, (start, columns) = self.call, self.window.block(i, size)
         held = self.given.parameters if self.whole is None else self.whole
@@ -75,10 +82,12 @@ class Work(NamedTuple):
         return start, tuple(parts), columns
 
     def numbers(
-        self, tokens: Tokens, features: Features, parameters: Parameters, columns: Columns, references: References
+        self, at: Index, of: tuple[Tokens, Features], parameters: Parameters, columns: Columns, references: References
     ) -> tuple[Reduced, jax.Array]:
-        """The numbers of a tile, relative to its references if there are any, and its products."""
-        asked, x = self.call.asked, products(self.call, features, parameters)
+        """The numbers of some tokens, from `at` on, relative to references if there are any, and the products."""
+        (tokens, features), asked = of, self.call.asked
+        # without this the rarely taken branch reads these very rows, and XLA for TPUs does not keep them in VMEM
+        x = products(self.call, lax.optimization_barrier(features), parameters)
         reference = None if references is None else references[1]
         z = logits(self.call.transform, x, tokens.temperature, columns.valid)
         found = self.vary(reductions.reduced(asked, z, tokens, columns, reference))
@@ -89,17 +98,16 @@ class Work(NamedTuple):
         far = ~(found.sums["s"] <= reductions.FARTHEST) | (z_y <= LOW / 2)
 
         def exactly() -> Reduced:  # in products of their own, an eighth at a time: the chunk's logits exist once
-            given, C = lax.optimization_barrier((tokens, features)), x.shape[0]
-            n = min(C, 256, -(-C // 64) * 8)
+            C, n = x.shape[0], min(x.shape[0], 256, -(-x.shape[0] // 64) * 8)
 
             def part(j: Index, total: Reduced) -> Reduced:
                 start = jnp.minimum(j * n, C - n)  # the last part computes some tokens of the one before once more
-                some, its = read(given, start, n)
+                some, its = self.read(at + start, n)
                 x = products(self.call, its, parameters)
                 z = logits(self.call.transform, x, some.temperature, columns.valid)
                 return write(total, self.vary(reductions.reduced(asked, z, some, columns)), start)
 
-            again = loop(-(-C // n), part, self.vary(reductions.nothing(found)))
+            again = loop(-(-C // n), part, self.vary(reductions.nothing(found, C)))
             return jax.tree.map(lambda x, y: jnp.where(far, x, y), again, found)  # no token changes another's bits
 
         with note("rarely: sums of tokens far from their maximum"):
@@ -112,7 +120,11 @@ class Work(NamedTuple):
 
     def read(self, start: Index, size: int) -> tuple[Tokens, Features]:
         """Tokens and their features, 0 where tokens do not count: they may hold NaN."""
-        tokens, features = read((self.tokens, self.features), start, size)
+        tokens, rows = read((self.tokens, self.places), start, size)
+        if rows is None:
+            features = read(self.features, start, size)
+        else:
+            features = jax.tree.map(partial(rows_at, jnp.minimum(rows, self.order.tokens - 1)), self.features)
         return tokens, features if self.given.counts is None else unless(self.counts(start, size), features)
 
     def counts(self, start: Index, size: int) -> jax.Array | None:
@@ -136,19 +148,32 @@ def write(tree: Tree, part: Tree, start: Index) -> Tree:
     return jax.tree.map(lambda x, new: put_slice(x, new, start), tree, part)
 
 
+def walk(work: Work, tile: Callable[[Index, Index, Tree], Tree], totals: Tree) -> Tree:
+    """Loops over all tiles: what `totals` hold of a chunk's tokens becomes tile(block, chunk, it)."""
+    C, blocks, turns = work.plan.chunk, work.blocks, work.turns(work.plan.chunk)
+
+    def chunk(j: Index, totals: Tree, start: Index = 0, count: int = blocks) -> Tree:
+        part = loop(count, lambda i, part: tile(start + i, j, part), read(totals, j * C, C))
+        return write(totals, part, j * C)
+
+    if work.whole is None:
+        return loop(blocks, lambda i, t: loop(turns, lambda j, t: chunk(j, t, i, 1), t), totals)
+    return lax.fori_loop(0, turns, chunk, totals) if work.call.deterministic else loop(turns, chunk, totals)
+
+
 def sweep(work: Work) -> Reduced:
     """The numbers of all tokens over the whole vocabulary, in order: chunks of tokens by blocks of columns, merged."""
     call, C, B, blocks = work.call, work.plan.chunk, work.width, work.blocks
     parts = border.parts_of(call, work.window.own * work.window.bases.shape[0])
     turns, references = work.turns(C), references_of(work, B)
+    # made in each turn it takes long if it has padding; deterministic calls are one program on any number of devices
+    alone = work.block(0, B) if blocks == 1 and not call.deterministic else None
 
     def tile(i: Index, j: Index) -> Reduced:
-        _, parameters, columns = work.block(i, B)
-        return work.numbers(*work.read(j * C, C), parameters, columns, read(references, j * C, C))[0]
+        _, parameters, columns = alone or work.block(i, B)
+        return work.numbers(j * C, work.read(j * C, C), parameters, columns, read(references, j * C, C))[0]
 
-    shapes = jax.eval_shape(lambda: tile(0, 0))
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((work.size, *x.shape[1:]), x.dtype), shapes)
-    start = work.vary(reductions.nothing(like))
+    start = work.vary(reductions.nothing(jax.eval_shape(lambda: tile(0, 0)), work.size))
     if parts:
 
         def part(i: Index) -> Reduced:
@@ -164,21 +189,9 @@ def sweep(work: Work) -> Reduced:
             return reductions.over_parts(found, names)
 
     def merged(i: Index, j: Index, found: Reduced) -> Reduced:
-        return work.vary(reductions.merge(found, tile(i, j)))
+        return tile(i, j) if blocks == 1 else work.vary(reductions.merge(found, tile(i, j)))
 
-    def chunk(j: Index, found: Reduced) -> Reduced:
-        first = tile(0, j)
-        sums = first if blocks == 1 else lax.fori_loop(1, blocks, lambda i, s: merged(i, j, s), first)
-        return write(found, sums, j * C)
-
-    def block(i: Index, found: Reduced) -> Reduced:
-        return loop(turns, lambda j, f: write(f, merged(i, j, read(f, j * C, C)), j * C), found)
-
-    if work.whole is None:
-        found = loop(blocks, block, start)
-    else:
-        found = lax.fori_loop(0, turns, chunk, start) if call.deterministic else loop(turns, chunk, start)
-    return reductions.over_devices(found, call.axes)
+    return reductions.over_devices(walk(work, merged, start), call.axes)
 
 
 def references_of(work: Work, size: int) -> References:

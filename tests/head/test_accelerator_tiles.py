@@ -12,7 +12,7 @@ from head_cases import OPTIONS, check_head, head_arrays, tiles_of
 from hidden_loss_cases import ADAPTERS, BATCH, HIDDEN, KERNEL, T, bonus_and_kl, make_batch, step
 
 from jaxppo import SFT, Head, PolicyLossConfig, RolloutBatch, loss_from_hidden, policy_loss_from_hidden, policy_losses
-from jaxppo.head import plan, ring
+from jaxppo.head import passes, plan, ring
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 from sharding.audit.program import hang_risks
@@ -141,6 +141,16 @@ def test_bf16_beside_float64(few, layout, mesh, monkeypatch):
     if mesh is None:
         tiles = f"one pass, {'512' if few else '128'} tokens x 1024 columns{'' if few else ', products of 512 tokens'}"
     check_beside_float64("wide", layout, mesh, 64, {"follow_mask": False}, tiles, "bfloat16")
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
+@pytest.mark.parametrize("layout", ["hv", "vh"])
+def test_fused_products_of_several_groups_beside_float64(layout, mesh, monkeypatch):
+    """They add to the gradient of the kernel part by part: here 13 parts of 74 columns, and a rest."""
+    monkeypatch.setattr(ring, "LANES", 16)
+    monkeypatch.setattr(passes, "LANES", 2)
+    tiles = r"one pass, 2\d\d tokens x \d+ columns"  # of 2432, or of 608 on each device
+    check_beside_float64("wide", layout, mesh, 304, {"follow_mask": False}, tiles, "bfloat16")
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
