@@ -30,6 +30,8 @@ CASES = {
     "a soft-cap": ({}, {"softcap": 2.0}),
     "a nucleus": ({"nucleus": 5}, {}),  # this one takes the maximum
     "several chunks": ({}, {"device": "wide"}),
+    "several chunks, far from the target": ({"scale": 10.0}, {"device": "wide"}),
+    "several chunks, far from the target, a mask": ({"scale": 10.0, "with_where": True}, {"device": "wide"}),
     "a kernel [H, V]": ({}, COLUMNS),
     "columns of adapters, a mask": ({"lora": True, "with_where": True}, COLUMNS),
 }
