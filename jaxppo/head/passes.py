@@ -36,7 +36,7 @@ def tile_sums(work: Work, peaks: Numbers, tokens: Tokens, columns: Columns, x: j
 
 
 def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tuple[Any, Features, Parameters]:
-    """Losses and statistics of all tokens, in order, and gradients: of features in order, of parameters summed."""
+    """Losses and statistics of all tokens in order, gradients of features for `cotangents`, of parameters summed."""
     call, C, G, V = work.call, work.plan.chunk, work.plan.group, work.window.total
     groups, per_token = work.size // G, work.order.put(per_token, work.size)
     _, parameters, columns = all_columns = work.block(0, V)

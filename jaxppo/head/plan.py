@@ -157,8 +157,7 @@ def plan_of_one_pass(call: HeadCall, given: Local) -> Plan | None:
     # with FSDP by features the product of each share would compute all dlogits; seven messages of a ring are f32
     fused = refer and few and not (s.masked or call.h_names or call.transform.softcap) and len(given.parameters) == 1
     messages = 7 * s.H * s.V // 2 if axes_of(call, given) > varying(given.parameters[0]) else 0
-    most = groups[0]
-    beside = max(messages, 2 * s.N * s.H) if most == s.N else s.total
+    most, beside = groups[0], max(messages, 2 * s.N * s.H) if groups[0] == s.N else s.total
     if fused and 4 * most * (s.V + s.H) + beside <= memory:
         return Plan(most, most, s.V, references=True, one_pass=True, fused=True)
     for group, chunk in product(groups, chunks):

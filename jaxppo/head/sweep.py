@@ -86,7 +86,7 @@ class Work(NamedTuple):
     ) -> tuple[Reduced, jax.Array]:
         """The numbers of some tokens, from `at` on, relative to references if there are any, and the products."""
         (tokens, features), asked = of, self.call.asked
-        # without this the rarely taken branch reads these very rows, and XLA for TPUs does not keep them in VMEM
+        # XLA for TPUs is slower if it cuts these rows within the product, or if the branch below reads them too
         x = products(self.call, lax.optimization_barrier(features), parameters)
         reference = None if references is None else references[1]
         z = logits(self.call.transform, x, tokens.temperature, columns.valid)
@@ -166,11 +166,11 @@ def sweep(work: Work) -> Reduced:
     call, C, B, blocks = work.call, work.plan.chunk, work.width, work.blocks
     parts = border.parts_of(call, work.window.own * work.window.bases.shape[0])
     turns, references = work.turns(C), references_of(work, B)
-    # made in each turn it takes long if it has padding; deterministic calls are one program on any number of devices
-    alone = work.block(0, B) if blocks == 1 and not call.deterministic else None
+    # made once, since masking its padding copies the kernel; but the bits of deterministic calls would depend on tp
+    only = work.block(0, B) if blocks == 1 and not call.deterministic else None
 
     def tile(i: Index, j: Index) -> Reduced:
-        _, parameters, columns = alone or work.block(i, B)
+        _, parameters, columns = only or work.block(i, B)
         return work.numbers(j * C, work.read(j * C, C), parameters, columns, read(references, j * C, C))[0]
 
     start = work.vary(reductions.nothing(jax.eval_shape(lambda: tile(0, 0)), work.size))

@@ -109,7 +109,7 @@ def from_hidden(hidden=HIDDEN, kernel=KERNEL, targets=TARGETS, **options):
 
 
 def test_a_layout_in_the_place_of_a_bias():
-    with pytest.raises(TypeError, match=r"bias: got str, expected \[V\] or None; a layout is given as layout="):
+    with pytest.raises(TypeError, match=r"bias: got 'vh', expected \[V\] or None; a layout is given as layout="):
         Head(KERNEL, "vh")
 
 
