@@ -66,7 +66,7 @@ def summed(
         count = -(-length * width // (AT_ONCE if rings else LARGE)) if n > 1 else 1
         return in_blocks(at_once, *((1 - dim, width) if scatter else (dim, length)), count, 2 if rings else 1)
     uncut = scatter or work.plan.fused  # each product of a fused plan computes the rows of dx that it multiplies
-    blocks = 1 if uncut or length < 4 * n * LANES or length * width < LARGE else 2
+    blocks = 1 if uncut or length < 4 * n * LANES or length * width < LARGE else work.plan.blocks
     # A product for half a share reads the operand of the other half too, so the longer side is cut.
     cut = 0 if uncut or length >= n * blocks * width else width // 2 // LANES * LANES
     pieces = n * blocks * (1 if cut else 2)
@@ -84,8 +84,7 @@ def summed(
             at = (start(share, half), sides[half][0])
             return lax.dynamic_update_slice(out, x, at if dim == 0 else at[::-1], allow_negative_indices=False)
 
-        halves = ring_sum(lambda share, half: given(start(share, half), size, *sides[half]), shares, names)
-        halves = [done(x) for x in halves]
+        halves = [done(x) for x in ring_sum(lambda i, half: given(start(i, half), size, *sides[half]), shares, names)]
         if scatter:
             return jnp.concatenate(halves, dim)
         # a start that a term also used would be computed outside the term's branch, where XLA forgets how it is aligned
@@ -123,12 +122,11 @@ def in_blocks(part: Callable[[Index, int], jax.Array], dim: int, length: int, co
 
 def ring_sum(term: Callable[[Index, int], jax.Array], shares: Arrays, names: Names) -> Arrays:
     """The two halves of this device's share of the sum over devices of term(share, half); one goes around each way."""
-    n, totals = len(shares), []
-    for half, step in enumerate((1, -1)):
-        total = term(shares[-step], half)
-        for k in range(2, n + 1):
-            total = _onward(total, names, step) + term(shares[-k * step % n], half)
-        totals.append(total)
+    n, totals = len(shares), [term(shares[-step], half) for half, step in enumerate((1, -1))]
+    for k in range(2, n + 1):  # the second half's terms wait for the first one's sum: fewer messages are in memory
+        for half, step in enumerate((1, -1)):
+            wait = (totals[0][0, 0] > jnp.inf).astype(jnp.int32) if half else 0
+            totals[half] = _onward(totals[half], names, step) + term(shares[-k * step % n] + wait, half)
     return totals
 
 
