@@ -18,7 +18,7 @@ from jaxppo.head.call import HeadCall, Inputs, Tokens
 from jaxppo.head.gradient import once, second_pass
 from jaxppo.head.plan import plan_of_second, plan_of_sweep
 from jaxppo.head.reductions import Columns, Reduced
-from jaxppo.head.sweep import Work, read, sweep, walk
+from jaxppo.head.sweep import Block, Work, read, sweep, walk
 from jaxppo.head.tile import LOW, logits, products
 from jaxppo.sharding import ShardAxes, vary
 
@@ -153,8 +153,7 @@ def _evaluate(
         sums = sums_of_terms(call, columns, exact_log_p(z, known[0]), exact_log_p(teacher_z, its))
         return jax.tree.map(jnp.add, total, (sums, slopes))
 
-    zeros = jnp.zeros(one.size, jnp.float32)
-    total = over_tiles(one, two, known, add, one.vary(((zeros,) * len(call.divergences),) * 2))
+    total = over_tiles(one, two, known, add, one.vary(((jnp.zeros_like(own[1]),) * len(call.divergences),) * 2))
     axes = call.student.axes
     parts = axes.psum(vary(jnp.stack(jax.tree.leaves(total)), axes.tensor), axes.tensor)
     parts, known = one.order.take_back((parts.T, known))
@@ -187,10 +186,9 @@ def _backward(call: DivergenceCall, saved: Any, g: tuple[jax.Array, ...]) -> tup
     peaks, teacher = (unless(counts, known[0][0], -LOW), unless(counts, known[0][1])), unless(counts, known[1])
     two = Work.of(call.teacher, plan_of_second(call.student, given), other)
 
-    def sums_at(work: Work, i: Index, start: Index, tokens: Tokens, columns: Columns, part: Any) -> Any:
-        counts, own, its, of = part
+    def of_tile(work: Work, block: Block, start: Index, tokens: Tokens, columns: Columns, part: Any) -> Any:
+        (_, parameters, its_columns), (counts, own, its, of) = block, part
         its_tokens, features = read((two.tokens, two.features), start, work.plan.group)
-        _, parameters, its_columns = two.block(i, work.width)
         y = products(call.teacher, unless(counts, features), parameters)
         log_q = _log_p(_logits(two, y, its_tokens, its_columns), its)
 
@@ -199,6 +197,9 @@ def _backward(call: DivergenceCall, saved: Any, g: tuple[jax.Array, ...]) -> tup
             return sums_of_terms(call, columns, _log_p(z, own), log_q), jnp.exp(z - own[0][:, None]).sum(1)
 
         return sums, of
+
+    def sums_at(work: Work, i: Index) -> Any:
+        return partial(of_tile, work, two.block(i, work.width))  # gathered here: devices have as many blocks, not tiles
 
     return second_pass(call.student, given, counts, (counts, peaks, teacher, of), sums_at), None, None
 

@@ -13,11 +13,11 @@ from jax import lax
 
 from jaxppo.head import reductions
 from jaxppo.head.border import Local, back, local, rounded, unless, whole_features
-from jaxppo.head.call import HeadCall, Inputs, Tokens
+from jaxppo.head.call import HeadCall, Inputs
 from jaxppo.head.head import TokenStats
 from jaxppo.head.passes import one_pass, second, tile_sums
 from jaxppo.head.plan import Plan, plan_of_one_pass, plan_of_second, plan_of_sweep
-from jaxppo.head.reductions import Columns, Reduced
+from jaxppo.head.reductions import Reduced
 from jaxppo.head.sweep import Work, sweep
 from jaxppo.head.tile import LOW, Features, Parameters
 from jaxppo.sharding import ShardAxes, note, vary, varying
@@ -97,8 +97,8 @@ def _statistics_backward(call: HeadCall, saved: tuple[Local, Reduced], of_stats:
     asked, counts, of_sums = reductions.cotangents(call.asked, found, given.tokens, call.vocab_size, of_stats)
     counts = counts if given.counts is None else counts & given.counts
 
-    def sums_at(work: Work, i: Any, start: Any, tokens: Tokens, columns: Columns, part: Any) -> Any:
-        return partial(tile_sums, work, part[0], tokens, columns), part[1]
+    def sums_at(work: Work, _: Any) -> Any:
+        return lambda _, tokens, columns, part: (partial(tile_sums, work, part[0], tokens, columns), part[1])
 
     # tokens without a cotangent may hold NaN; a high peak makes exponentials 0
     known = unless(counts, found.peaks, -LOW), unless(counts, of_sums)

@@ -235,12 +235,10 @@ def in_place(work: Work, k: int, found: jax.Array) -> jax.Array:
     return lax.psum(found, names) if names else found
 
 
-def second(
-    work: Work, counts: jax.Array, known: Any, sums_at: Callable[..., tuple[Callable[[jax.Array], Any], Any]]
-) -> tuple[Features, Parameters]:
+def second(work: Work, counts: jax.Array, known: Any, sums_at: Callable[..., Any]) -> tuple[Features, Parameters]:
     """The f32 gradients of features in order, and those of parameters, a finished block of columns at a time.
 
-    sums_at(work, i, start, tokens, columns, part) returns the sums of a tile in block i as a function of its products,
+    sums_at(work, i)(start, tokens, columns, part) returns the sums of a tile in block i as a function of its products,
     and their cotangents; `part` is what `known`, arrays of tokens in order, hold of its tokens, from `start` on.
     """
     call, given, v, C, B, blocks = work.call, work.given, work.call.v_dim, work.plan.group, work.width, work.blocks
@@ -254,13 +252,13 @@ def second(
     def block(i: Index, carry: Any) -> Any:
         dfeatures, dparameters = carry
         i = blocks - 1 - i  # the last one first: in the columns that it shares with the one before it holds zeros
-        start, parameters, columns = work.block(i, B)
+        (start, parameters, columns), sums_of_tile = work.block(i, B), sums_at(work, i)
 
         def tile(j: Index, carry: Any) -> Any:
             dfeatures, totals = carry
             tokens, part, drows = read((work.tokens, known, dfeatures), j * C, C)
             features = work.features if alone else unless(*read((counts, work.features), j * C, C))
-            sums, of_sums = sums_at(work, i, j * C, tokens, columns, part)
+            sums, of_sums = sums_of_tile(j * C, tokens, columns, part)
             dx = gradient_of_products(work, products(call, features, parameters), sums, of_sums)
             dx = lax.optimization_barrier(dx) if call.profile.whole else dx
             pairs = enumerate(zip(drows, parameters, strict=True))

@@ -46,7 +46,8 @@ class Work(NamedTuple):
         features = tuple(border.whole_features(call, axes, x) for x in given.features)
         N = features[0].shape[0]
         alone = plan.chunk >= N and not call.deterministic  # a single chunk keeps tokens in place
-        order = Order.of(call, None if alone else given.counts, N, axes if plan.one_pass else frozenset())
+        by_block = plan.by_block and bool(call.h_names or call.gathered_v)
+        order = Order.of(call, None if alone else given.counts, N, axes if plan.one_pass or by_block else Axes())
         least = 2 if call.deterministic else 1  # a loop of one turn would be compiled as another program
         size = plan.group * max(least, -(-N // plan.group))
         places, tokens = None, order.put(given.tokens, size)
@@ -54,7 +55,6 @@ class Work(NamedTuple):
             places = jnp.concatenate([order.places, vary(jnp.arange(N, size, dtype=jnp.int32), varying(order.places))])
         else:
             features = order.put(features, size)
-        by_block = plan.by_block and bool(call.h_names or call.gathered_v)
         kernel, stored = given.parameters[0], not call.profile.whole
         own, dtype = kernel.shape[call.v_dim], wider_dtype(features[0].dtype, kernel.dtype)
         window = Window.of(call.axes, call.v_names, own, call.vocab_size, stored, by_block)

@@ -15,7 +15,7 @@ from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec as P
 
-from jaxppo import log_probs_from_logits
+from jaxppo import log_probs_from_hidden, log_probs_from_logits
 from sharding import ParallelMesh, make_parallel_mesh
 from sharding.audit import audit
 from sharding.audit.program import hang_risks
@@ -205,6 +205,20 @@ def test_no_array_holds_the_vocabulary_per_token(name, columns):
     if columns > 1024:
         assert per_token_over_the_vocabulary(jaxpr, columns) == set()
     assert hang_risks(jaxpr) == []
+
+
+@pytest.mark.parametrize("memory", [None, 4_300_000])
+def test_loops_that_gather_end_at_once_everywhere(memory):
+    """A mask leaves devices different numbers of chunks. With this memory the forward gathers the kernel by block."""
+    parallel, ones = make_parallel_mesh("fsdp=8"), jnp.ones((8, 8192), jnp.int32)
+    hidden, kernel, where = jnp.zeros((8, 8192, 64)), jnp.zeros((64, 1024)), jnp.tril(jnp.ones((8, 8192), bool), 4000)
+
+    def run(hidden, kernel):
+        return log_probs_from_hidden(
+            hidden, kernel, ones, where=where, parallel=parallel, memory=memory
+        ).log_probs.sum()
+
+    assert hang_risks(jax.make_jaxpr(jax.value_and_grad(run, (0, 1)))(hidden, kernel)) == []
 
 
 def test_the_search_for_such_arrays_finds_them():

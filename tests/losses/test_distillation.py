@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from head_cases import tiles_of
 from jax.experimental import topologies
+from jax.sharding import PartitionSpec as P
 from oracle import other_losses
 from plain_head import reference_divergence
 
@@ -18,6 +19,7 @@ from jaxppo import Head, LoRA, PolicyLossConfig, RolloutBatch, TokenStats, advan
 from jaxppo.losses.distillation import Divergence, distillation_loss, divergence_from_hidden
 from jaxppo.policy_losses import Reinforce
 from sharding import ParallelMesh, ShardAxes, make_parallel_mesh
+from sharding.audit.program import hang_risks
 from sharding.testing import assert_mesh_invariant, assert_trees_close
 
 DIVERGENCES = get_args(Divergence)
@@ -90,6 +92,19 @@ def test_kernels_sharded_over_fsdp_and_bf16(sequence_parallel):
     assert all(g.dtype == jnp.bfloat16 for g in jax.tree.leaves(gradients))
     # A bf16 model's logit gradient is rounded to bf16 before its products, 2^-9 of each term.
     assert_trees_close(jax.tree.map(lambda g: g.astype(jnp.float32), gradients), exact, rtol=2**-7, atol=2**-8)
+
+
+@pytest.mark.parametrize("of", ["student", "teacher", "both"])
+def test_loops_that_gather_a_kernel_end_at_once_everywhere(of):
+    """A mask leaves devices different numbers of chunks, and gradients gather the kernels by block."""
+    parallel = make_parallel_mesh("fsdp=8")
+    hidden, kernel, where = jnp.zeros((8, 1024, 64)), jnp.zeros((64, 256)), jnp.tril(jnp.ones((8, 1024), bool), 400)
+    student, teacher = (Head(kernel, spec=None if of in (name, "both") else P()) for name in ("student", "teacher"))
+
+    def run(hidden, student):
+        return divergence_from_hidden(hidden, student, hidden, teacher, where=where, parallel=parallel).sum()
+
+    assert hang_risks(jax.make_jaxpr(jax.value_and_grad(run, (0, 1)))(hidden, student)) == []
 
 
 def test_padded_columns_and_a_frozen_head():
