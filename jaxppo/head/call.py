@@ -30,7 +30,7 @@ class HeadOptions(TypedDict, total=False):
         moved to the devices of the batch's tokens, and `sharding.audit` notes the move. Inside a `shard_map` another
         spec is refused.
       memory: bytes that a device may spend beside its results. By default an eighth of an accelerator's memory for
-        one pass; for two 0.3 GiB on TPUs and 0.5 on GPUs, and dhidden in f32 beyond 8192 tokens; on CPUs 48 MiB and
+        one pass; for two 0.27 GiB on TPUs and 0.4 on GPUs, and dhidden in f32 beyond 8192 tokens; on CPUs 48 MiB and
         tiles of 4 MiB.
       precision: the precision of products, as in `jnp.dot`. bf16 operands multiply in one pass with f32 sums. For f32
         operands the default is "highest", since accelerators would round them to bf16 or TF32. If hidden states are

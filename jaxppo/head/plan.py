@@ -27,8 +27,8 @@ class Plan(NamedTuple):
     by_block: bool = False  # a kernel is gathered a block of columns at a time
     references: bool = False  # see `references`
     one_pass: bool = False
-    blocks: int = 2  # in which large sums of gradients go around rings, one after the other
-    fused: bool = False  # f32 logits of all tokens stay, and products compute the dlogits that they multiply
+    ring_blocks: int = 2  # in which large sums that are not fused go around rings, one after the other
+    fused: bool = False  # f32 logits of a group stay, and products compute the dlogits that they multiply
 
     def __str__(self) -> str:
         products = f", products of {self.group} tokens" if self.group > self.chunk else ""
@@ -139,7 +139,7 @@ def plan_of_second(call: HeadCall, given: Local) -> Plan:
         else:
             chunk = max(8, chunk // 2)
     chunk = even(s.N, chunk, profile.whole)
-    return Plan(chunk, chunk, even_columns(s.V, columns), by_block=True, blocks=1 if chunk >= s.N else 2)
+    return Plan(chunk, chunk, even_columns(s.V, columns), by_block=True)
 
 
 def plan_of_one_pass(call: HeadCall, given: Local) -> Plan | None:
@@ -155,22 +155,22 @@ def plan_of_one_pass(call: HeadCall, given: Local) -> Plan | None:
     groups = [s.N] if profile.group >= s.N or not profile.whole else []
     groups += [even(s.N, largest >> i) for i in range(6) if profile.whole]
     refer, few = references(call, given), s.H <= FEW or (call.memory is not None and groups[0] < s.N)
-    # with FSDP by features the product of each share would compute all dlogits; a ring has six messages in f32
+    # with FSDP by features the product of each share would compute all dlogits; of 4 devices six messages are f32
     fused = refer and few and not (s.masked or call.h_names or call.transform.softcap) and len(given.parameters) == 1
     messages = 3 * s.H * s.V if profile.rings and axes_of(call, given) > varying(given.parameters[0]) else 0
     most, beside = groups[0], max(messages, 2 * s.N * s.H) if groups[0] == s.N else s.total
     if fused and 4 * most * (s.V + s.H) + beside <= memory:
         return Plan(most, most, s.V, references=True, one_pass=True, fused=True)
-    # a ring in one block takes a tenth less time, and twice its messages are much beside the dlogits of few tokens
+    # one block takes a tenth less time; its messages are little beside dlogits if tokens are more than twice features
     blocks = (1, 2) if groups[0] == s.N and (call.memory is not None or 2 * s.H < s.N) else (2,)
     for group, chunk, n in product(groups, chunks, blocks):
         chunk = even(group, min(chunk, profile.group // 4), profile.whole)
-        filled, in_order = chunk * -(-group // chunk), 2 * s.item * s.N * s.H if s.masked else 0  # and gradients
+        filled, in_order = chunk * -(-group // chunk), 2 * s.item * s.N * s.H if s.masked else 0  # rows and gradients
         products = 4 * filled * s.H + 4 * s.H * (min(s.V, 8192) if profile.whole else profile.columns)
         logits = s.logit * chunk * s.V * (1 if profile.whole else 3)  # XLA for CPUs keeps exponentials too
         need = s.item * filled * (s.V + 2 * s.H) + max(logits, products, messages // n)
         if need + (s.total if group < s.N else in_order) <= memory:
-            return Plan(chunk, filled, s.V, references=refer, one_pass=True, blocks=n)
+            return Plan(chunk, filled, s.V, references=refer, one_pass=True, ring_blocks=n)
     return None
 
 

@@ -14,17 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.border import Axes, Index, put_slice, rounded
+from jaxppo.head.border import Axes, Index, put_slice, rounded, slice_of
 from jaxppo.head.call import Names
 from jaxppo.head.sweep import Work
 from jaxppo.sharding import unvary, vary
 
 # term(start, size, first, width): a part of this device's term, `size` of one dimension, and `width` of the other
 Term = Callable[[Index, int, Index, int], jax.Array]
-Arrays = list[jax.Array]
-UNIT, LANES = 16, 128
+UNIT, LANES = 16, 128  # the rows and columns of a TPU's tile of bf16, to which parts are aligned
 MOST = 4  # the most devices of a ring: the messages of more share links, where their order is that of the mesh
-LARGE = 2**25  # numbers of a sum that is made in blocks, one after the other, which takes less memory
+LARGE = 2**25  # numbers of a sum that is made in blocks, one after the other, if a plan has not room for one
 AT_ONCE = 2**24  # the same on TPUs for a sum over more devices than a ring takes
 
 
@@ -65,12 +64,14 @@ def summed(
     if n == 1 or n > MOST or not rings or not fits:
         count = -(-length * width // (AT_ONCE if rings else LARGE)) if n > 1 else 1
         return in_blocks(at_once, *((1 - dim, width) if scatter else (dim, length)), count, 2 if rings else 1)
-    uncut = scatter or work.plan.fused  # each product of a fused plan computes the rows of dx that it multiplies
-    blocks = 1 if uncut or length < 4 * n * LANES or length * width < LARGE else work.plan.blocks
+    # halves of a scatter are joined by rows; each product of a fused plan computes the rows of dx that it multiplies
+    uncut = scatter or work.plan.fused
+    blocks = 1 if uncut or length < 8 * n * LANES or length * width < LARGE else work.plan.ring_blocks
     # A product for half a share reads the operand of the other half too, so the longer side is cut.
-    cut = 0 if uncut or length >= n * blocks * width else width // 2 // LANES * LANES
+    cut = 0 if uncut or length % (n * blocks * UNIT) or length >= n * blocks * width else width // 2 // LANES * LANES
     pieces = n * blocks * (1 if cut else 2)
     size = -(-length // (pieces * UNIT)) * UNIT
+    spare = 0 if cut or blocks > 1 else pieces * size - length  # rows of the last share that lie in both halves
     sides = ((0, cut), (cut, width - cut)) if cut else ((0, width), (0, width))
     me = vary(lax.axis_index(names), work.axes - set(rest))
     # where each device's share starts, in pieces, from this device's own share on
@@ -80,25 +81,29 @@ def summed(
         def start(share: Index, half: int) -> Index:
             return start_of(share + (blocks + b if half and not cut else b), size, length)
 
-        def put(out: jax.Array, share: Index, half: int, x: jax.Array) -> jax.Array:
-            at = (start(share, half), sides[half][0])
-            return lax.dynamic_update_slice(out, x, at if dim == 0 else at[::-1], allow_negative_indices=False)
-
-        halves = [done(x) for x in ring_sum(lambda i, half: given(start(i, half), size, *sides[half]), shares, names)]
+        part: Callable[[Index, int], jax.Array] = lambda i, half: given(start(i, half), size, *sides[half])  # noqa: E731
+        halves = [done(x) for x in ring_sum(part, shares, names, not work.plan.fused)]
         if scatter:
             return jnp.concatenate(halves, dim)
         # a start that a term also used would be computed outside the term's branch, where XLA forgets how it is aligned
-        return ring_gather(halves, lax.optimization_barrier(shares), names, put, out)
+        places, last = lax.optimization_barrier(shares), pieces - pieces // n
+        rows = slice_of(halves[1], 0, spare, dim) if spare else out
+        for k in range(n):
+            for half, step in enumerate((1, -1)):
+                at = (start(places[-k * step % n], half), sides[half][0])[:: 1 if dim == 0 else -1]
+                out = lax.dynamic_update_slice(out, halves[half], at, allow_negative_indices=False)
+            rows = jnp.where(places[k] == last, slice_of(halves[1], 0, spare, dim), rows) if spare else rows
+            halves = [_onward(x, names, step) for x, step in zip(halves, (1, -1), strict=True)] if k < n - 1 else halves
+        # of what both halves of the last share hold, every device keeps the second's: sums in another order differ
+        return put_slice(out, rows, length - size, dim) if spare else out
 
-    if scatter:
-        return block(0, lax.empty((1, 1), dtype))
     shape = (length, width) if dim == 0 else (width, length)
     out = vary(lax.empty(shape, dtype) if zero is None else jnp.full(shape, zero, dtype), work.axes - set(rest))
-    return unvary(block(0, out) if blocks == 1 else lax.fori_loop(0, blocks, block, out), names)
+    return unvary(block(0, out) if blocks == 1 else lax.fori_loop(0, blocks, block, out), () if scatter else names)
 
 
 def start_of(i: Index, size: int, length: int) -> Index:
-    """Where the i-th of blocks starts, of which the last one overlaps the one before it: both hold the same there."""
+    """Where the i-th of blocks starts, of which the last one may overlap the one before it."""
     unit = math.gcd(size, length - size)  # a factor of all starts, which tells XLA how they are aligned
     return unit * lax.min(i * (size // unit), (length - size) // unit)
 
@@ -120,24 +125,18 @@ def in_blocks(part: Callable[[Index, int], jax.Array], dim: int, length: int, co
     return lax.fori_loop(0, count, block, out, unroll=count <= most)  # without a loop sums are beside the next block
 
 
-def ring_sum(term: Callable[[Index, int], jax.Array], shares: Arrays, names: Names) -> Arrays:
-    """The two halves of this device's share of the sum over devices of term(share, half); one goes around each way."""
+def ring_sum(term: Callable[..., jax.Array], shares: list[jax.Array], names: Names, turns: bool) -> list[jax.Array]:
+    """The two halves of this device's share of the sum over devices of term(share, half); one goes around each way.
+
+    A term of the second half waits for the first one's sum, so that fewer messages are in memory at once. With `turns`
+    the first half waits too: faster, except where terms compute the gradients of logits.
+    """
     n, totals = len(shares), [term(shares[-step], half) for half, step in enumerate((1, -1))]
-    for k in range(2, n + 1):  # the second half's terms wait for the first one's sum: fewer messages are in memory
+    for k in range(2, n + 1):
         for half, step in enumerate((1, -1)):
-            wait = (totals[0][0, 0] > jnp.inf).astype(jnp.int32) if half else 0
+            wait = (totals[1 - half][0, 0] > jnp.inf).astype(jnp.int32) if half or turns else 0  # XLA cannot know: 0
             totals[half] = _onward(totals[half], names, step) + term(shares[-k * step % n] + wait, half)
     return totals
-
-
-def ring_gather(halves: Arrays, shares: Arrays, names: Names, put: Callable[..., Any], out: jax.Array) -> jax.Array:
-    """`out` with the halves of all devices' shares: out = put(out, share, half, x)."""
-    for k in range(len(shares)):
-        for half, step in enumerate((1, -1)):
-            out = put(out, shares[-k * step % len(shares)], half, halves[half])
-        if k < len(shares) - 1:
-            halves = [_onward(x, names, step) for x, step in zip(halves, (1, -1), strict=True)]
-    return out
 
 
 def _onward(x: jax.Array, names: Names, step: int) -> jax.Array:

@@ -97,8 +97,8 @@ class Work(NamedTuple):
         found.sums["z_y"] = jnp.where(own == LOW, 0, own)  # known already: XLA leaves the other one out
         far = ~(found.sums["s"] <= reductions.FARTHEST) | (z_y <= LOW / 2)
 
-        def exactly() -> Reduced:  # in products of their own, an eighth at a time: the chunk's logits exist once
-            C, n = x.shape[0], min(x.shape[0], 256, -(-x.shape[0] // 64) * 8)
+        def exactly() -> Reduced:  # in products of their own, some tokens at a time: the chunk's logits exist once
+            C, n = x.shape[0], min(x.shape[0], 128, -(-x.shape[0] // 64) * 8)
 
             def part(j: Index, total: Reduced) -> Reduced:
                 start = jnp.minimum(j * n, C - n)  # the last part computes some tokens of the one before once more

@@ -132,10 +132,14 @@ def test_any_number_of_tokens_beside_float64(device, T):
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2", "cp=4,tp=2", "tp=8", "fsdp=4,tp=2"])
 @pytest.mark.parametrize("layout", ["hv", "vh"])
-@pytest.mark.parametrize("few", [2048, 0])
-def test_bf16_beside_float64(few, layout, mesh, monkeypatch):
-    """Products of few features compute the gradients of logits that they multiply; else these fill an array."""
+@pytest.mark.parametrize(("few", "large"), [(2048, 2**25), (0, 2**25), (0, 0)])
+def test_bf16_beside_float64(few, large, layout, mesh, monkeypatch):
+    """Products of few features compute the gradients of logits that they multiply; else these fill an array.
+
+    Large sums go around in two blocks.
+    """
     monkeypatch.setattr(plan, "FEW", few)
+    monkeypatch.setattr(ring, "LARGE", large)
     monkeypatch.setattr(ring, "LANES", 16)  # shares are small enough for rings
     tiles = r"one pass, \d+ tokens x \d+ columns(, products of \d+ tokens)?"
     if mesh is None:
