@@ -155,7 +155,7 @@ def plan_of_one_pass(call: HeadCall, given: Local) -> Plan | None:
     groups = [s.N] if profile.group >= s.N or not profile.whole else []
     groups += [even(s.N, largest >> i) for i in range(6) if profile.whole]
     refer, few = references(call, given), s.H <= FEW or (call.memory is not None and groups[0] < s.N)
-    # with FSDP by features the product of each share would compute all dlogits; of 4 devices six messages are f32
+    # no FSDP by features: each share's product would compute all dlogits. A ring of 4 has six messages of H V / 8 f32
     fused = refer and few and not (s.masked or call.h_names or call.transform.softcap) and len(given.parameters) == 1
     messages = 3 * s.H * s.V if profile.rings and axes_of(call, given) > varying(given.parameters[0]) else 0
     most, beside = groups[0], max(messages, 2 * s.N * s.H) if groups[0] == s.N else s.total

@@ -90,8 +90,10 @@ def summed(
         rows = slice_of(halves[1], 0, spare, dim) if spare else out
         for k in range(n):
             for half, step in enumerate((1, -1)):
-                at = (start(places[-k * step % n], half), sides[half][0])[:: 1 if dim == 0 else -1]
-                out = lax.dynamic_update_slice(out, halves[half], at, allow_negative_indices=False)
+                at = start(places[-k * step % n], half), sides[half][0]
+                out = lax.dynamic_update_slice(
+                    out, halves[half], at if dim == 0 else at[::-1], allow_negative_indices=False
+                )
             rows = jnp.where(places[k] == last, slice_of(halves[1], 0, spare, dim), rows) if spare else rows
             halves = [_onward(x, names, step) for x, step in zip(halves, (1, -1), strict=True)] if k < n - 1 else halves
         # of what both halves of the last share hold, every device keeps the second's: sums in another order differ
@@ -125,16 +127,16 @@ def in_blocks(part: Callable[[Index, int], jax.Array], dim: int, length: int, co
     return lax.fori_loop(0, count, block, out, unroll=count <= most)  # without a loop sums are beside the next block
 
 
-def ring_sum(term: Callable[..., jax.Array], shares: list[jax.Array], names: Names, turns: bool) -> list[jax.Array]:
+def ring_sum(term: Callable[..., jax.Array], shares: list[jax.Array], names: Names, both: bool) -> list[jax.Array]:
     """The two halves of this device's share of the sum over devices of term(share, half); one goes around each way.
 
-    A term of the second half waits for the first one's sum, so that fewer messages are in memory at once. With `turns`
+    A term of the second half waits for the first one's sum, so that fewer messages are in memory at once. With `both`
     the first half waits too: faster, except where terms compute the gradients of logits.
     """
     n, totals = len(shares), [term(shares[-step], half) for half, step in enumerate((1, -1))]
     for k in range(2, n + 1):
         for half, step in enumerate((1, -1)):
-            wait = (totals[1 - half][0, 0] > jnp.inf).astype(jnp.int32) if half or turns else 0  # XLA cannot know: 0
+            wait = (totals[1 - half][0, 0] > jnp.inf).astype(jnp.int32) if half or both else 0  # 0, as XLA cannot know
             totals[half] = _onward(totals[half], names, step) + term(shares[-k * step % n] + wait, half)
     return totals
 

@@ -307,7 +307,7 @@ def test_products_of_few_features_compute_the_gradients_of_logits():
 
 
 @pytest.mark.nightly
-def test_a_gradient_of_fewer_features_than_tokens_goes_around_in_one_block():
+def test_a_gradient_of_few_features_goes_around_in_one_block():
     """Its messages are small beside the gradients of logits. Two blocks, one after the other, take a tenth longer."""
     parallel = sixteen(*CP4_TP4)
     found = audit(policy(parallel), *policy_arguments(parallel, 8192, hidden_size=2560))

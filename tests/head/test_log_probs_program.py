@@ -19,6 +19,7 @@ from jaxppo import log_probs_from_hidden, log_probs_from_logits
 from sharding import ParallelMesh, make_parallel_mesh
 from sharding.audit import audit
 from sharding.audit.program import hang_risks
+from sharding.testing import assert_trees_close
 
 MIXED = make_parallel_mesh("dp=2,cp=2,tp=2")
 SEQUENCE = make_parallel_mesh("dp=2,cp=2,tp=2", sequence_parallel=True)
@@ -207,18 +208,28 @@ def test_no_array_holds_the_vocabulary_per_token(name, columns):
     assert hang_risks(jaxpr) == []
 
 
-@pytest.mark.parametrize("memory", [None, 4_300_000])
-def test_loops_that_gather_end_at_once_everywhere(memory):
-    """A mask leaves devices different numbers of chunks. With this memory the forward gathers the kernel by block."""
-    parallel, ones = make_parallel_mesh("fsdp=8"), jnp.ones((8, 8192), jnp.int32)
-    hidden, kernel, where = jnp.zeros((8, 8192, 64)), jnp.zeros((64, 1024)), jnp.tril(jnp.ones((8, 8192), bool), 4000)
+@pytest.mark.parametrize("memory", [None, 1_000_000])
+def test_loops_that_gather_take_equally_many_turns_everywhere(memory):
+    """Devices have 0 to 600 tokens that count, in chunks of 256. With this memory forwards gather a kernel by block."""
+    rng, parallel = np.random.default_rng(0), make_parallel_mesh("fsdp=8")
+    where = jnp.arange(600)[None] < jnp.asarray([0, 1, 255, 256, 257, 400, 599, 600])[:, None]
+    hidden = jnp.where(where[..., None], jnp.asarray(rng.normal(size=(8, 600, 16)), jnp.float32), jnp.nan)
+    kernel = jnp.asarray(rng.normal(size=(16, 1024)), jnp.float32)
+    targets, weights = jnp.asarray(rng.integers(0, 1024, (8, 600)), jnp.int32), jnp.cos(jnp.arange(600.0))[None]
 
-    def run(hidden, kernel):
-        return log_probs_from_hidden(
-            hidden, kernel, ones, where=where, parallel=parallel, memory=memory
-        ).log_probs.sum()
+    def on_devices(hidden, kernel):
+        found = log_probs_from_hidden(hidden, kernel, targets, where=where, parallel=parallel, memory=memory)
+        return (found.log_probs * weights).sum()
 
-    assert hang_risks(jax.make_jaxpr(jax.value_and_grad(run, (0, 1)))(hidden, kernel)) == []
+    def written_out(hidden, kernel):
+        z = jnp.matmul(jnp.where(where[..., None], hidden, 0), kernel, precision="highest")
+        log_probs = jnp.take_along_axis(jax.nn.log_softmax(z), targets[..., None], 2)[..., 0]
+        return (jnp.where(where, log_probs, 0) * weights).sum()
+
+    found = jax.value_and_grad(on_devices, (0, 1))
+    assert hang_risks(jax.make_jaxpr(found)(hidden, kernel)) == []
+    expected = jax.value_and_grad(written_out, (0, 1))(hidden, kernel)
+    assert_trees_close(jax.jit(found)(hidden, kernel), expected, rtol=1e-5, atol=2e-5)
 
 
 def test_the_search_for_such_arrays_finds_them():

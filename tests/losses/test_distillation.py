@@ -95,16 +95,27 @@ def test_kernels_sharded_over_fsdp_and_bf16(sequence_parallel):
 
 
 @pytest.mark.parametrize("of", ["student", "teacher", "both"])
-def test_loops_that_gather_a_kernel_end_at_once_everywhere(of):
-    """A mask leaves devices different numbers of chunks, and gradients gather the kernels by block."""
-    parallel = make_parallel_mesh("fsdp=8")
-    hidden, kernel, where = jnp.zeros((8, 1024, 64)), jnp.zeros((64, 256)), jnp.tril(jnp.ones((8, 1024), bool), 400)
-    student, teacher = (Head(kernel, spec=None if of in (name, "both") else P()) for name in ("student", "teacher"))
+def test_no_loop_over_the_tokens_of_a_device_gathers_a_kernel(of):
+    """Devices have 0 to 160 tokens that count, in chunks of 16, and gradients gather the kernels by block."""
+    rng, parallel = np.random.default_rng(3), make_parallel_mesh("fsdp=8")
+    where = jnp.arange(160)[None] < jnp.asarray([0, 1, 16, 17, 40, 100, 159, 160])[:, None]
+    hidden = jnp.where(where[..., None], jnp.asarray(rng.normal(size=(8, 160, 16)), jnp.float32), jnp.nan)
+    kernels = [jnp.asarray(rng.normal(size=(16, 256)), jnp.float32) for _ in range(2)]
+    specs = [None if of in (name, "both") else P() for name in ("student", "teacher")]
+    weights = jnp.cos(jnp.arange(160.0))[None]
 
-    def run(hidden, student):
-        return divergence_from_hidden(hidden, student, hidden, teacher, where=where, parallel=parallel).sum()
+    def on_devices(hidden, kernel):
+        one, two = (Head(k, spec=spec) for k, spec in zip((kernel, kernels[1]), specs, strict=True))
+        return (divergence_from_hidden(hidden, one, hidden, two, where=where, parallel=parallel) * weights).sum()
 
-    assert hang_risks(jax.make_jaxpr(jax.value_and_grad(run, (0, 1)))(hidden, student)) == []
+    def written_out(hidden, kernel):
+        states = (hidden, Head(kernel)), (hidden, Head(kernels[1]))
+        return (reference_divergence(*states, where=where) * weights).sum()
+
+    found = jax.value_and_grad(on_devices, (0, 1))
+    assert hang_risks(jax.make_jaxpr(found)(hidden, kernels[0])) == []
+    expected = jax.value_and_grad(written_out, (0, 1))(hidden, kernels[0])
+    assert_trees_close(jax.jit(found)(hidden, kernels[0]), expected, rtol=1e-5, atol=2e-5)
 
 
 def test_padded_columns_and_a_frozen_head():
