@@ -76,7 +76,7 @@ def _statistics(call: HeadCall, given: Local) -> tuple[TokenStats, Reduced]:
     work = Work.of(call, plan, given)
     with note(f"forward, {plan}"):
         found = work.order.take_back(sweep(work))
-    found = jax.tree.map(lambda x: vary(x, varying(given.tokens.targets)), found)
+    found = jax.tree.map(lambda x: vary(x, varying(given.tokens.targets)), found)  # they differ where targets do
     # log 0, of tokens that do not count, would stop jax_debug_nans
     found = found._replace(peaks=unless(given.counts, found.peaks), sums=unless(given.counts, found.sums, 1))
     stats = reductions.finish(call.asked, found, given.tokens, call.vocab_size)

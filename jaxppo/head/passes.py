@@ -160,7 +160,7 @@ def last_products(
     if totals is not None:
 
         def added(k: int, n: int, total: jax.Array) -> jax.Array:  # in the product's branch, XLA adds as it multiplies
-            width = 37 * LANES if work.plan.fused else V  # of wider parts XLA computes dlogits more than once
+            width = 37 * LANES if work.plan.fused else V  # of Qwen3 an eighth, at tp=4; wider: dlogits twice
             for start in range(0, V, width):
                 old = slice_of(total, start, min(width, V - start), v)
                 new = old + of_parameter(call, k, dx(0, n, start, old.shape[v]), features[k][:n])
@@ -173,9 +173,8 @@ def last_products(
         written = written if whole else jnp.where(always, written, 0)
     found = []
     for k, primal in enumerate(work.given.parameters):
-        later = work.axes - kept(work, k) or (k == 0 and call.h_names) or call.gathered_v  # rounded behind the sum
-        dtype = jnp.float32 if later else primal.dtype
-        found.append(parameter_sum(work, k, columns, partial(parameter_term, k, dtype)))
+        late = work.axes - kept(work, k) or (k == 0 and call.h_names) or call.gathered_v  # rounded behind the sum
+        found.append(parameter_sum(work, k, columns, partial(parameter_term, k, jnp.float32 if late else primal.dtype)))
     return dfeatures, tuple(found)
 
 
@@ -260,7 +259,7 @@ def second(work: Work, counts: jax.Array, known: Any, sums_at: Callable[..., Any
             features = work.features if alone else unless(*read((counts, work.features), j * C, C))
             sums, of_sums = sums_of_tile(j * C, tokens, columns, part)
             dx = gradient_of_products(work, products(call, features, parameters), sums, of_sums)
-            dx = lax.optimization_barrier(dx) if call.profile.whole else dx
+            dx = lax.optimization_barrier(dx) if call.profile.whole else dx  # else both products compute it
             pairs = enumerate(zip(drows, parameters, strict=True))
             drows = tuple(d + of_feature(call, k, dx, p) for k, (d, p) in pairs)
             dfeatures = work.vary(write(dfeatures, drows, j * C))

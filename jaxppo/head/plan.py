@@ -63,7 +63,7 @@ class Sizes(NamedTuple):
         is_result = kernel.dtype == jnp.float32 and axes_of(call, given) <= varying(kernel) and not gathered
         total = 0 if is_result else 4 * H * held
         masked, most = given.counts is not None and call.follow_mask, call.profile.group
-        if masked:
+        if masked:  # the work stops at most so many tokens late: 2048, or on CPUs about a quarter
             most = most // 4 if call.profile.whole else min(most, max(most // 8, -(-N // 4)))
         V = -(-held // call.axes.size(call.axes.tensor)) if call.shared else held
         return cls(N, H, V, held, item, logit * call.heads, gathered, rows, total, masked, most)
@@ -125,11 +125,11 @@ def plan_of_second(call: HeadCall, given: Local) -> Plan:
         columns = min(columns, s.V // (parts_of(call, s.held) or 1))
         _check(call, (s.logit + s.item) * call.fixed_chunk * columns)
         return Plan(call.fixed_chunk, call.fixed_chunk, columns, by_block=True)
-    if profile.whole and s.masked:  # fewer tokens by more columns; XLA for GPUs copies these before each product
+    if profile.whole and s.masked:  # fewer tokens, more columns than a v6e's 2240; XLA for GPUs copies them each time
         columns = min(s.V, max(columns, 3072) if profile.rings else 2 * columns)
     chunk = even(s.N, s.most, profile.whole)
 
-    def size(chunk: int, columns: int) -> int:
+    def size(chunk: int, columns: int) -> int:  # of a tile, a block's sum and a term of it, f32 gradients of features
         return chunk * columns * (s.logit + s.item) + 8 * s.H * columns + 4 * s.N * s.H + s.rows
 
     _check(call, size(min(chunk, 8), min(s.V, 128)))
@@ -153,12 +153,12 @@ def plan_of_one_pass(call: HeadCall, given: Local) -> Plan | None:
     largest = profile.group // (4 if s.masked and profile.whole and not profile.rings else 2)
     # CPUs take one group: updates of dkernel by several take them longer than the product that one pass saves
     groups = [s.N] if profile.group >= s.N or not profile.whole else []
-    groups += [even(s.N, largest >> i) for i in range(6) if profile.whole]
+    groups += [even(s.N, largest >> i) for i in range(6) if profile.whole]  # 4096 to 128
     refer, few = references(call, given), s.H <= FEW or (call.memory is not None and groups[0] < s.N)
     # no FSDP by features: each share's product would compute all dlogits. A ring of 4 has six messages of H V / 8 f32
     fused = refer and few and not (s.masked or call.h_names or call.transform.softcap) and len(given.parameters) == 1
     messages = 3 * s.H * s.V if profile.rings and axes_of(call, given) > varying(given.parameters[0]) else 0
-    most, beside = groups[0], max(messages, 2 * s.N * s.H) if groups[0] == s.N else s.total
+    most, beside = groups[0], max(messages, 2 * s.N * s.H) if groups[0] == s.N else s.total  # or dhidden
     if fused and 4 * most * (s.V + s.H) + beside <= memory:
         return Plan(most, most, s.V, references=True, one_pass=True, fused=True)
     # one block takes a tenth less time; its messages are little beside dlogits if tokens are more than twice features
@@ -166,6 +166,7 @@ def plan_of_one_pass(call: HeadCall, given: Local) -> Plan | None:
     for group, chunk, n in product(groups, chunks, blocks):
         chunk = even(group, min(chunk, profile.group // 4), profile.whole)
         filled, in_order = chunk * -(-group // chunk), 2 * s.item * s.N * s.H if s.masked else 0  # rows and gradients
+        # the f32 gradients of features, and a block of a sum over devices: `ring.LARGE`, if features are 4096
         products = 4 * filled * s.H + 4 * s.H * (min(s.V, 8192) if profile.whole else profile.columns)
         logits = s.logit * chunk * s.V * (1 if profile.whole else 3)  # XLA for CPUs keeps exponentials too
         need = s.item * filled * (s.V + 2 * s.H) + max(logits, products, messages // n)
