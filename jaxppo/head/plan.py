@@ -138,8 +138,8 @@ def plan_of_second(call: HeadCall, given: Local) -> Plan:
             columns = max(128, columns // 2)
         else:
             chunk = max(8, chunk // 2)
-    chunk = even(s.N, chunk, profile.whole)
-    return Plan(chunk, chunk, even_columns(s.V, columns), by_block=True)
+    chunk, columns = even(s.N, chunk, profile.whole), even_columns(s.V, columns)
+    return Plan(chunk, chunk, columns, by_block=True, ring_blocks=4)  # of dhidden, which waits for no product
 
 
 def plan_of_one_pass(call: HeadCall, given: Local) -> Plan | None:

@@ -72,16 +72,26 @@ def logits(hidden: Array, head: OracleHead, temperature: Any = 1.0) -> Array:
 
 
 def head_gradient(hidden: Array, head: OracleHead, dz: Array, temperature: Any = 1.0) -> tuple[Array, HeadGradient]:
-    """From d / dz to d / d(hidden) and d / d(kernel, bias, a, b).
+    """From d / dz to d / d(hidden) and d / d(kernel, bias, a, b)."""
+    return through_products(hidden, head, product_gradient(hidden, head, dz, temperature))
 
-    With x the product before the soft-cap and e = exp(-2 |x / cap|), dx = scale * dz / temperature * 4 e / (1 + e)^2,
-    which is 1 - tanh(x / cap)^2 where that difference is all rounding too.
+
+def product_gradient(hidden: Array, head: OracleHead, dz: Array, temperature: Any = 1.0) -> Array:
+    """From d / dz to d / dx, where scale * x is the product before the soft-cap.
+
+    With e = exp(-2 |scale * x / cap|), dx = scale * dz / temperature * 4 e / (1 + e)^2, which is 1 - tanh^2 where that
+    difference is all rounding too.
     """
-    h, v = np.asarray(hidden, np.float64), head.columns
     dx = head.scale * dz / _by_token(temperature)
     if head.softcap is not None:
-        e = np.exp(-2 * np.abs(head.product(h) / head.softcap))
+        e = np.exp(-2 * np.abs(head.product(np.asarray(hidden, np.float64)) / head.softcap))
         dx = dx * 4 * e / (1 + e) ** 2
+    return dx
+
+
+def through_products(hidden: Array, head: OracleHead, dx: Array) -> tuple[Array, HeadGradient]:
+    """From d / dx to d / d(hidden) and d / d(kernel, bias, a, b)."""
+    h, v = np.asarray(hidden, np.float64), head.columns
     kernel = np.asarray(head.kernel, np.float64)
     dh, d_kernel = dx @ kernel[:, :v].T, np.zeros_like(kernel)
     d_kernel[:, :v] = h.T @ dx

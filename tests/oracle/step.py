@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .head import HeadGradient, OracleHead, head_gradient, logit_gradient, logits, token_stats
+from .head import (
+    HeadGradient,
+    OracleHead,
+    logit_gradient,
+    logits,
+    product_gradient,
+    through_products,
+    token_stats,
+)
 from .kl import k3, kl_penalty
 from .off_policy import Correction, correction, mean_of_step
 from .policy_losses import LOSSES, Tokens
@@ -250,21 +258,32 @@ def policy_loss_from_hidden(
 ) -> tuple[StepLoss, list[Array], HeadGradient]:
     """`policy_loss` of `with_stats`, and its gradients by each sample's hidden states `[m, H]` and by the head."""
     result = policy_loss(with_stats(samples, head), config)
-    gradients = zip(samples, result.by_log_probs, result.by_entropy, strict=True)
-    by_stats = [{"by_log_prob": g[s.here], "by_entropy": e[s.here]} for s, g, e in gradients]
-    return result, *through_head(samples, head, by_stats)
+    return result, *through_head(samples, head, stats_gradients(samples, result))
+
+
+def stats_gradients(samples: Sequence[OracleSample], loss: StepLoss) -> list[Mapping[str, Array]]:
+    """A loss's gradients by the statistics of the tokens with loss, sample by sample."""
+    gradients = zip(samples, loss.by_log_probs, loss.by_entropy, strict=True)
+    return [{"by_log_prob": g[s.here], "by_entropy": e[s.here]} for s, g, e in gradients]
 
 
 def through_head(
-    samples: Sequence[OracleSample], head: OracleHead, by_stats: Sequence[Mapping[str, Array]]
+    samples: Sequence[OracleSample], head: OracleHead, by_stats: Sequence[Mapping[str, Array]], sizes: bool = False
 ) -> tuple[list[Array], HeadGradient]:
-    """From gradients by statistics, as `logit_gradient` names them, to those by hidden states and by the head."""
+    """From gradients by statistics, as `logit_gradient` names them, to those by hidden states and by the head.
+
+    With `sizes` the sums of the sizes of their terms instead: what is rounded is a term.
+    """
     by_hidden, by_head = [], []
     for s, cotangents in zip(samples, by_stats, strict=True):
         y, nucleus, temperature = head_inputs(s)
         z = logits(s.at("hidden"), head, temperature)
         dz = logit_gradient(z, y, **cotangents, nucleus=nucleus)
-        dh, parts = head_gradient(s.at("hidden"), head, dz, temperature)
+        given = s.at("hidden"), head, product_gradient(s.at("hidden"), head, dz, temperature)
+        if sizes:
+            arrays = {k: np.abs(x) for k in ("kernel", "bias", "a", "b") if (x := getattr(head, k)) is not None}
+            given = np.abs(given[0]), replace(head, **arrays), np.abs(given[2])
+        dh, parts = through_products(*given)
         by_hidden.append(s.scatter(dh))
         by_head.append(parts)
     sums: list[Any] = [None if x[0] is None else np.sum(x, axis=0) for x in zip(*by_head, strict=True)]
