@@ -160,7 +160,7 @@ def last_products(
     if totals is not None:
 
         def added(k: int, n: int, total: jax.Array) -> jax.Array:  # in the product's branch, XLA adds as it multiplies
-            width = 37 * LANES if work.plan.fused else V  # of Qwen3 an eighth, at tp=4; wider: dlogits twice
+            width = 37 * LANES if work.plan.fused else V  # 4736; of wider parts XLA computes dlogits twice
             for start in range(0, V, width):
                 old = slice_of(total, start, min(width, V - start), v)
                 new = old + of_parameter(call, k, dx(0, n, start, old.shape[v]), features[k][:n])

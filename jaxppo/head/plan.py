@@ -125,7 +125,7 @@ def plan_of_second(call: HeadCall, given: Local) -> Plan:
         columns = min(columns, s.V // (parts_of(call, s.held) or 1))
         _check(call, (s.logit + s.item) * call.fixed_chunk * columns)
         return Plan(call.fixed_chunk, call.fixed_chunk, columns, by_block=True)
-    if profile.whole and s.masked:  # fewer tokens, more columns than a v6e's 2240; XLA for GPUs copies them each time
+    if profile.whole and s.masked:  # fewer tokens want more columns than 2240, see above; XLA for GPUs copies these
         columns = min(s.V, max(columns, 3072) if profile.rings else 2 * columns)
     chunk = even(s.N, s.most, profile.whole)
 
@@ -139,7 +139,7 @@ def plan_of_second(call: HeadCall, given: Local) -> Plan:
         else:
             chunk = max(8, chunk // 2)
     chunk, columns = even(s.N, chunk, profile.whole), even_columns(s.V, columns)
-    return Plan(chunk, chunk, columns, by_block=True, ring_blocks=4)  # of dhidden, which waits for no product
+    return Plan(chunk, chunk, columns, by_block=True, ring_blocks=4)  # of dhidden: no product hides its messages
 
 
 def plan_of_one_pass(call: HeadCall, given: Local) -> Plan | None:

@@ -264,6 +264,11 @@ class TestGradients:
         options = {"label_smoothing": 0.2, "z_loss": 0.05, "aggregation": "sequence_mean_token_mean"}
         _, by_stats, _ = sft_loss(with_stats(samples, head), **options)
         by_hidden, by_head = through_head(samples, head, by_stats)
+        # a token adds one term to each number of the kernel's gradient
+        alone = [replace(samples[0], mask=np.eye(3)[i]) for i in (0, 2)]
+        tokens = [{name: g[i : i + 1] for name, g in by_stats[0].items()} for i in range(2)]
+        terms = through_head(samples[:1], head, by_stats[:1], sizes=True)[1].kernel
+        agree(terms, sum(np.abs(through_head([s], head, [g])[1].kernel) for s, g in zip(alone, tokens, strict=True)))
 
         def loss(s, h):
             return sft_loss(with_stats(s, h), **options)[0]
