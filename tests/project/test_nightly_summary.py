@@ -19,6 +19,10 @@ def test_bad(): assert False
 @pytest.mark.skip(reason="no such card")
 def test_not_here(): pass
 """
+WHOLE = """
+import pytest
+pytest.importorskip("nothing", reason="nothing is there")
+"""
 CONFTEST = """
 def pytest_addoption(parser):
     parser.addoption("--search-seed", type=int)
@@ -59,18 +63,19 @@ def test_programs_are_let_go_where_there_are_many(monkeypatch):
 @pytest.mark.nightly
 def test_summary_of_a_run_in_two_workers(tmp_path):
     (tmp_path / "test_few.py").write_text(TESTS)
+    (tmp_path / "test_whole.py").write_text(WHOLE)
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     done = run(tmp_path, [ROOT], "--search-seed", "7", "-p", "tests.support.nightly_summary", "--summary", "few")
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads((tmp_path / "few-summary.json").read_text())
-    assert found["outcomes"] == {"passed": 1, "failed": 1, "skipped": 1}
+    assert found["outcomes"] == {"passed": 1, "failed": 1, "skipped": 2}
     assert found["failed"] == ["test_few.py::test_bad"]
-    assert found["skipped"] == {"Skipped: no such card": 1}
+    assert found["skipped"] == {"Skipped: no such card": 1, "Skipped: nothing is there": 1}
     assert found["files"]["test_few.py"]["tests"] == 3
     assert found["search_seed"] == 7
     assert found["exit_code"] == 1
     assert "assert False" in (tmp_path / "few-failed.txt").read_text()
     text = (tmp_path / "few-summary.md").read_text()
-    for part in ("1 failed, 1 passed, 1 skipped", "- test_few.py::test_bad", "1 x Skipped: no such card", "seed 7`"):
+    for part in ("1 failed, 1 passed, 2 skipped", "- test_few.py::test_bad", "1 x Skipped: no such card", "seed 7`"):
         assert part in text

@@ -43,6 +43,11 @@ class Summary:
         if report.skipped and isinstance(report.longrepr, tuple):
             self.reasons[report.longrepr[2]] += 1
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped and self.outcomes.get(report.nodeid) != "skipped":  # a whole file, once of all workers
+            self.outcomes[report.nodeid] = "skipped"
+            self.reasons[report.longrepr[2]] += 1
+
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         found = self.found(int(exitstatus)) | {"search_seed": session.config.getoption("search_seed")}
         self.summary.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
