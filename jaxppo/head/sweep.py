@@ -103,8 +103,7 @@ class Work(NamedTuple):
             def part(j: Index, total: Reduced) -> Reduced:
                 start = jnp.minimum(j * n, C - n)  # the last part computes some tokens of the one before once more
                 some, its = self.read(at + start, n)
-                x = products(self.call, its, parameters)
-                z = logits(self.call.transform, x, some.temperature, columns.valid)
+                z = logits(self.call.transform, products(self.call, its, parameters), some.temperature, columns.valid)
                 return write(total, self.vary(reductions.reduced(asked, z, some, columns)), start)
 
             again = loop(-(-C // n), part, self.vary(reductions.nothing(found, C)))
@@ -196,27 +195,31 @@ def sweep(work: Work) -> Reduced:
 
 def references_of(work: Work, size: int) -> References:
     """The references of all tokens, with one collective: later each device has its own number of chunks."""
-    call, C, (_, parameters, columns) = work.call, work.plan.chunk, work.block(0, size)
+    call, (_, parameters, columns) = work.call, work.block(0, size)
     if not work.plan.references or columns.apart or columns.ids.shape[0] < work.window.total:
         return None
-    H, turns, names = work.features[0].shape[1], work.turns(C), call.axes.tensor
-    # XLA for TPUs transposes a kernel [H, V] to gather its columns, so it gets 128 features at a time
-    parts = H // 128 if call.v_dim == 1 and H % 128 == 0 and call.profile.rings else 1
+    H, V, (places, inside) = work.features[0].shape[1], columns.ids.shape[0], columns.places(work.tokens.targets)
+    C, parts, blocks = work.plan.chunk, 1, 1
+    if call.v_dim == 1 and H % 128 == 0 and call.profile.rings:
+        # XLA for TPUs transposes a kernel [H, V] to gather its columns: it gets 128 features of some columns at a time
+        C, parts, blocks = work.size, H // 128, -(-1024 * V // call.profile.tile)
+    B, names = -(-V // blocks), call.axes.tensor
 
     def add(first: Index, width: int, k: int, total: jax.Array) -> jax.Array:
         p = slice_of(parameters[k], first, width, 1 - call.v_dim)
+        of_k = work._replace(features=(slice_of(work.features[k], first, width, 1),))
 
-        def chunk(j: Index, total: jax.Array) -> jax.Array:
-            (tokens, features), old = work.read(j * C, C), read(total, j * C, C)
-            of_targets = jnp.take(p, columns.places(tokens.targets)[0], call.v_dim, mode="clip")
-            x = dot(call, slice_of(features[k], first, width, 1), of_targets, (1, 1 - call.v_dim), (0, call.v_dim))
-            return write(total, old + scaled(call.scales[k], x), j * C)
+        def turn(i: Index, total: jax.Array) -> jax.Array:  # of some tokens and all columns, or the other way around
+            at, block, start = (i * C, 0, 0) if blocks == 1 else (0, i, jnp.minimum(i * B, V - B))
+            (_, (f,)), (of_tokens, old) = of_k.read(at, C), read((places, total), at, C)
+            of_targets = jnp.take(slice_of(p, start, B, call.v_dim), of_tokens - start, call.v_dim, mode="clip")
+            x = dot(call, f, of_targets, (1, 1 - call.v_dim), (0, call.v_dim))
+            return write(total, old + jnp.where(of_tokens // B == block, scaled(call.scales[k], x), 0), at)
 
-        return loop(turns, chunk, total)
+        return loop(work.turns(C) if blocks == 1 else blocks, turn, total)
 
     x = loop(parts, lambda i, x: add(i * (H // parts), H // parts, 0, x), work.vary(jnp.zeros(work.size, jnp.float32)))
     for k, p in enumerate(parameters[1:], 1):
         x = add(0, p.shape[1 - call.v_dim], k, x)
-    z = logits(call.transform, x[:, None], work.tokens.temperature, None)[:, 0]
-    own = work.vary(jnp.where(columns.places(work.tokens.targets)[1], z, LOW))
+    own = work.vary(jnp.where(inside, logits(call.transform, x[:, None], work.tokens.temperature, None)[:, 0], LOW))
     return own, work.vary(lax.pmax(own, names)) if names else own

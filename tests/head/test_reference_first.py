@@ -1,17 +1,20 @@
 """Sums of exponentials relative to the target's logit, which is known before the product; bf16 operands alone."""
 
+import dataclasses
 import functools
 import math
 
+import head_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from head_cases import F32, check_head, head_arrays, tiles_of
+from head_cases import DEVICES, F32, check_head, head_arrays, tiles_of
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxppo import Head, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
+from jaxppo.head import call as calls
 from jaxppo.head import reductions
 from jaxppo.sharding import ParallelMesh, make_parallel_mesh
 from jaxppo.sharding.testing import assert_trees_close
@@ -46,6 +49,18 @@ def test_values_and_gradients(name):
     arrays = head_arrays(1032, layout=options["layout"], dtype="bfloat16", **of_arrays)
     meshes = [mesh and make_parallel_mesh(mesh) for mesh in (MESHES if name in ("plain", "a mask") else MESHES[:2])]
     check_head(meshes, arrays, rtol=2**-8, atol=2**-7, **options)
+
+
+@pytest.mark.parametrize("form", [{}, {"with_where": True}, {"lora": True, "last": 1000}], ids=str)
+@pytest.mark.parametrize("columns", [2**20, 600, 400])  # of a block
+def test_references_of_columns(form, columns, monkeypatch):
+    """A kernel [H, V] gives 128 features of a block of columns at a time; the last of three blocks overlaps another."""
+    monkeypatch.setattr(head_cases, "H", 256)
+    monkeypatch.setitem(calls.PROFILES, "eighths", dataclasses.replace(DEVICES["eighths"], tile=1024 * columns))
+    arrays = head_arrays(1033, dtype="bfloat16", scale=1 / 16, **form)
+    meshes = [None, make_parallel_mesh("dp=2,cp=2,tp=2"), make_parallel_mesh("fsdp=8")]
+    options = {"vocab_size": form["last"]} if "last" in form else {}
+    check_head(meshes, arrays, rtol=2**-8, atol=2**-7, entropy="bonus", device="eighths", **options)
 
 
 def of_gaps(gaps, dtype="bfloat16"):
