@@ -265,9 +265,8 @@ def check_options(options: HeadOptions) -> dict[str, Any]:
     for name in ("follow_mask", "deterministic"):
         check_flag(name, found[name])
     found["follow_mask"] |= found["deterministic"]
-    memory = found["memory"]
-    good = memory is None or (isinstance(memory, int) and memory > 0)
-    check("memory", memory, good, "a positive number of bytes, or None")
+    if found["memory"] is not None:
+        check_count("memory", found["memory"], least=1)
     return found
 
 

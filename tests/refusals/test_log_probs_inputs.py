@@ -87,7 +87,8 @@ OF_HIDDEN = [
     ({"bias": jnp.ones(V, jnp.int32)}, TypeError, "head.bias: got dtype int32, expected float32"),
     ({"softcap": 0.0}, ValueError, "softcap: got 0.0, expected a finite number above 0"),
     ({"softcap": -30.0}, ValueError, "softcap: got -30.0, expected a finite number above 0"),
-    ({"memory": 0}, ValueError, "memory: got 0, expected a positive number of bytes"),
+    ({"memory": 0}, ValueError, "memory: got 0, expected a whole number of at least 1"),
+    ({"memory": True}, ValueError, "memory: got True, expected a whole number of at least 1"),
     (
         {"nucleus_ids": jnp.zeros((R, T), jnp.int32)},
         ValueError,
