@@ -93,31 +93,29 @@ class Profile:
     tokens: int  # the most tokens of a chunk of the forward
     group: int  # the most tokens whose dlogits fill one array
     columns: int  # of a block of the second pass
-    rings: bool  # gradients are summed over devices around rings, beside the products that make them
+    rings: int  # the most devices around which gradients are summed beside the products that make them; 0 for none
     upcast: bool  # bf16 is multiplied as f32, and moved as bits: XLA for CPUs does both slowly in bf16
 
 
-def _accelerator(kind: str, columns: int, tile: int = 150, tokens: int = 1024, rings: bool = True) -> Profile:
+def _accelerator(kind: str, columns: int, tile: int = 150, tokens: int = 1024, rings: int = 4) -> Profile:
     """One pass may take an eighth of the memory. 75 MiB of logits stay in the VMEM of a v5e or v6e."""
     device = known_device(kind)
     memory = 16 * GIB if device is None else device.memory
     return Profile(True, memory // 8, tile * MIB, tokens, 8192, columns, rings, upcast=False)
 
 
-CPU = Profile(False, 48 * MIB, 4 * MIB, 1024, 2048, 512, rings=False, upcast=True)
+CPU = Profile(False, 48 * MIB, 4 * MIB, 1024, 2048, 512, rings=0, upcast=True)
 # A key is a part of a device's kind, since described devices do not report their memory. The last key fits them all.
 PROFILES = {
     "cpu": CPU,
     "TPU v4": _accelerator("TPU v4", 1536),
-    "TPU v5 lite": _accelerator("TPU v5 lite", 2048, tile=75),
-    "TPU v5e": _accelerator("TPU v5e", 2048, tile=75),
+    **{kind: _accelerator(kind, 2048, tile=75) for kind in ("TPU v5 lite", "TPU v5e")},
     "TPU v5": _accelerator("TPU v5", 1536),
-    "TPU v6 lite": _accelerator("TPU v6 lite", 3072, tile=75, tokens=2048),
-    "TPU v6e": _accelerator("TPU v6e", 3072, tile=75, tokens=2048),
+    **{kind: _accelerator(kind, 3072, tile=75, tokens=2048, rings=16) for kind in ("TPU v6 lite", "TPU v6e")},
     "TPU7x": _accelerator("TPU7x", 2048),
     # a slice of columns is copied before it is multiplied: few tokens by all columns of a vocabulary up to 155k. On an
     # H100 two passes in blocks of 1152 columns take a tenth longer: each block adds to all gradients of features
-    **{kind: _accelerator(kind, 4608, tile=304, tokens=512, rings=False) for kind in ("H100", "H200", "B200", "")},
+    **{kind: _accelerator(kind, 4608, tile=304, tokens=512, rings=0) for kind in ("H100", "H200", "B200", "")},
 }
 
 

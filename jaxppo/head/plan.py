@@ -77,7 +77,7 @@ def references(call: HeadCall, given: Local) -> bool:
     """
     tokens, dtypes = given.tokens, {given.features[0].dtype, given.parameters[0].dtype}
     alone = tokens.targets is not None and tokens.nucleus_ids is None and tokens.ids is None and not call.asked.top_k
-    return call.profile.rings and alone and not call.deterministic and dtypes == {jnp.dtype(jnp.bfloat16)}
+    return bool(call.profile.rings) and alone and not call.deterministic and dtypes == {jnp.dtype(jnp.bfloat16)}
 
 
 def plan_of_sweep(call: HeadCall, given: Local) -> Plan:

@@ -22,7 +22,7 @@ from jaxppo.sharding import unvary, vary
 # term(start, size, first, width): a part of this device's term, `size` of one dimension, and `width` of the other
 Term = Callable[[Index, int, Index, int], jax.Array]
 UNIT, LANES = 16, 128  # the rows and columns of a TPU's tile of bf16, to which parts are aligned
-MOST = 4  # the most devices of a ring: the messages of more share links, where their order is that of the mesh
+LONG = 2**28  # numbers of a sum. Longer ones, and scatters, go around at most 4 devices: more cost a GiB, or time
 LARGE = 2**25  # numbers of a sum that is made in blocks, one after the other, if a plan has not room for one
 AT_ONCE = 2**24  # the same on TPUs for a sum over more devices than a ring takes
 
@@ -61,7 +61,7 @@ def summed(
         return done(lax.psum(x, names) if names else x)
 
     fits = length % (2 * n * UNIT) == 0 and scatter == names if scatter else length >= 2 * n * LANES
-    if n == 1 or n > MOST or not rings or not fits:
+    if n == 1 or n > (min(rings, 4) if scatter or length * width > LONG else rings) or not fits:
         count = -(-length * width // (AT_ONCE if rings else LARGE)) if n > 1 else 1
         return in_blocks(at_once, *((1 - dim, width) if scatter else (dim, length)), count, 2 if rings else 1)
     # halves of a scatter are joined by rows; each product of a fused plan computes the rows of dx that it multiplies

@@ -35,9 +35,10 @@ def integers(shape, count):
     return np.random.default_rng(0).integers(-4000, 4000, (count, *shape)).astype(np.float32)
 
 
-def sum_of(dim, dtype, over=OVER, out=None, fused=False, **options):
+def sum_of(dim, dtype, over=OVER, out=None, fused=False, rings=4, **options):
     """The sum over devices of `x[device]`, made from terms along a dimension."""
-    call, plan = SimpleNamespace(profile=DEVICES["wide"]), SimpleNamespace(fused=fused, ring_blocks=2)
+    profile = dataclasses.replace(DEVICES["wide"], rings=rings)
+    call, plan = SimpleNamespace(profile=profile), SimpleNamespace(fused=fused, ring_blocks=2)
     work: Any = SimpleNamespace(call=call, plan=plan, axes=frozenset(over))
 
     def per_shard(x):
@@ -104,6 +105,24 @@ def test_more_devices_than_a_ring_takes(scatter, blocks, monkeypatch):
     check(fn, x)
     assert ops(fn, x) == {"reduce-scatter" if scatter else "all-reduce"}
     assert {c.in_loop for c in audit(fn, x, mesh=PARALLEL.mesh).collectives} == {blocks > 2}
+
+
+@pytest.mark.parametrize("length", [2048, 3000, 8192])  # 8192 go around in two blocks
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rings_of_eight(dim, length, monkeypatch):
+    """On a chip whose rings pay for more devices than four; sums that are too long for them, and scatters, stay."""
+    monkeypatch.setattr(ring, "LARGE", 2**18)
+    over, x = ("dp", "cp", "tp"), integers((length, 48) if dim == 0 else (48, length), 8)
+    fn = sum_of(dim, "bfloat16", over, rings=8)
+    check(fn, x)
+    assert ops(fn, x) == {"collective-permute"}
+    shards = sum_of(dim, "bfloat16", over, P(over) if dim == 0 else P(None, over), rings=8, scatter=over)
+    check(shards, x)
+    assert ops(shards, x) == {"reduce-scatter"}
+    monkeypatch.setattr(ring, "LONG", length * 48 - 1)
+    fn = sum_of(dim, "bfloat16", over, rings=8)
+    check(fn, x)
+    assert ops(fn, x) == {"all-reduce"}
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -182,7 +201,7 @@ def test_a_head(layout, way, mesh, monkeypatch):
         monkeypatch.setitem(calls.PROFILES, "wide", roomy)
         around = jax.jit(gradients)(hidden, kernel)
         found = {c.op for c in audit(gradients, hidden, kernel, mesh=parallel.mesh).collectives}
-        monkeypatch.setattr(ring, "MOST", 1)
+        monkeypatch.setitem(calls.PROFILES, "wide", dataclasses.replace(roomy, rings=1))
         jax.clear_caches()
         at_once = jax.jit(gradients)(hidden, kernel)
         without = {c.op for c in audit(gradients, hidden, kernel, mesh=parallel.mesh).collectives}
@@ -198,7 +217,7 @@ def test_a_head(layout, way, mesh, monkeypatch):
 def test_gradients_beside_float64(mesh, form, monkeypatch):
     """With columns and features enough for each device to have a share."""
     monkeypatch.setattr(head_cases, "H", 512)
-    monkeypatch.setitem(calls.PROFILES, "wide", dataclasses.replace(DEVICES["wide"], columns=4096))
+    monkeypatch.setitem(calls.PROFILES, "wide", dataclasses.replace(DEVICES["wide"], columns=4096, rings=8))
     arrays = head_cases.head_arrays(4096, scale=1 / 22, **form)
     options = {"layout": form["layout"]} if "layout" in form else {}
     parallel = make_parallel_mesh(mesh)

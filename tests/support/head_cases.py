@@ -33,10 +33,10 @@ DEVICES = {
 }
 DEVICES["grouped"] = dataclasses.replace(DEVICES["small"], group=256)
 DEVICES["wide"] = calls.Profile(
-    whole=True, one_pass=2**30, tile=4 * 8 * 300, tokens=8, group=512, columns=128, rings=True, upcast=False
+    whole=True, one_pass=2**30, tile=4 * 8 * 300, tokens=8, group=512, columns=128, rings=4, upcast=False
 )
 DEVICES["some groups"] = dataclasses.replace(DEVICES["wide"], group=256)
-DEVICES["like a GPU"] = dataclasses.replace(DEVICES["wide"], rings=False)
+DEVICES["like a GPU"] = dataclasses.replace(DEVICES["wide"], rings=0)
 DEVICES["eighths"] = dataclasses.replace(DEVICES["wide"], tile=2**30, tokens=64)  # of a chunk are computed again
 
 calls.PROFILES = {**DEVICES, **calls.PROFILES}
