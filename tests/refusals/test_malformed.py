@@ -247,7 +247,7 @@ CONFIGS = {
     "an unknown entropy": (lambda: head(call={"entropy": "both"}), "entropy: got 'both'"),
     "an unknown precision": (lambda: head(call={"precision": "low"}), "precision: got 'low'"),
     "memory below 0": (lambda: head(call={"memory": -1}), "memory: got -1"),
-    "memory of text": (lambda: head(call={"memory": "1GB"}), "memory: got 1GB"),
+    "memory of text": (lambda: head(call={"memory": "1GB"}), "memory: got '1GB'"),
     "a mask of other rows": (lambda: head(call={"where": jnp.ones((1, 3), bool)}), "where: got"),
     "logits of two dimensions": (lambda: log_probs_from_logits(jnp.ones((4, V)), TARGETS), "logits: got"),
     # meshes
