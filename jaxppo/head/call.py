@@ -109,7 +109,7 @@ CPU = Profile(False, 48 * MIB, 4 * MIB, 1024, 2048, 512, rings=0, upcast=True)
 PROFILES = {
     "cpu": CPU,
     "TPU v4": _accelerator("TPU v4", 1536),
-    **{kind: _accelerator(kind, 2048, tile=75) for kind in ("TPU v5 lite", "TPU v5e")},
+    **{kind: _accelerator(kind, 2048, tile=75, rings=16) for kind in ("TPU v5 lite", "TPU v5e")},
     "TPU v5": _accelerator("TPU v5", 1536),
     **{kind: _accelerator(kind, 3072, tile=75, tokens=2048, rings=16) for kind in ("TPU v6 lite", "TPU v6e")},
     "TPU7x": _accelerator("TPU7x", 2048),
