@@ -98,7 +98,7 @@ class Profile:
 
 
 def _accelerator(kind: str, columns: int, tile: int = 150, tokens: int = 1024, rings: int = 4) -> Profile:
-    """One pass may take an eighth of the memory. 75 MiB of logits stay in the VMEM of a v5e or v6e."""
+    """One pass may take an eighth of the memory. On a v5e or v6e 75 MiB of logits stay in VMEM, and rings of 16 pay."""
     device = known_device(kind)
     memory = 16 * GIB if device is None else device.memory
     return Profile(True, memory // 8, tile * MIB, tokens, 8192, columns, rings, upcast=False)

@@ -201,7 +201,7 @@ def references_of(work: Work, size: int) -> References:
     H, V, (places, inside) = work.features[0].shape[1], columns.ids.shape[0], columns.places(work.tokens.targets)
     C, parts, blocks = work.plan.chunk, 1, 1
     if call.v_dim == 1 and H % 128 == 0 and call.profile.rings:
-        # XLA for TPUs transposes a kernel [H, V] to gather its columns: it gets 128 features of some columns at a time
+        # XLA for TPUs copies a kernel [H, V] to gather columns: 128 features at a time, in a quarter of a tile's bytes
         C, parts, blocks = work.size, H // 128, -(-1024 * V // call.profile.tile)
     B, names = -(-V // blocks), call.axes.tensor
 
@@ -209,7 +209,7 @@ def references_of(work: Work, size: int) -> References:
         p = slice_of(parameters[k], first, width, 1 - call.v_dim)
         of_k = work._replace(features=(slice_of(work.features[k], first, width, 1),))
 
-        def turn(i: Index, total: jax.Array) -> jax.Array:  # of some tokens and all columns, or the other way around
+        def turn(i: Index, total: jax.Array) -> jax.Array:  # of a chunk and all columns, or all tokens and a block
             at, block, start = (i * C, 0, 0) if blocks == 1 else (0, i, jnp.minimum(i * B, V - B))
             (_, (f,)), (of_tokens, old) = of_k.read(at, C), read((places, total), at, C)
             of_targets = jnp.take(slice_of(p, start, B, call.v_dim), of_tokens - start, call.v_dim, mode="clip")
