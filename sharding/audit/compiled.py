@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +16,65 @@ from jax.stages import Lowered
 from ..devices import device_of
 from .clock import estimate_time, roofline
 from .flops import count_flops
-from .hlo import parse, transfer
+from .hlo import Module, parse, transfer
 from .links import Torus
 from .program import notes
-from .results import Audit, Collective
+from .results import Audit, Collective, Time
 
 
 def read(fn: Callable[..., Any], args: tuple[Any, ...], mesh: Mesh | None) -> Audit:
     """The audit of a function, see `audit`."""
-    jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
-    traced = jitted.trace(*args)
-    shardings = [s for x in jax.tree.leaves(args) if (s := getattr(x, "sharding", None)) is not None]
-    mesh = _mesh_of(shardings) if mesh is None else mesh
-    of_args = {d for s in shardings for d in s.device_set}
-    devices = sorted(of_args, key=lambda d: d.id) if mesh is None else list(mesh.devices.flat)
+    if not hasattr(fn, "lower"):
+        fn = jax.jit(fn)
+    traced = fn.trace(*args)  # type: ignore[attr-defined]
+    shardings = [x.sharding for x in jax.tree.leaves(args) if getattr(x, "sharding", None) is not None]
+    if mesh is None:
+        mesh = _mesh_of(shardings)
+    devices = _devices(shardings, mesh)
     device = devices[0] if devices else None  # None where neither the arguments nor the mesh name one
     compiled, text, generated = _compile(traced.lower(), device)
-    module, memory, chip, time = parse(text), compiled.memory_analysis(), device_of(device), None
-    if chip and device and device.platform == "gpu":
-        time = roofline(text, chip)
-    elif chip and generated:
-        time = estimate_time(generated, chip, Torus.of(devices, chip))
+    module = parse(text)
+    memory = compiled.memory_analysis()
     return Audit(
-        collectives=tuple(
-            Collective(found.op, _axes(found.groups, found.op, mesh), found.bytes, name in module.looped)
-            for name, computation in module.computations.items()
-            for instruction in computation.values()
-            if (found := transfer(module, name, instruction))
-        ),
+        collectives=tuple(_collectives(module, mesh)),
         temp_bytes=memory.temp_size_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         flops=count_flops(traced.jaxpr),
-        time=time,
+        time=_time(text, generated, devices),
         notes=notes(traced.jaxpr),
         text=text,
     )
+
+
+def _collectives(module: Module, mesh: Mesh | None) -> Iterator[Collective]:
+    """The collectives of a module, in its order."""
+    for name, computation in module.computations.items():
+        for instruction in computation.values():
+            sent = transfer(module, name, instruction)
+            if sent is not None:
+                yield Collective(sent.op, _axes(sent.groups, sent.op, mesh), sent.bytes, name in module.looped)
+
+
+def _time(text: str, generated: str, devices: Sequence[jax.Device]) -> Time | None:
+    """The time of a module; None for devices that are not known."""
+    if not devices:
+        return None
+    chip = device_of(devices[0])
+    if chip is None:
+        return None
+    if devices[0].platform == "gpu":
+        return roofline(text, chip)
+    if generated:
+        return estimate_time(generated, chip, Torus.of(devices, chip))
+    return None
+
+
+def _devices(shardings: Sequence[Sharding], mesh: Mesh | None) -> list[jax.Device]:
+    if mesh is not None:
+        return list(mesh.devices.flat)
+    everywhere = {device for sharding in shardings for device in sharding.device_set}
+    return sorted(everywhere, key=lambda device: device.id)
 
 
 def _mesh_of(shardings: Sequence[Sharding]) -> Mesh | None:
@@ -70,11 +93,14 @@ def _compile(lowered: Lowered, device: jax.Device | None) -> tuple[Any, str, str
     # dump has the estimates of time. A program from a cache was not dumped.
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
-        text, generated = (
-            "\n".join(path.read_text() for path in sorted(Path(folder).glob(f"*.{stage}.txt")))
-            for stage in ("after_optimizations", "after_codegen")
-        )
+        text = _dumped(folder, "after_optimizations")
+        generated = _dumped(folder, "after_codegen")
     return compiled, text or compiled.as_text(), generated
+
+
+def _dumped(folder: str, stage: str) -> str:
+    files = sorted(Path(folder).glob(f"*.{stage}.txt"))
+    return "\n".join(path.read_text() for path in files)
 
 
 def _axes(groups: Sequence[tuple[int, ...]], op: str, mesh: Mesh | None) -> tuple[str, ...] | None:
@@ -83,9 +109,15 @@ def _axes(groups: Sequence[tuple[int, ...]], op: str, mesh: Mesh | None) -> tupl
         return None
     ids = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
     places = np.array(list(np.ndindex(*ids.shape)))
-    differ = [d for d in range(ids.ndim) if any((places[list(g), d] != places[g[0], d]).any() for g in groups)]
+    differ = []
+    for d in range(ids.ndim):
+        if any(np.ptp(places[list(group), d]) > 0 for group in groups):
+            differ.append(d)
     axes = tuple(mesh.axis_names[d] for d in differ)
     if op == "collective-permute":
         return axes
-    expected = np.moveaxis(ids, differ, range(len(differ))).reshape(math.prod(ids.shape[d] for d in differ), -1).T
-    return axes if {frozenset(g) for g in groups} == {frozenset(map(int, g)) for g in expected} else None
+    members = math.prod(ids.shape[d] for d in differ)
+    expected = np.moveaxis(ids, differ, range(len(differ))).reshape(members, -1).T
+    if {frozenset(group) for group in groups} != {frozenset(group) for group in expected.tolist()}:
+        return None
+    return axes

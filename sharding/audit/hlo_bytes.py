@@ -7,8 +7,11 @@ from .hlo import Computation, Instruction, Module, root, shape_bytes
 
 def hbm_bytes(module: Module, computation: Computation, x: Instruction) -> int:
     """The bytes of memory that an instruction reads and writes; if it slices or updates rows, only those rows."""
-    operands = [(name, computation[name]) for name in dict.fromkeys(x.operands) if name in computation]
-    read = sum(_read(module, computation, x, name, shape_bytes(y.shape, in_hbm=True)) for name, y in operands)
+    read = 0
+    for name in dict.fromkeys(x.operands):
+        if name in computation:
+            full = shape_bytes(computation[name].shape, in_hbm=True)
+            read += _read(module, computation, x, name, full)
     return read + min(_written(module, computation, x), shape_bytes(x.shape, in_hbm=True))
 
 
@@ -45,6 +48,8 @@ def _written(module: Module, computation: Computation, x: Instruction) -> int:
             return sum(_written(module, computation, y) for y in operands)
         case "bitcast" if operands:
             return _written(module, computation, operands[0])
-        case "dynamic-update-slice" | "scatter" if len(operands) > 1:
-            return shape_bytes(operands[1 if x.op == "dynamic-update-slice" else -1].shape)
+        case "dynamic-update-slice" if len(operands) > 1:
+            return shape_bytes(operands[1].shape)
+        case "scatter" if len(operands) > 1:
+            return shape_bytes(operands[-1].shape)
     return shape_bytes(x.shape)

@@ -30,15 +30,24 @@ class While(NamedTuple):
 
 def loop(module: Module, x: Instruction, known: dict[str, Known]) -> While:
     """Reads a `while` whose state is a tuple, given the `values` of the computation that it stands in."""
-    body, condition = module.called(x, "body"), module.called(x, "condition")
-    nothing: list[Value] = [None] * len(parts(x.shape))
+    body = module.called(x, "body")
+    condition = module.called(x, "condition")
+    count = len(parts(x.shape))
 
-    def slots_of(found: Known) -> list[Value]:
-        return found if isinstance(found, list) else nothing
+    def slots_of(state: Known) -> list[Value]:
+        if isinstance(state, list):
+            return state
+        return [None] * count
 
-    read = Loop(lambda slots: slots_of(_result(module, body, [slots])), slots_of(known.get(x.operands[0])))
-    turns = read.turns(lambda slots: _result(module, condition, [slots]))
-    return While(turns, [read.during(turns.high)], [read.during(turns.high + 1)], read.behind)
+    def after_a_turn(slots: list[Value]) -> list[Value]:
+        return slots_of(_result(module, body, [slots]))
+
+    def goes_on(slots: list[Value]) -> Value:
+        return _result(module, condition, [slots])
+
+    counters = Loop(after_a_turn, slots_of(known.get(x.operands[0])))
+    turns = counters.turns(goes_on)
+    return While(turns, [counters.during(turns.high)], [counters.during(turns.high + 1)], counters.behind)
 
 
 def _result(module: Module, computation: Computation, args: Sequence[Known]) -> Known:
@@ -49,7 +58,6 @@ def _value(
     module: Module, computation: Computation, x: Instruction, args: Sequence[Known], known: dict[str, Known]
 ) -> Known:
     operands = [known.get(name) for name in x.operands]
-    result = Limits.of(x.scalar_dtype)
     match x.op:
         case "parameter":
             number = int(x.inside)
@@ -57,17 +65,33 @@ def _value(
         case "tuple":
             return operands
         case "get-tuple-element":
-            return operands[0][int(x.attribute("index"))] if isinstance(operands[0], list) else None
+            state = operands[0]
+            return state[int(x.attribute("index"))] if isinstance(state, list) else None
         case "while":
             return loop(module, x, known).results
-        case "constant" if x.scalar_dtype == "pred":
-            return constant(x.inside == "true")
         case "constant":
-            return constant(int(x.inside)) if result else None
+            return _constant(x)
         case "fusion" | "call" if x.scalar_dtype or x.shape.startswith("("):
             return _result(module, module.called(x, "calls", "to_apply"), operands)
+    return _scalar(computation, x, operands)
+
+
+def _constant(x: Instruction) -> Value:
+    if x.scalar_dtype == "pred":
+        return constant(x.inside == "true")
+    if Limits.of(x.scalar_dtype) is None:
+        return None
+    return constant(int(x.inside))
+
+
+def _scalar(computation: Computation, x: Instruction, operands: list[Known]) -> Value:
+    """The value of an operation on scalars; None for arrays and tuples."""
     if not x.scalar_dtype or not operands or any(isinstance(value, list) for value in operands):
         return None
-    source = Limits.of(computation[x.operands[0]].scalar_dtype) if x.operands[0] in computation else None
-    name = x.attribute("direction").lower() if x.op == "compare" else x.op
-    return scalar(name, operands, source, result)
+    source = None
+    if x.operands[0] in computation:
+        source = Limits.of(computation[x.operands[0]].scalar_dtype)
+    name = x.op
+    if name == "compare":
+        name = x.attribute("direction").lower()
+    return scalar(name, operands, source, Limits.of(x.scalar_dtype))

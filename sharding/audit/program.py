@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
@@ -15,7 +16,8 @@ _NOT_COLLECTIVE = frozenset({"axis_index", "pcast", "pvary", "shard_map"})
 
 def collectives(jaxpr: AnyJaxpr) -> list[tuple[str, tuple[str, ...]]]:
     """(primitive, mesh axes) of every collective of a (closed) jaxpr; loop bodies and branches are read once each."""
-    return [(eqn.primitive.name, axes) for eqn, _ in _equations(jaxpr) if (axes := _axes(eqn))]
+    crossed = [(eqn.primitive.name, _axes(eqn)) for eqn, _ in _equations(jaxpr)]
+    return [(name, axes) for name, axes in crossed if axes]
 
 
 def hang_risks(jaxpr: AnyJaxpr) -> list[str]:
@@ -24,11 +26,12 @@ def hang_risks(jaxpr: AnyJaxpr) -> list[str]:
     A program without them runs the same collectives in the same order on every device. Its `shard_map`s need
     `check_vma=True`.
     """
-    return [
-        f"{eqn.primitive.name} over {', '.join(axes)} {' '.join(path)}"
-        for eqn, path in _equations(jaxpr)
-        if path and (axes := _axes(eqn))
-    ]
+    risks = []
+    for eqn, path in _equations(jaxpr):
+        axes = _axes(eqn)
+        if axes and path:
+            risks.append(f"{eqn.primitive.name} over {', '.join(axes)} {' '.join(path)}")
+    return risks
 
 
 def notes(jaxpr: AnyJaxpr) -> tuple[str, ...]:
@@ -41,15 +44,20 @@ def _axes(eqn: JaxprEqn) -> tuple[str, ...]:
     """The mesh axes that an equation's collective crosses; none if it is not a collective."""
     if eqn.primitive.name in _NOT_COLLECTIVE:
         return ()
-    names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    names = names if isinstance(names, (tuple, list)) else (names,)
+    names = _as_tuple(eqn.params.get("axes", eqn.params.get("axis_name", ())))
     return tuple(name for name in names if isinstance(name, str))
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, tuple | list):
+        return tuple(value)
+    return (value,)
 
 
 def jaxprs_in(eqn: JaxprEqn) -> list[AnyJaxpr]:
     """The bodies, branches and kernels of an equation."""
-    values = (value if isinstance(value, (tuple, list)) else (value,) for value in eqn.params.values())
-    return [part for parts in values for part in parts if isinstance(part, AnyJaxpr)]
+    parts = [part for value in eqn.params.values() for part in _as_tuple(value)]
+    return [part for part in parts if isinstance(part, AnyJaxpr)]
 
 
 def _equations(jaxpr: AnyJaxpr, path: tuple[str, ...] = ()) -> Iterator[tuple[JaxprEqn, tuple[str, ...]]]:
@@ -61,6 +69,7 @@ def _equations(jaxpr: AnyJaxpr, path: tuple[str, ...] = ()) -> Iterator[tuple[Ja
             inner = (*path, "under cond")
         elif eqn.primitive.name == "while":
             varying = sorted(eqn.params["cond_jaxpr"].out_avals[0].manual_axis_type.varying)
-            inner = (*path, f"in a while whose end varies over {', '.join(varying)}") if varying else path
+            if varying:
+                inner = (*path, f"in a while whose end varies over {', '.join(varying)}")
         for part in jaxprs_in(eqn):
             yield from _equations(part, inner)

@@ -24,7 +24,9 @@ class Turns(NamedTuple):
     high: float
 
 
-_ALWAYS, _NEVER, _UNKNOWN = Turns(math.inf, math.inf), Turns(0, 0), Turns(0, math.inf)
+_ALWAYS = Turns(math.inf, math.inf)
+_NEVER = Turns(0, 0)
+_UNKNOWN = Turns(0, math.inf)
 
 
 class Limits(NamedTuple):
@@ -36,10 +38,13 @@ class Limits(NamedTuple):
     @classmethod
     def of(cls, dtype: str) -> Limits | None:
         """The limits of a dtype as JAX ("int32") or HLO ("s32") writes it; None if it is no integer."""
-        if not (bits := dtype.removeprefix("u").removeprefix("int").removeprefix("s")).isdecimal():
+        bits = dtype.removeprefix("u").removeprefix("int").removeprefix("s")
+        if not bits.isdecimal():
             return None
-        values = 2 ** int(bits)
-        return cls(0, values - 1) if dtype.startswith("u") else cls(-values // 2, values // 2 - 1)
+        count = 2 ** int(bits)
+        if dtype.startswith("u"):
+            return cls(0, count - 1)
+        return cls(-count // 2, count // 2 - 1)
 
     def hold(self, x: Integer) -> bool:
         return self.low <= x.low and x.high <= self.high
@@ -76,8 +81,10 @@ Value = Integer | Turns | None
 
 
 def constant(value: bool | int) -> Value:
-    if isinstance(value, bool):
-        return _ALWAYS if value else _NEVER
+    if value is True:
+        return _ALWAYS
+    if value is False:
+        return _NEVER
     return Integer(value, value)
 
 
@@ -95,6 +102,7 @@ _COPIES = frozenset(
      "sharding_constraint", "squeeze"}
 )  # fmt: skip
 _NAMES = {"subtract": "sub", "multiply": "mul", "minimum": "min", "maximum": "max"}
+_RELATIONS = ("lt", "le", "gt", "ge", "ne")
 
 
 def scalar(name: str, args: Sequence[Value], source: Limits | None, result: Limits | None) -> Value:
@@ -115,27 +123,62 @@ def operate(name: str, args: Sequence[Value], limits: Limits | None) -> Value:
       limits: those of its operands' dtype; None if they are not integers.
     """
     if limits is None:
-        lows, highs = zip(*(arg if isinstance(arg, Turns) else _UNKNOWN for arg in args), strict=True)
-        either = Turns(max(lows), math.inf)  # the turn in which both fail is not computed
-        return {"and": Turns(min(lows), min(highs)), "or": either}.get(name)
-    if name in ("lt", "le", "gt", "ge", "ne"):
-        left, right = (arg if isinstance(arg, Integer) else Integer(*limits) for arg in args)
+        return _combined(name, args)
+    if name in _RELATIONS:
+        left, right = (_any_integer(arg, limits) for arg in args)
         return _compared(name, left, right, limits)
     if name in _ENDS:
         least, most = _ENDS[name]
         ranges = [_within(arg, limits) for arg in args]
         return Integer(least(*(x.low for x in ranges)), most(*(x.high for x in ranges)))
     match name, args:
-        case "add", [Integer() as a, Integer() as b] if a.slot is None or b.slot is None:
-            return Integer(a.low + b.low, a.high + b.high, a.step + b.step, b.slot if a.slot is None else a.slot)
+        case "add", [Integer() as a, Integer() as b]:
+            return _added(a, b)
         case "sub", [Integer() as a, Integer() as b] if b.slot is None:
             return Integer(a.low - b.high, a.high - b.low, a.step - b.step, a.slot)
         case "mul", [Integer() as a, Integer() as b]:
-            a, b = (b, a) if a.is_fixed and a.low == a.high else (a, b)
-            if a.slot is None and b.is_fixed and b.low == b.high:
-                low, high = sorted((a.low * b.low, a.high * b.low))
-                return Integer(low, high, a.step * b.low)
+            return _multiplied(a, b)
     return None
+
+
+def _combined(name: str, args: Sequence[Value]) -> Value:
+    """Two conditions, joined by "and" or "or"."""
+    conditions = [arg if isinstance(arg, Turns) else _UNKNOWN for arg in args]
+    lows = [turns.low for turns in conditions]
+    if name == "and":
+        return Turns(min(lows), min(turns.high for turns in conditions))
+    if name == "or":
+        return Turns(max(lows), math.inf)  # the turn in which both fail is not computed
+    return None
+
+
+def _any_integer(value: Value, limits: Limits) -> Integer:
+    if isinstance(value, Integer):
+        return value
+    return Integer(*limits)
+
+
+def _added(a: Integer, b: Integer) -> Value:
+    if a.slot is not None and b.slot is not None:
+        return None
+    slot = b.slot if a.slot is None else a.slot
+    return Integer(a.low + b.low, a.high + b.high, a.step + b.step, slot)
+
+
+def _multiplied(a: Integer, b: Integer) -> Value:
+    """The product of an integer and a known number."""
+    if a.is_fixed and a.low == a.high:
+        number = a.low
+        other = b
+    elif b.is_fixed and b.low == b.high:
+        number = b.low
+        other = a
+    else:
+        return None
+    if other.slot is not None:
+        return None
+    low, high = sorted((other.low * number, other.high * number))
+    return Integer(low, high, other.step * number)
 
 
 def convert(value: Value, source: Limits | None, target: Limits | None) -> Value:
@@ -145,32 +188,57 @@ def convert(value: Value, source: Limits | None, target: Limits | None) -> Value
     if source is None or target is None or not isinstance(value, Integer):
         return None
     inside = _within(value, source)
-    return inside if target.hold(inside) else None
+    if not target.hold(inside):
+        return None
+    return inside
 
 
 def _within(value: Value, limits: Limits) -> Integer:
     """The range of an integer for operations that do not commute with its wrapping around."""
-    return value if isinstance(value, Integer) and value.is_fixed and limits.hold(value) else Integer(*limits)
+    if isinstance(value, Integer) and value.is_fixed and limits.hold(value):
+        return value
+    return Integer(*limits)
 
 
 def _compared(relation: str, left: Integer, right: Integer, limits: Limits) -> Value:
     if left.slot is not None or right.slot is not None:
         return None
     if relation in ("gt", "ge"):
-        left, right, relation = right, left, {"gt": "lt", "ge": "le"}[relation]
-    below = 1 if relation == "le" else 0
-    low, high, step = left.low - right.high - below, left.high - right.low - below, left.step - right.step
-    if relation != "ne" and step > 0:  # until the difference is no longer negative
-        found = Turns(max(-(high // step), 0), max(-(low // step), 0))
-    elif relation != "ne":
-        found = _ALWAYS if high < 0 else _NEVER if low >= 0 else _UNKNOWN
-    elif low < high or not step:
-        found = _UNKNOWN
-    else:  # until it is 0, if a turn hits that
-        turn, rest = divmod(-low, step)
-        found = _ALWAYS if rest or turn < 0 else Turns(turn, turn)
+        return _compared({"gt": "lt", "ge": "le"}[relation], right, left, limits)
+    low = left.low - right.high
+    high = left.high - right.low
+    step = left.step - right.step
+    if relation == "ne":
+        turns = _until_zero(low, high, step)
+    elif relation == "le":
+        turns = _while_negative(low - 1, high - 1, step)
+    else:
+        turns = _while_negative(low, high, step)
     valid = min(_turns_within(left, limits), _turns_within(right, limits))
-    return Turns(min(found.low, valid), found.high if found.high < valid else math.inf)
+    if turns.high < valid:
+        return turns
+    return Turns(min(turns.low, valid), math.inf)
+
+
+def _while_negative(low: int, high: int, step: int) -> Turns:
+    """How long a difference from `low` to `high` that grows by `step` each turn stays below 0."""
+    if step > 0:
+        return Turns(max(-(high // step), 0), max(-(low // step), 0))
+    if high < 0:
+        return _ALWAYS
+    if low >= 0:
+        return _NEVER
+    return _UNKNOWN
+
+
+def _until_zero(low: int, high: int, step: int) -> Turns:
+    """How long a difference that grows by `step` each turn is not 0."""
+    if low < high or not step:
+        return _UNKNOWN
+    turn, rest = divmod(-low, step)
+    if rest or turn < 0:
+        return _ALWAYS
+    return Turns(turn, turn)
 
 
 def _turns_within(x: Integer, limits: Limits) -> float:
@@ -179,7 +247,9 @@ def _turns_within(x: Integer, limits: Limits) -> float:
         return 0
     if not x.step:
         return math.inf
-    return (limits.high - x.high if x.step > 0 else x.low - limits.low) // abs(x.step) + 1
+    if x.step > 0:
+        return (limits.high - x.high) // x.step + 1
+    return (x.low - limits.low) // -x.step + 1
 
 
 class Loop:
@@ -195,23 +265,30 @@ class Loop:
     """
 
     def __init__(self, body: Callable[[list[Value]], Sequence[Value]], before: Sequence[Value]) -> None:
-        start = [x if isinstance(x, Integer) and x.is_fixed else None for x in before]
-        slots = [Integer(0, 0, slot=i) for i in range(len(before))]
-        same = [new == slot for new, slot in zip(body([*slots]), slots, strict=True)]
-        self.behind = [x if is_same else None for x, is_same in zip(before, same, strict=True)]
+        anything: list[Value] = [Integer(0, 0, slot=i) for i in range(len(before))]
+        unchanged = [new == slot for new, slot in zip(body(anything), anything, strict=True)]
+        self.behind = [x if is_same else None for x, is_same in zip(before, unchanged, strict=True)]
         # Again, with the slots that never change: the step of another slot may be one of them.
-        known = [x if x is not None and is_same else slot for x, is_same, slot in zip(start, same, slots, strict=True)]
-        self.slots = [_slot(i, *pair) for i, pair in enumerate(zip(start, body([*known]), strict=True))]
+        start = [x if isinstance(x, Integer) and x.is_fixed else None for x in before]
+        known = list(anything)
+        for i, x in enumerate(start):
+            if x is not None and unchanged[i]:
+                known[i] = x
+        after = body(known)
+        self.slots = [_slot(i, start[i], after[i]) for i in range(len(before))]
 
     def turns(self, condition: Callable[[list[Value]], Value]) -> Turns:
         """How often the loop turns, given its condition as a function of the slots at the start of a turn."""
-        found = condition([*self.slots])
-        low, high = found if isinstance(found, Turns) else _UNKNOWN
-        return Turns(min(low, high), high if high <= _ENDLESS else math.inf)
+        holds = condition([*self.slots])
+        if not isinstance(holds, Turns):
+            return _UNKNOWN
+        if holds.high <= _ENDLESS:
+            return Turns(min(holds.low, holds.high), holds.high)
+        return Turns(holds.low, math.inf)
 
     def during(self, turns: float) -> list[Value]:
         """The possible values of the slots at the start of any of the first `turns` turns."""
-        return [x and x.over(turns) for x in self.slots]
+        return [None if x is None else x.over(turns) for x in self.slots]
 
 
 def _slot(index: int, start: Integer | None, new: Value) -> Integer | None:
@@ -220,4 +297,6 @@ def _slot(index: int, start: Integer | None, new: Value) -> Integer | None:
         return None
     if new.slot is None:  # the same as before the loop, or computed anew in each turn
         return Integer(min(start.low, new.low), max(start.high, new.high))
-    return Integer(start.low, start.high, new.low) if new.slot == index and new.low == new.high else None
+    if new.slot == index and new.low == new.high:
+        return Integer(start.low, start.high, new.low)
+    return None
