@@ -25,7 +25,8 @@ _KERNEL_PEAK = 0.93  # the share of the peak that a good kernel reaches, by stat
 _LATENCY = 2e-6  # seconds that a collective takes to start
 # Peaks of GPUs relative to bf16's. f32 operands are multiplied as TF32 or, at the highest precision, outside of the
 # tensor cores, at a sixteenth on an H100 (https://www.nvidia.com/en-us/data-center/h100).
-_TF32, _FULL_F32 = 1 / 2, 1 / 16
+_TF32 = 1 / 2
+_FULL_F32 = 1 / 16
 
 _KINDS = tuple(field.name for field in dataclasses.fields(Milliseconds))
 _KIND = dict(zip(_KINDS, np.eye(len(_KINDS)), strict=True))
@@ -65,12 +66,17 @@ class Clock:
     """
 
     def __init__(self, module: Module, chip: Device, links: Switch, is_gpu: bool = False) -> None:
-        self.module, self.chip, self.is_gpu, self.unknown = module, chip, is_gpu, list[str]()
+        self.module = module
+        self.chip = chip
+        self.is_gpu = is_gpu
+        self.unknown: list[str] = []
         self.shares = functools.cache(links.shares)
 
     def time(self, compiler: str) -> Time:
         """The time of the module, by the compiler of this name."""
-        least, full = (Milliseconds(*map(float, row)) for row in self._run(self.module.entry, ()).clip(0) * 1e3)
+        milliseconds = self._run(self.module.entry, ()).clip(0) * 1e3
+        least = Milliseconds(*milliseconds[0].tolist())
+        full = Milliseconds(*milliseconds[1].tolist())
         unknown = tuple(dict.fromkeys(self.unknown))
         return Time(**dataclasses.asdict(full), least=least, unknown=unknown, compiler=compiler, chip=self.chip.name)
 
@@ -83,34 +89,51 @@ class Clock:
         busy: dict[Link, np.ndarray] = {}  # when a link becomes free
         for x in computation.values():
             source = x.operands[0] if x.operands else ""
-            if (found := self._sent(name, x)) is not None:
+            sent = self._sent(name, x)
+            if sent is not None:
                 if x.op == "fusion" and x.cycles is not None:  # the fusion also does work of its own
                     total += self._plain(computation, x)
-                seconds, end = self._send(found, x, _elapsed(total), busy)
-                if key := x.name if x.op.endswith("-start") else self._chain(x, "AsyncCollectiveStart"):
-                    started[key] = seconds, end
+                seconds, end = self._send(sent, x, _elapsed(total), busy)
+                begun = self._begun(x)
+                if begun:
+                    started[begun] = seconds, end
                 else:
                     total += _beside(seconds, end, _elapsed(total))
             elif source in started and x.op == "async-update":
                 started[x.name] = started.pop(source)
-            elif (key := source if x.op.endswith("-done") else self._chain(x, "AsyncCollectiveDone")) in started:
-                seconds, end = started.pop(key)
+            elif self._ended(x, source) in started:
+                seconds, end = started.pop(self._ended(x, source))
                 total += _beside(seconds, end, _elapsed(total))
             else:
                 total += self._instruction(computation, x, known)
         return total + sum(_KIND["overlapped"] * seconds for seconds, _ in started.values())
+
+    def _begun(self, x: Instruction) -> str:
+        """The key of the collective that an instruction begins and another one ends; empty for a whole one."""
+        if x.op.endswith("-start"):
+            return x.name
+        return self._chain(x, "AsyncCollectiveStart")
+
+    def _ended(self, x: Instruction, source: str) -> str:
+        """The key of the collective that an instruction ends, given its first operand; empty for none."""
+        if x.op.endswith("-done"):
+            return source
+        return self._chain(x, "AsyncCollectiveDone")
 
     def _sent(self, name: str, x: Instruction, within: bool = False) -> Transfer | None:
         """The collective of an instruction: itself, or the one that it wraps."""
         if x.op in ("fusion", "async-start") or (within and x.op in ("call", "custom-call")):
             for inner in x.all_called:
                 for wrapped in self.module.computations[inner].values():
-                    if found := self._sent(inner, wrapped, within=True):
-                        return found
+                    sent = self._sent(inner, wrapped, within=True)
+                    if sent:
+                        return sent
         return transfer(self.module, name, x)
 
     def _chain(self, x: Instruction, target: str) -> str:
-        return chain(self.module.called(x, "calls"), target) if x.op == "fusion" else ""
+        if x.op != "fusion":
+            return ""
+        return chain(self.module.called(x, "calls"), target)
 
     def _send(
         self, sent: Transfer, x: Instruction, now: np.ndarray, busy: dict[Link, np.ndarray]
@@ -121,7 +144,8 @@ class Clock:
             self.unknown.append(f"what {x.name} joins ({x.op_name}): charged for all {len(groups[0])} devices")
         if max(map(len, groups)) == 1:
             return 0.0, now
-        alone, ends = 0.0, [now]
+        alone = 0.0
+        ends = [now]
         for link, share in self.shares(sent.op, groups).items():
             seconds = share * sent.bytes / self.chip.link
             busy[link] = np.maximum(now, busy.get(link, now)) + seconds
@@ -134,12 +158,7 @@ class Clock:
             case "while":
                 return self._loop(x, known)
             case "conditional":
-                keys = ("true_computation", "false_computation", "branch_computations")
-                names = [name for key in keys for name in x.calls.get(key, ())]
-                branches = [self._run(name, [known.get(arg)]) for name, arg in zip(names, x.operands[1:], strict=True)]
-                least, full = zip(*branches, strict=True)
-                longest = min if is_rare(x.op_name) else max
-                return np.stack([min(least, key=_elapsed), longest(full, key=_elapsed)])
+                return self._conditional(x, known)
             case "call":
                 [name] = x.calls["to_apply"]
                 return self._run(name, [known.get(operand) for operand in x.operands])
@@ -150,11 +169,20 @@ class Clock:
                 return _KIND["kernels"] * self._kernel_seconds(computation, x)
         return self._plain(computation, x)
 
+    def _conditional(self, x: Instruction, known: dict[str, Known]) -> np.ndarray:
+        """The shortest branch at least, and the longest at most unless it is rarely taken."""
+        keys = ("true_computation", "false_computation", "branch_computations")
+        names = [name for key in keys for name in x.calls.get(key, ())]
+        branches = [self._run(name, [known.get(arg)]) for name, arg in zip(names, x.operands[1:], strict=True)]
+        least = min((branch[0] for branch in branches), key=_elapsed)
+        most = min if is_rare(x.op_name) else max
+        return np.stack([least, most((branch[1] for branch in branches), key=_elapsed)])
+
     def _loop(self, x: Instruction, known: dict[str, Known]) -> np.ndarray:
-        found = loop(self.module, x, known)
-        body = self._run(x.calls["body"][0], found.body_args)
-        asking = self._run(x.calls["condition"][0], found.condition_args)
-        low, high = found.turns
+        counted = loop(self.module, x, known)
+        body = self._run(x.calls["body"][0], counted.body_args)
+        asking = self._run(x.calls["condition"][0], counted.condition_args)
+        low, high = counted.turns
         if math.isinf(high):
             one = 1e3 * body[1, _COMPUTE].sum()
             turns = f"{low} times or more, {one:.3g} ms of compute each"
@@ -164,21 +192,33 @@ class Clock:
     def _plain(self, computation: Computation, x: Instruction) -> np.ndarray:
         """The time of an instruction or a fusion that runs by itself."""
         inside = self._inside(computation, x)
-        starts_nothing = x.target == "AllocateBuffer" if self.is_gpu else x.op == "custom-call" and x.cycles is None
-        is_free = starts_nothing or x.op in _FREE or x.op.endswith("-done")
-        if is_free or (x.cycles is None and all(_is_on_scalars(c, y) for c, y in inside)):
+        if self._is_free(x) or (x.cycles is None and all(_is_on_scalars(c, y) for c, y in inside)):
             return np.zeros(len(_KINDS))
         products = sum(self._product_seconds(c, y) for c, y in inside)
-        is_move = all(y.op in _MOVES or _is_on_scalars(c, y) for c, y in inside)
-        kind = "products" if products else "copies" if is_move else "elementwise"
+        if products:
+            kind = "products"
+        elif all(y.op in _MOVES or _is_on_scalars(c, y) for c, y in inside):
+            kind = "copies"
+        else:
+            kind = "elementwise"
         by_bytes = hbm_bytes(self.module, computation, x) / self.chip.bandwidth
         if x.cycles is None:
             seconds = max(by_bytes, products)
-            return seconds * (_KIND[kind] if self.is_gpu else _KIND[kind] + _KIND["unestimated"])
+            if self.is_gpu:
+                return seconds * _KIND[kind]
+            return seconds * (_KIND[kind] + _KIND["unestimated"])
         seconds = x.cycles / self.chip.hertz
         if all(_is_fill(c, y) for c, y in inside):
             seconds = min(seconds, by_bytes)  # a constant: the estimate is up to ten times its bytes
         return seconds * _KIND[kind]
+
+    def _is_free(self, x: Instruction) -> bool:
+        """Whether an instruction takes no time of its own."""
+        if x.op in _FREE or x.op.endswith("-done"):
+            return True
+        if self.is_gpu:
+            return x.target == "AllocateBuffer"
+        return x.op == "custom-call" and x.cycles is None
 
     def _product_seconds(self, computation: Computation, x: Instruction) -> float:
         """The time of an instruction's product at the device's peak; 0 if it is not a product."""
@@ -186,14 +226,16 @@ class Clock:
         factors = [computation[name].shape for name in x.operands[:2] if name in computation]
         if not (seconds and self.is_gpu and any(shape.startswith("f32") for shape in factors)):
             return seconds
-        return seconds / (_FULL_F32 if x.is_highest else _TF32)
+        if x.is_highest:
+            return seconds / _FULL_F32
+        return seconds / _TF32
 
     def _inside(self, computation: Computation, x: Instruction) -> list[tuple[Computation, Instruction]]:
         """The instructions of a fusion and of those in it; any other instruction itself."""
         if x.op != "fusion":
             return [(computation, x)]
         inner = self.module.called(x, "calls")
-        return [found for y in inner.values() for found in self._inside(inner, y)]
+        return [pair for y in inner.values() for pair in self._inside(inner, y)]
 
     def _kernel_seconds(self, computation: Computation, x: Instruction) -> float:
         if x.cycles is not None:  # XLA writes none for a kernel; a static profile has some

@@ -30,8 +30,12 @@ class Switch:
         if op == "collective-permute":
             return self._loads(groups, 1)
         if op in ("all-to-all", "ragged-all-to-all"):
-            return self._loads((pair for group in groups for pair in itertools.permutations(group, 2)), 1 / n)
-        return self._rings(groups, (2 if op == "all-reduce" else 1) * (n - 1) / n)
+            pairs = [pair for group in groups for pair in itertools.permutations(group, 2)]
+            return self._loads(pairs, 1 / n)
+        once_around = (n - 1) / n
+        if op == "all-reduce":
+            return self._rings(groups, 2 * once_around)
+        return self._rings(groups, once_around)
 
     def _loads(self, pairs: Iterable[Sequence[int]], each: float) -> dict[Link, float]:
         counts = Counter(link for source, target in pairs for link in self.route(source, target))
@@ -39,8 +43,9 @@ class Switch:
 
     def _rings(self, groups: Groups, turns: float) -> dict[Link, float]:
         """Rings in the order of the groups, half of the bytes each way around."""
-        pairs = [pair for group in groups for pair in zip(group, (*group[1:], group[0]), strict=True)]
-        return self._loads([*pairs, *(pair[::-1] for pair in pairs)], turns / 2)
+        up = [pair for group in groups for pair in zip(group, (*group[1:], group[0]), strict=True)]
+        down = [(target, source) for source, target in up]
+        return self._loads([*up, *down], turns / 2)
 
 
 class Torus(Switch):
@@ -53,7 +58,8 @@ class Torus(Switch):
     """
 
     def __init__(self, places: Sequence[Sequence[int]], sizes: Sequence[int], chip: Device) -> None:
-        self.places, self.sizes = places, sizes
+        self.places = places
+        self.sizes = sizes
         # where four chips are a ring, an optical switch closes it, around whole cubes alone
         closes = chip.wraps and (chip.wraps > 4 or all(size % 4 == 0 for size in sizes[:3]))
         self.rings = [bool(closes) and size >= chip.wraps for size in sizes[:3]] + [False]
@@ -61,20 +67,19 @@ class Torus(Switch):
     @classmethod
     def of(cls, devices: Sequence[jax.Device], chip: Device) -> Torus:
         """The slice of these devices, real or described."""
-        places, everywhere = (
-            np.array([(*d.coords, getattr(d, "core_on_chip", None) or 0) for d in found])
-            for found in (devices, devices[0].client.devices())
-        )
-        low = everywhere.min(0)
-        return cls((places - low).tolist(), (everywhere.max(0) - low + 1).tolist(), chip)
+        places = _coordinates(devices)
+        slice_places = _coordinates(devices[0].client.devices())
+        low = slice_places.min(0)
+        sizes = slice_places.max(0) - low + 1
+        return cls((places - low).tolist(), sizes.tolist(), chip)
 
     def route(self, source: int, target: int) -> Iterator[Link]:
         """See `Switch`. Where both ways around a ring are equally long, chips at even places go up."""
         at = list(self.places[source])
         for d, (size, is_ring) in enumerate(zip(self.sizes, self.rings, strict=True)):
             way = self.places[target][d] - at[d]
-            if is_ring and (2 * abs(way) > size or (2 * abs(way) == size and (way > 0) == at[d] % 2)):
-                way -= size if way > 0 else -size
+            if is_ring:
+                way = _shorter_way(way, size, at[d])
             step = 1 if way > 0 else -1
             for _ in range(abs(way)):
                 yield *at[:3], d, step
@@ -86,7 +91,7 @@ class Torus(Switch):
         Around a ring there are two ways, and along a line one, as its last chip has one link. Where a group is no box,
         rings are in the order of the groups.
         """
-        found: defaultdict[Link, float] = defaultdict(float)
+        loads: defaultdict[Link, float] = defaultdict(float)
         for group in groups:
             places = np.array([self.places[device] for device in group])
             extent = np.ptp(places, axis=0) + 1
@@ -94,9 +99,26 @@ class Torus(Switch):
                 return super()._rings(groups, turns)
             dims = [d for d in range(3) if extent[d] > 1] or [3]
             closed = [self.rings[d] and extent[d] == self.sizes[d] for d in range(4)]
-            lanes = sum(2 if closed[d] else 1 for d in dims)
-            low, high = places.min(0), places.max(0)
-            for place, d, step in itertools.product(np.unique(places[:, :3], axis=0).tolist(), dims, (1, -1)):
+            lanes = len(dims) + sum(closed[d] for d in dims)
+            low = places.min(0)
+            high = places.max(0)
+            chips = np.unique(places[:, :3], axis=0).tolist()
+            for place, d, step in itertools.product(chips, dims, (1, -1)):
                 if d == 3 or closed[d] or low[d] <= place[d] + step <= high[d]:
-                    found[(*place, d, step)] += turns / lanes
-        return found
+                    loads[(*place, d, step)] += turns / lanes
+        return loads
+
+
+def _coordinates(devices: Sequence[jax.Device]) -> np.ndarray:
+    """`[devices, 4]`: x, y and z of each chip, and the core on it."""
+    return np.array([(*device.coords, getattr(device, "core_on_chip", None) or 0) for device in devices])
+
+
+def _shorter_way(way: int, size: int, start: int) -> int:
+    """`way` steps along a ring of `size` chips, or the steps the other way around where these are fewer."""
+    is_tie = 2 * abs(way) == size
+    if 2 * abs(way) < size or (is_tie and (way > 0) != start % 2):
+        return way
+    if way > 0:
+        return way - size
+    return way + size

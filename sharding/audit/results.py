@@ -21,6 +21,16 @@ class Collective:
     bytes: int
     in_loop: bool
 
+    def __str__(self) -> str:
+        where = " in a loop" if self.in_loop else ""
+        return f"{self.op} over {self._over}: {self.bytes / 2**20:.3f} MiB{where}"
+
+    @property
+    def _over(self) -> str:
+        if self.axes is None:
+            return "unknown axes"
+        return ", ".join(self.axes) or "no axis"
+
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
@@ -38,8 +48,9 @@ class Flops:
         return Flops(self.low + other.low, self.high + other.high)
 
     def __str__(self) -> str:
-        low, high = f"{self.low / 1e9:.3f}", f"{self.high / 1e9:.3f}"
-        return f"{low} GFLOP" if self.low == self.high else f"{low} to {high} GFLOP"
+        if self.low == self.high:
+            return f"{self.low / 1e9:.3f} GFLOP"
+        return f"{self.low / 1e9:.3f} to {self.high / 1e9:.3f} GFLOP"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,10 +154,10 @@ class Audit:
 
     def __str__(self) -> str:
         sizes = {"temporaries": self.temp_bytes, "arguments": self.argument_bytes, "results": self.output_bytes}
-        lines = [", ".join([*(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items()), str(self.flops)])]
-        lines += [f"time {self.time}"] if self.time else []
+        costs = [f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items()]
+        lines = [", ".join([*costs, str(self.flops)])]
+        if self.time:
+            lines.append(f"time {self.time}")
         lines += self.notes
-        for c in self.collectives:
-            over = "unknown axes" if c.axes is None else ", ".join(c.axes) or "no axis"
-            lines.append(f"{c.op} over {over}: {c.bytes / 2**20:.3f} MiB{' in a loop' if c.in_loop else ''}")
+        lines += map(str, self.collectives)
         return "\n".join(lines)
