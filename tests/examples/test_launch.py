@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from programs import QUICK
+from programs import xla_flags
 from spoilt import check_flips, files_in, flipped
 from tiny_runs import TINY, records
 
@@ -34,7 +34,7 @@ def started(folder, *options):
     command += ["--out", str(folder), "--processes", "2"]
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
-    environment["XLA_FLAGS"] = QUICK
+    environment["XLA_FLAGS"] = xla_flags(quick=True)
     with (folder / "said").open("w") as said:
         return subprocess.Popen(command, env=environment, stdout=said, stderr=said, cwd=root)
 
@@ -250,7 +250,7 @@ sys.exit(train_grpo.main(sys.argv[1:]))
 def test_a_process_that_fails_is_named_with_its_error(tmp_path, monkeypatch, capfd):
     (tmp_path / "one_fails.py").write_text(ONE_FAILS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("XLA_FLAGS", QUICK)
+    monkeypatch.setenv("XLA_FLAGS", xla_flags(quick=True))
     arguments = [*TINY, "--sft-steps", "0", "--processes", "2", "--out", str(tmp_path / "run")]
     assert launch.start("one_fails", arguments, types.SimpleNamespace(processes=2)) == 1
     said = capfd.readouterr().err

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tiny_runs
 from html_pages import CHROMIUM, Read, chromium
-from programs import QUICK, kept_in
+from programs import kept_in, xla_flags
 
 from examples.trainer import explained, tokens_page
 from examples.trainer.arguments import parse
@@ -142,7 +142,7 @@ def test_two_processes_keep_what_one_keeps(tmp_path):
     options = [*RUN, "--sft-steps", "0", "--mesh", "dp=8", "--steps", "1"]
     command = [sys.executable, "-m", "examples.trainer.train_grpo", *options, "--processes", "2"]
     root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK}
+    environment = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(quick=True)}
     subprocess.run([*command, "--out", str(tmp_path / "two")], env=environment, cwd=root, check=True, timeout=300)
     assert train([*options, "--out", str(tmp_path / "one")]) == 0
     check_same(tokens_of(tmp_path / "two"), tokens_of(tmp_path / "one"))

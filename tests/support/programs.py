@@ -28,16 +28,21 @@ if jax.__version_info__ < (0, 11):
 
 
 def start_devices(count: int) -> None:
-    """Makes the CPU appear as so many devices. With QUICK_COMPILES in the environment, sets the flags of `QUICK`."""
+    """Makes the CPU appear as so many devices. With QUICK_COMPILES in the environment, adds the flags of `QUICK`."""
     before = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = xla_flags()
     emulate_devices(count)
     os.environ["XLA_FLAGS"] = before  # libtpu reads them later, and ends the process if it does not know one
 
 
-def xla_flags() -> str:
-    """The flags for a process that a test starts, so that it compiles for CPUs as this one does."""
-    return QUICK if os.environ.get("QUICK_COMPILES") else os.environ.get("XLA_FLAGS", "")
+def xla_flags(*, quick: bool | None = None) -> str:
+    """The flags for a process that a test starts, so that it compiles for CPUs as this one does.
+
+    The caller's own flags stay, behind those of `QUICK`: XLA obeys the last. `quick` decides for QUICK_COMPILES.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    quick = bool(os.environ.get("QUICK_COMPILES")) if quick is None else quick
+    return f"{QUICK} {flags}".rstrip() if quick else flags
 
 
 def without_gpu_plugin(text: str) -> str:
