@@ -34,20 +34,30 @@ def count_flops(jaxpr: AnyJaxpr) -> Flops:
 def _cost(jaxpr: AnyJaxpr, args: Sequence[Value], wanted: Sequence[bool] | None = None) -> Cost:
     """The cost of a jaxpr's wanted results, by default all, given what is known of its arguments."""
     known = _values(jaxpr, args)
-    outvars = zip(jaxpr.outvars, wanted or [True] * len(jaxpr.outvars), strict=True)
-    needed = {atom for atom, is_wanted in outvars if is_wanted and isinstance(atom, core.Var)}
+    needed = _variables(jaxpr.outvars, wanted or [True] * len(jaxpr.outvars))
     total = _NONE
     for eqn in reversed(jaxpr.eqns):
-        read = [var in needed for var in eqn.outvars]
-        if any(read) or any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects):
-            flops, reads = _equation(eqn, [_value(known, atom) for atom in eqn.invars], read)
+        results_needed = [var in needed for var in eqn.outvars]
+        if any(results_needed) or _has_effects(eqn):
+            args_known = [_value(known, atom) for atom in eqn.invars]
+            flops, args_needed = _equation(eqn, args_known, results_needed)
             total += flops
-            needed |= {a for a, is_read in zip(eqn.invars, reads, strict=True) if is_read and isinstance(a, core.Var)}
+            needed |= _variables(eqn.invars, args_needed)
     return total, [var in needed for var in jaxpr.invars]
 
 
+def _variables(atoms: Sequence[Any], wanted: Sequence[bool]) -> set[Any]:
+    """The wanted atoms that are variables; the others are literals."""
+    return {atom for atom, is_wanted in zip(atoms, wanted, strict=True) if is_wanted and isinstance(atom, core.Var)}
+
+
+def _has_effects(eqn: Any) -> bool:
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
 def _equation(eqn: Any, args: list[Value], wanted: list[bool]) -> Cost:
-    params, everything = eqn.params, [True] * len(args)
+    params = eqn.params
+    everything = [True] * len(args)
     match eqn.primitive.name:
         case "dot_general":
             (lhs, _), _ = params["dimension_numbers"]
@@ -62,25 +72,44 @@ def _equation(eqn: Any, args: list[Value], wanted: list[bool]) -> Cost:
         case "while":
             return _while(params, args, wanted)
         case "cond":
-            branches, reads = zip(*(_cost(branch, args[1:], wanted) for branch in params["branches"]), strict=True)
-            highest = min if is_rare(str(eqn.source_info.name_stack)) else max
-            flops = Flops(min(b.low for b in branches), highest(b.high for b in branches))
-            return flops, [True, *map(any, zip(*reads, strict=True))]
+            return _conditional(eqn, args, wanted)
         case "custom_linear_solve":
             return _cost(params["jaxprs"].solve, [])[0], everything
-    if (called := _called(eqn)) is not None:
+    called = _called(eqn)
+    if called is not None:
         return _cost(called, args, wanted)
     total = sum((_cost(jaxpr, [])[0] for jaxpr in jaxprs_in(eqn)), _NONE)
-    steps = getattr(params.get("grid_mapping"), "grid", ())  # a kernel runs in each of them
-    known = all(isinstance(step, int) for step in steps)
-    return _times(total, Turns(math.prod(steps), math.prod(steps)) if known else Turns(0, math.inf)), everything
+    return _times(total, _kernel_steps(eqn)), everything
+
+
+def _conditional(eqn: Any, args: list[Value], wanted: list[bool]) -> Cost:
+    """The cheapest branch at least, and the dearest at most unless it is rarely taken."""
+    branches = [_cost(branch, args[1:], wanted) for branch in eqn.params["branches"]]
+    lows = [flops.low for flops, _ in branches]
+    highs = [flops.high for flops, _ in branches]
+    most = min if is_rare(str(eqn.source_info.name_stack)) else max
+    needed = zip(*(reads for _, reads in branches), strict=True)
+    return Flops(min(lows), most(highs)), [True, *map(any, needed)]
+
+
+def _kernel_steps(eqn: Any) -> Turns:
+    """How often the body of a kernel runs, and once for anything else."""
+    steps = getattr(eqn.params.get("grid_mapping"), "grid", ())
+    if not all(isinstance(step, int) for step in steps):
+        return Turns(0, math.inf)
+    return Turns(math.prod(steps), math.prod(steps))
 
 
 def _called(eqn: Any) -> AnyJaxpr | None:
     """The jaxpr that an equation runs once, on its own arguments."""
-    inner = jaxprs_in(eqn) if eqn.primitive.name in _CALLS else []
-    sizes = [(len(x.invars), len(x.outvars)) for x in (eqn, *inner)]
-    return inner[0] if len(inner) == 1 and sizes[0] == sizes[1] else None
+    if eqn.primitive.name not in _CALLS:
+        return None
+    inner = jaxprs_in(eqn)
+    if len(inner) != 1:
+        return None
+    if len(inner[0].invars) != len(eqn.invars) or len(inner[0].outvars) != len(eqn.outvars):
+        return None
+    return inner[0]
 
 
 def _product(eqn: Any, contracted: int, groups: int = 1) -> Flops:
@@ -99,33 +128,46 @@ def _ragged_dot(eqn: Any) -> Flops:
 
 def _times(flops: Flops, turns: Turns) -> Flops:
     """The value for a body that runs `turns` times; 0 stays 0 where `turns` is infinite."""
-    low, high = ((x * n if x and n else 0) for x, n in ((flops.low, turns.low), (flops.high, turns.high)))
-    return Flops(low, high)
+    return Flops(_product_or_zero(flops.low, turns.low), _product_or_zero(flops.high, turns.high))
+
+
+def _product_or_zero(count: float, turns: float) -> float:
+    if not count or not turns:  # 0 * inf would be NaN
+        return 0
+    return count * turns
 
 
 def _scan(params: dict[str, Any], args: list[Value], wanted: list[bool]) -> Cost:
-    body, length = params["jaxpr"], params["length"]
+    body = params["jaxpr"]
+    length = params["length"]
     if "ft_in" in params:  # from JAX 0.12 on, a tree that splits what it is given
         first, count, _ = (len(list(part)) for part in params["ft_in"].update(range(len(args))).unpack())
     else:
-        first, count = params["num_consts"], params["num_carry"]
-    consts, carry, xs = args[:first], args[first : first + count], [None] * (len(args) - first - count)
+        first = params["num_consts"]
+        count = params["num_carry"]
+    consts = args[:first]
+    carry = args[first : first + count]
+    xs = [None] * (len(args) - first - count)
     loop = Loop(lambda slots: _results(body, [*consts, *slots, *xs])[:count], carry)
     flops, reads = _turn(body, [*consts, *loop.during(length), *xs], wanted, slice(first, first + count))
     return _times(flops, Turns(length, length)), reads
 
 
 def _while(params: dict[str, Any], args: list[Value], wanted: list[bool]) -> Cost:
-    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
-    first, second = params["cond_nconsts"], params["body_nconsts"]
-    asked_of, consts, carry = args[:first], args[first : first + second], args[first + second :]
-    loop = Loop(lambda slots: _results(body, [*consts, *slots]), carry)
-    turns = loop.turns(lambda slots: _results(condition, [*asked_of, *slots])[0])
-    asked = Turns(turns.low + 1, turns.high + 1)  # the condition, once more than there are turns
-    asking, asks = _cost(condition, [*asked_of, *loop.during(asked.high)])
-    wanted = [a or b for a, b in zip(wanted, asks[first:], strict=True)]
-    flops, reads = _turn(body, [*consts, *loop.during(turns.high)], wanted, slice(second, None))
-    return _times(flops, turns) + _times(asking, asked), asks[:first] + reads
+    condition = params["cond_jaxpr"]
+    body = params["body_jaxpr"]
+    first = params["cond_nconsts"]
+    second = first + params["body_nconsts"]
+    condition_consts = args[:first]
+    body_consts = args[first:second]
+    loop = Loop(lambda slots: _results(body, [*body_consts, *slots]), args[second:])
+    turns = loop.turns(lambda slots: _results(condition, [*condition_consts, *slots])[0])
+    checks = Turns(turns.low + 1, turns.high + 1)  # the condition, once more than there are turns
+    check_flops, check_reads = _cost(condition, [*condition_consts, *loop.during(checks.high)])
+    wanted = [a or b for a, b in zip(wanted, check_reads[first:], strict=True)]
+    body_args = [*body_consts, *loop.during(turns.high)]
+    flops, body_reads = _turn(body, body_args, wanted, slice(len(body_consts), None))
+    return _times(flops, turns) + _times(check_flops, checks), check_reads[:first] + body_reads
 
 
 def _turn(body: AnyJaxpr, args: list[Value], wanted: list[bool], carry: slice) -> Cost:
@@ -145,8 +187,9 @@ def _values(jaxpr: AnyJaxpr, args: Sequence[Value]) -> dict[Any, Value]:
     consts = zip(jaxpr.constvars, getattr(jaxpr, "consts", ()), strict=False)
     known |= {var: _constant(var.aval, value) for var, value in consts}
     for eqn in jaxpr.eqns:
-        of_args, called = [_value(known, atom) for atom in eqn.invars], _called(eqn)
-        results = [_result(eqn, of_args)] if called is None else _results(called, of_args)
+        args_known = [_value(known, atom) for atom in eqn.invars]
+        called = _called(eqn)
+        results = [_result(eqn, args_known)] if called is None else _results(called, args_known)
         known.update(zip(eqn.outvars, results, strict=False))
     return known
 
@@ -157,15 +200,19 @@ def _results(jaxpr: AnyJaxpr, args: Sequence[Value]) -> list[Value]:
 
 
 def _value(known: dict[Any, Value], atom: Any) -> Value:
-    return _constant(atom.aval, atom.val) if isinstance(atom, core.Literal) else known.get(atom)
+    if isinstance(atom, core.Literal):
+        return _constant(atom.aval, atom.val)
+    return known.get(atom)
 
 
 def _result(eqn: Any, args: list[Value]) -> Value:
     """What is known of the first result of an equation."""
-    operands, results = eqn.invars, eqn.outvars
-    if not operands or not results or getattr(results[0].aval, "shape", None) != ():
+    if not eqn.invars or not eqn.outvars:
         return None
-    return scalar(eqn.primitive.name, args, _limits(operands[0].aval), _limits(results[0].aval))
+    result = eqn.outvars[0].aval
+    if getattr(result, "shape", None) != ():
+        return None
+    return scalar(eqn.primitive.name, args, _limits(eqn.invars[0].aval), _limits(result))
 
 
 def _limits(aval: Any) -> Limits | None:
@@ -178,4 +225,6 @@ def _constant(aval: Any, value: Any) -> Value:
         return None
     if aval.dtype == bool:
         return constant(bool(value))
-    return constant(int(value)) if _limits(aval) else None
+    if not _limits(aval):
+        return None
+    return constant(int(value))

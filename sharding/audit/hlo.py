@@ -55,14 +55,16 @@ class Instruction:
     @functools.cached_property
     def cycles(self) -> int | None:
         """XLA:TPU's estimate; None where it makes none."""
-        found = self._found(r'"estimated_cycles":"(\d+)"')
-        return int(found) if found else None
+        digits = self._found(r'"estimated_cycles":"(\d+)"')
+        if not digits:
+            return None
+        return int(digits)
 
     @property
     def declared(self) -> dict[str, int]:
         """What a Pallas kernel declares: its flops, bytes_accessed and transcendentals."""
-        found = self._found(r'"cost_estimate":\{([^}]*)\}')
-        return {key: int(n) for key, n in re.findall(r'"(\w+)":"?(\d+)', found)}
+        costs = self._found(r'"cost_estimate":\{([^}]*)\}')
+        return {key: int(number) for key, number in re.findall(r'"(\w+)":"?(\d+)', costs)}
 
     @property
     def op_name(self) -> str:
@@ -82,23 +84,30 @@ class Instruction:
     @property
     def scalar_dtype(self) -> str:
         """The dtype of a scalar; empty for arrays."""
-        found = re.match(r"(\w+)\[\]", self.shape)
-        return found[1] if found else ""
+        match = re.match(r"(\w+)\[\]", self.shape)
+        if match is None:
+            return ""
+        return match[1]
 
     def contracted(self, lhs: str, rhs: str) -> int:
         """The size of the dimensions that a product sums over, given the shapes of its factors."""
         if labels := self._found(r"dim_labels=\w+_(\w+)->"):  # `convolution(rows, kernel), dim_labels=bf_io->bf`
             return math.prod(size for size, label in zip(dimensions(rhs), labels, strict=False) if label != "o")
-        dims, sizes = self._found(r"lhs_contracting_dims=\{([\d,]*)\}"), dimensions(lhs)
-        return math.prod(sizes[d] for d in _integers(dims)) if sizes else 1
+        sizes = dimensions(lhs)
+        if not sizes:
+            return 1
+        dims = self._found(r"lhs_contracting_dims=\{([\d,]*)\}")
+        return math.prod(sizes[d] for d in _integers(dims))
 
     def attribute(self, name: str) -> str:
         """The value of `name=word` or `name="value"`; empty where there is none."""
         return self._found(rf'\b{name}="([^"]*)"') or self._found(rf"\b{name}=(\w+)")
 
     def _found(self, pattern: str) -> str:
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else ""
+        match = re.search(pattern, self.attributes)
+        if match is None:
+            return ""
+        return match[1]
 
 
 Computation = dict[str, Instruction]
@@ -123,22 +132,27 @@ class Module:
         """The computations that run in the body or the condition of a loop."""
         everywhere = [x for computation in self.computations.values() for x in computation.values()]
         pending = [name for x in everywhere for key in ("body", "condition") for name in x.calls.get(key, ())]
-        found: set[str] = set()
+        looped: set[str] = set()
         while pending:
-            if (name := pending.pop()) not in found:
-                found.add(name)
-                pending += [called for x in self.computations.get(name, {}).values() for called in x.all_called]
-        return frozenset(found)
+            name = pending.pop()
+            if name in looped:
+                continue
+            looped.add(name)
+            for x in self.computations.get(name, {}).values():
+                pending += x.all_called
+        return frozenset(looped)
 
 
 def parse(text: str) -> Module:
     """Reads a module's text, as `compiled.as_text()` or a dump of XLA gives it."""
     computations: dict[str, Computation] = {}
-    entry, current = "", None
+    entry = ""
+    current = None
     for line in text.splitlines():
         if header := _HEADER.match(line):
             current = computations.setdefault(header[2], {})
-            entry = header[2] if header[1] else entry
+            if header[1]:
+                entry = header[2]
         elif line.startswith("}"):
             current = None
         elif current is not None and (start := _INSTRUCTION.match(line)):
@@ -150,18 +164,29 @@ def parse(text: str) -> Module:
 
 def _instruction(start: re.Match[str], line: str) -> Instruction:
     rest = line[start.end() :]
-    end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
-    shape, rest = rest[:end], rest[end:].lstrip()
-    opening = rest.index("(")
-    end = _closing(rest, opening)
-    return Instruction(start[2], shape, rest[:opening], rest[opening + 1 : end - 1], rest[end:], bool(start[1]))
+    if rest.startswith("("):
+        end_of_shape = _closing(rest, 0)
+    else:
+        end_of_shape = rest.index(" ")
+    call = rest[end_of_shape:].lstrip()
+    opening = call.index("(")
+    end = _closing(call, opening)
+    return Instruction(
+        name=start[2],
+        shape=rest[:end_of_shape],
+        op=call[:opening],
+        inside=call[opening + 1 : end - 1],
+        attributes=call[end:],
+        is_root=bool(start[1]),
+    )
 
 
 def _closing(text: str, opening: int) -> int:
     """The index after the parenthesis that closes the one at `opening`."""
+    steps = {"(": 1, ")": -1}
     depth = 0
     for match in re.compile("[()]").finditer(text, opening):
-        depth += 1 if match[0] == "(" else -1
+        depth += steps[match[0]]
         if depth == 0:
             return match.end()
     return len(text)
@@ -177,26 +202,38 @@ def shape_bytes(shape: str, in_hbm: bool = False) -> int:
     total = 0
     for dtype, dims, layout in re.findall(r"(\w+)\[([^\]]*)\](\{[^}]*\})?", shape):
         if not (in_hbm and re.search(r"S\([1-9]", layout)):
-            bits = 8 if dtype == "pred" else int((re.findall(r"\d+", dtype) or ["0"])[0])
-            total += math.prod(dimensions(f"[{dims}]")) * bits // 8
+            total += math.prod(dimensions(f"[{dims}]")) * _bits(dtype) // 8
     return total
+
+
+def _bits(dtype: str) -> int:
+    """Of a number of a dtype, which its name begins with; 0 for what has none, such as a token."""
+    if dtype == "pred":
+        return 8
+    digits = re.findall(r"\d+", dtype)
+    return int(digits[0]) if digits else 0
 
 
 def dimensions(shape: str) -> list[int]:
     """The dimensions of a shape, of a tuple those of its first part."""
-    found = re.search(r"\[([^\]]*)\]", shape)
-    return [int(d.lstrip("<=")) for d in found[1].split(",") if d] if found else []
+    match = re.search(r"\[([^\]]*)\]", shape)
+    if match is None:
+        return []
+    return [int(size.lstrip("<=")) for size in match[1].split(",") if size]
 
 
 def parts(shape: str) -> list[str]:
     """The parts of a tuple's shape."""
-    found, depth, begin = [], 0, 1
+    steps = dict.fromkeys("([{", 1) | dict.fromkeys(")]}", -1) | {",": 0}
+    texts = []
+    depth = 0
+    begin = 1
     for match in re.finditer(r"[(\[{]|[)\]}]|,", shape):
-        depth += 1 if match[0] in "([{" else -1 if match[0] in ")]}" else 0
+        depth += steps[match[0]]
         if (match[0] == "," and depth == 1) or depth == 0:
-            found.append(shape[begin : match.start()])
+            texts.append(shape[begin : match.start()])
             begin = match.end()
-    return found
+    return texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,9 +296,12 @@ def _mesh_groups(axes: str, device_ids: str | None, joined: str) -> Groups:
     """The groups of `mesh['a'=2,'b'=8] {'b':(2)4}`: along axes, or along a part of one; `(2)4` is a 4 behind a 2."""
     sizes = {name: int(size) for name, size in re.findall(r"'?(\w+)'?=(\d+)", axes)}
     places = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
-    ids = np.arange(places.shape[1])
-    if device_ids:
-        ids = _iota(device_ids).reshape(-1) if "[" in device_ids else np.array(_integers(device_ids))
+    if device_ids is None:
+        ids = np.arange(places.shape[1])
+    elif "[" in device_ids:
+        ids = _iota(device_ids).reshape(-1)
+    else:
+        ids = np.array(_integers(device_ids))
     for name, before, part in re.findall(r"'?(\w+)'?(?::\((\d+)\)(\d+))?", joined):
         size = int(part or sizes[name])
         stride = sizes[name] // (int(before or 1) * size)
@@ -278,7 +318,9 @@ def _iota(text: str) -> np.ndarray:
     shape, _, order = text.partition("T")
     dims = _integers(shape.strip("[]"))
     ids = np.arange(math.prod(dims)).reshape(dims)
-    return ids.transpose(_integers(order.strip("()"))) if order else ids
+    if not order:
+        return ids
+    return ids.transpose(_integers(order.strip("()")))
 
 
 def _integers(text: str) -> list[int]:
