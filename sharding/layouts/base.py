@@ -54,7 +54,8 @@ class Row:
 
     def at(self, points: Any, values: Any) -> Any:
         """`[R, n]`: looks up `values` `[R, S+1]` at the sequence of each position, `[n]`, `[1, n]` or `[R, n]`."""
-        points, ends = points[..., None, :], self.ends[:, :, None]
+        points = points[..., None, :]
+        ends = self.ends[:, :, None]
         inside = (points >= ends - self.sizes[:, :, None]) & (points < ends)
         return (inside.astype(values.dtype) * values[:, :, None]).sum(axis=1, dtype=values.dtype)
 
@@ -107,9 +108,11 @@ class Layout:
         length = shards * jax.tree.leaves(x)[0].shape[1]
         if not self.per_segment:
             return Row(length, shards)
-        if segment_ids is None or num_segments is None:
-            missing = "segment_ids" if segment_ids is None else "num_segments"
-            raise ValueError(f"{missing}: got None, expected it for context layout {self.name!r}")
+        for name, value in {"segment_ids": segment_ids, "num_segments": num_segments}.items():
+            if value is None:
+                raise ValueError(f"{name}: got None, expected it for context layout {self.name!r}")
+        assert segment_ids is not None
+        assert num_segments is not None
         numbers = jnp.arange(1, num_segments + 1, dtype=jnp.int32)
         held = segment_ids.astype(jnp.int32)[:, :, None] == numbers[None, None]
         lengths = axes.psum(held.sum(axis=1, dtype=jnp.int32), axes.context)
@@ -144,7 +147,9 @@ def register_layout(layout: Layout) -> None:
 def find_layout(name: str, argument: str = "context_layout", shards: int | None = None) -> Layout:
     """The layout of that name; contiguous where there is one shard, which holds the row in order in any layout."""
     check_layout(name, argument)
-    return LAYOUTS["contiguous" if shards == 1 else name]
+    if shards == 1:
+        return LAYOUTS["contiguous"]
+    return LAYOUTS[name]
 
 
 def move(axes: ShardAxes, x: Any, source: Layout, target: Layout, row: Row) -> Any:
@@ -152,20 +157,25 @@ def move(axes: ShardAxes, x: Any, source: Layout, target: Layout, row: Row) -> A
     if row.shards == 1 or source is target:
         return x
     # jit keeps constants inside: in second derivatives linear_call would pass those of one trace to another
-    forth, back = (jax.jit(functools.partial(_move, axes, *way)) for way in ((source, target), (target, source)))
+    forth = jax.jit(functools.partial(_move, axes, source, target))
+    back = jax.jit(functools.partial(_move, axes, target, source))
     needed = varying(row).union(axes.context)
 
-    def one(x: jax.Array) -> jax.Array:
+    def move_one(x: jax.Array) -> jax.Array:
         x = vary(x, needed)
-        return linear_call(forth, back, row, x) if jnp.issubdtype(x.dtype, jnp.inexact) else forth(row, x)
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return forth(row, x)
+        return linear_call(forth, back, row, x)
 
-    return jax.tree.map(one, x)
+    return jax.tree.map(move_one, x)
 
 
 def _move(axes: ShardAxes, source: Layout, target: Layout, row: Row, x: jax.Array) -> jax.Array:
     contiguous = LAYOUTS["contiguous"]
-    if contiguous in (source, target):
-        return target.from_contiguous(axes, row, x) if source is contiguous else source.to_contiguous(axes, row, x)
+    if source is contiguous:
+        return target.from_contiguous(axes, row, x)
+    if target is contiguous:
+        return source.to_contiguous(axes, row, x)
     return exchange(axes, source, target, row, x)
 
 
@@ -175,7 +185,8 @@ def exchange(axes: ShardAxes, source: Layout, target: Layout, row: Row, x: jax.A
         here = target.position_at(places_of(axes, row), row)
         whole = lax.all_gather(x, axes.context, axis=1, tiled=True)
         return take(whole, source.place_of(here, row))
-    me, (send, received_at) = axes.index(axes.context), _exchange_tables(source, target, row.length, row.shards)
+    me = axes.index(axes.context)
+    send, received_at = _exchange_tables(source, target, row.length, row.shards)
     outgoing = x[:, jnp.asarray(send)[me].reshape(-1)]
     received = lax.all_to_all(outgoing, axes.context, split_axis=1, concat_axis=1, tiled=True)
     return received[:, jnp.asarray(received_at)[me]]
@@ -190,7 +201,8 @@ def places_of(axes: ShardAxes, row: Row) -> jax.Array:
 def _exchange_tables(source: Layout, target: Layout, length: int, shards: int) -> tuple[np.ndarray, np.ndarray]:
     """The local places that shards send to each other, `[C, C, m]`, and which of `C*m` received each place keeps."""
     row = Row(length, shards)
-    came = source.place_of(target.position_at(np.arange(length), row), row).reshape(shards, row.local)
+    position = target.position_at(np.arange(length), row)
+    came = source.place_of(position, row).reshape(shards, row.local)
     senders = came // row.local
     width = max(np.bincount(each).max() for each in senders)
     send = np.zeros((shards, shards, width), np.int32)

@@ -44,7 +44,8 @@ class Contiguous(Layout):
         return jnp.concatenate([split[:, :, by:], following(axes, split[:, :, :by])], axis=2).reshape(x.shape)
 
     def shift(self, axes: ShardAxes, row: Row, x: Any, by: int, fill: Fill, segment_ids: jax.Array | None) -> Any:
-        runs, by = self.runs(row, jax.tree.leaves(x)[0].shape[0]), min(by, row.length)
+        runs = self.runs(row, jax.tree.leaves(x)[0].shape[0])
+        by = min(by, row.length)
 
         def shifted(x: jax.Array) -> jax.Array:
             for gone in range(0, by, runs.shortest):
@@ -55,7 +56,8 @@ class Contiguous(Layout):
             stays = (shifted(segment_ids) == segment_ids) & (segment_ids > 0)
         else:
             position = self.position_at(places_of(axes, row), row)
-            stays = position + by < (row.length if runs.sequence_ends is None else runs.sequence_ends)
+            end = row.length if runs.sequence_ends is None else runs.sequence_ends
+            stays = position + by < end
         return jax.tree.map(lambda y: jnp.where(widen(stays, y), shifted(y), jnp.asarray(fill, y.dtype)), x)
 
     def scan(self, axes: ShardAxes, row: Row, ab: Pair, reverse: bool, segment_ids: jax.Array | None) -> jax.Array:
@@ -77,16 +79,19 @@ class Zigzag(Contiguous):
         return 0, row.length
 
     def position_at(self, places: Points, row: Row) -> Points:
-        shard, offset = places // row.local, places % row.local
-        start, size = self.span(offset * row.shards, row)  # a shard holds an equal part of each span
-        chunk, offset = size // (2 * row.shards), offset - start // row.shards
+        shard = places // row.local
+        place = places % row.local
+        start, size = self.span(place * row.shards, row)  # a shard holds an equal part of each span
+        chunk = size // (2 * row.shards)
+        offset = place - start // row.shards
         second = (offset >= chunk).astype(offset.dtype)
         return start + _mirrored(shard, second, row) * chunk + offset - second * chunk
 
     def place_of(self, positions: Points, row: Row) -> Points:
         start, size = self.span(positions, row)
         chunk = size // (2 * row.shards)
-        link, offset = (positions - start) // chunk, (positions - start) % chunk
+        link = (positions - start) // chunk
+        offset = (positions - start) % chunk
         second = (link >= row.shards).astype(link.dtype)
         return _mirrored(link, second, row) * row.local + start // row.shards + second * chunk + offset
 
@@ -95,7 +100,9 @@ class Zigzag(Contiguous):
         return jnp.concatenate(_even_first(axes, *sent), axis=1)
 
     def to_contiguous(self, axes: ShardAxes, row: Row, x: jax.Array) -> jax.Array:
-        return jnp.concatenate(_permute(axes, row, _even_first(axes, *jnp.split(x, 2, axis=1)), back=True), axis=1)
+        first, second = jnp.split(x, 2, axis=1)
+        sent = _permute(axes, row, _even_first(axes, first, second), back=True)
+        return jnp.concatenate(sent, axis=1)
 
 
 def _mirrored(link: Points, second: Points, row: Row) -> Points:
@@ -106,8 +113,13 @@ def _mirrored(link: Points, second: Points, row: Row) -> Points:
 def _permute(axes: ShardAxes, row: Row, halves: Sequence[jax.Array], back: bool) -> list[jax.Array]:
     """Sends the even and the odd chunk of each contiguous shard to its shard in zigzag, or back."""
     homes = [min(chunk, 2 * row.shards - 1 - chunk) for chunk in range(2 * row.shards)]
-    ways = [[pair[::-1] if back else pair for pair in enumerate(homes[odd::2])] for odd in (0, 1)]
-    return [axes.permute(half, axes.context, way) for half, way in zip(halves, ways, strict=True)]
+    sent = []
+    for parity, half in enumerate(halves):
+        pairs = list(enumerate(homes[parity::2]))
+        if back:
+            pairs = [(target, source) for source, target in pairs]
+        sent.append(axes.permute(half, axes.context, pairs))
+    return sent
 
 
 def _even_first(axes: ShardAxes, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -125,22 +137,35 @@ class ZigzagPerSegment(Zigzag):
 
     name = "zigzag_per_segment"
     per_segment = True
-    to_contiguous, from_contiguous = Layout.to_contiguous, Layout.from_contiguous
+    to_contiguous = Layout.to_contiguous
+    from_contiguous = Layout.from_contiguous
 
     def span(self, points: Any, row: Row) -> tuple[Any, Any]:
         return row.at(points, row.ends - row.sizes), row.at(points, row.sizes)
 
     def runs(self, row: Row, rows: int) -> Runs:
-        ends, sizes = row.ends[:, :-1] // row.shards, row.sizes[:, :-1] // row.shards
-        places, middles = jnp.arange(row.local, dtype=jnp.int32)[None], ends - sizes // 2
+        ends = row.ends[:, :-1] // row.shards
+        sizes = row.sizes[:, :-1] // row.shards
+        begins = ends - sizes
+        middles = ends - sizes // 2
+        S = sizes.shape[1]
+        places = jnp.arange(row.local, dtype=jnp.int32)[None]
         behind = places[:, None] >= ends[:, :, None]
-        segment = jnp.minimum(behind.sum(axis=1, dtype=jnp.int32), sizes.shape[1] - 1)
-        starts, stops = jnp.concatenate([ends - sizes, middles], axis=1), jnp.concatenate([middles, ends], axis=1)
-        of_place = segment + sizes.shape[1] * (places >= take(middles, segment)).astype(jnp.int32)
-        chunk, q = (sizes // 2)[None], jnp.arange(2 * row.shards, dtype=jnp.int32)[:, None, None]
-        numbers = jnp.arange(1, sizes.shape[1] + 1, dtype=jnp.int32)
-        links = (q * chunk < row.lengths[None]).astype(jnp.int32) * numbers[None, None]
-        return Runs(starts, stops, of_place, 2, 1, take((ends - sizes) * row.shards + row.lengths, segment), links)
+        segment = jnp.minimum(behind.sum(axis=1, dtype=jnp.int32), S - 1)
+        is_second = (places >= take(middles, segment)).astype(jnp.int32)
+        # a link of a chain is present if the sequence reaches it
+        link = jnp.arange(2 * row.shards, dtype=jnp.int32)[:, None, None]
+        is_present = (link * (sizes // 2)[None] < row.lengths[None]).astype(jnp.int32)
+        numbers = jnp.arange(1, S + 1, dtype=jnp.int32)
+        return Runs(
+            starts=jnp.concatenate([begins, middles], axis=1),
+            stops=jnp.concatenate([middles, ends], axis=1),
+            of_place=segment + S * is_second,
+            halves=2,
+            shortest=1,
+            sequence_ends=take(begins * row.shards + row.lengths, segment),
+            links=is_present * numbers[None, None],
+        )
 
     def hop(self, axes: ShardAxes, runs: Runs, x: jax.Array, by: int) -> jax.Array:
         """One position at a time, since a chunk of a short sequence may hold only one."""

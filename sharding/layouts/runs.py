@@ -7,8 +7,7 @@ any product, so that NaN and inf stay in their sequence, in values and in gradie
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,60 +67,109 @@ def scan_runs(axes: ShardAxes, runs: Runs, ab: Pair, reverse: bool, segment_ids:
     carry is y at the exit of the run before it. Devices gather product and total at the exits and, where `runs.links`
     is None, the links and the leads too.
     """
-    a, b = (vary(vary_like(x, ab, segment_ids), axes.context) for x in ab)
-    ids = jnp.ones(b.shape, jnp.int32) if segment_ids is None else segment_ids.astype(jnp.int32)
-    entries, exits = (runs.stops - 1, runs.starts) if reverse else (runs.starts, runs.stops - 1)
+    a = vary(vary_like(ab[0], ab, segment_ids), axes.context)
+    b = vary(vary_like(ab[1], ab, segment_ids), axes.context)
+    if segment_ids is None:
+        ids = jnp.ones(b.shape, jnp.int32)
+    else:
+        ids = segment_ids.astype(jnp.int32)
+    entries = runs.starts
+    exits = runs.stops - 1
+    if reverse:
+        entries = runs.stops - 1
+        exits = runs.starts
     is_entry = jnp.arange(b.shape[1], dtype=jnp.int32)[None] == take(entries, runs.of_place)
     why = jnp.where(is_entry, ENTERS, jnp.where(ids == _before(ids, 1, 1, reverse), GOES_ON, ENDS))
-    why, b = jnp.where(ids > 0, why, ENDS), jnp.where(ids > 0, b, 0)
+    why = jnp.where(ids > 0, why, ENDS)
+    b = jnp.where(ids > 0, b, 0)
     if axes.size(axes.context) == 1:
         return _scan(a, [b], why, 1, reverse)[0]
     product, total = _scan(a, [jnp.where(why == GOES_ON, 0, jnp.ones_like(a)), b], why, 1, reverse)
     reaches = _scan(jnp.ones_like(a), [(why == ENTERS).astype(a.dtype)], why, 1, reverse)[0]
     why = jnp.where(reaches > 0, ENTERS, ENDS)
-
-    me, entry_ids, lead = axes.index(axes.context), take(ids, entries), take(a, entries)
-
-    def of_previous(chain: jax.Array) -> jax.Array:
-        """`[R, P]` from `[Q, R, G]`: the value of the run before each run here."""
-        chain = _before(chain, 1, 0, reverse)
-        held = [me, chain.shape[0] - 1 - me][: runs.halves]
-        return jnp.concatenate([lax.dynamic_index_in_dim(chain, link, keepdims=False) for link in held], axis=1)
-
-    def is_linked(links: jax.Array) -> jax.Array:
-        return (entry_ids > 0) & (entry_ids == of_previous(jnp.abs(links)))
-
-    links, product_out, total_out = runs.links, take(product, exits), take(total, exits)
+    ends = _Ends(ids=take(ids, entries), lead=take(a, entries), product=take(product, exits), total=take(total, exits))
     if segment_ids is None:
         links = jnp.ones((runs.halves * axes.size(axes.context), b.shape[0], 1), jnp.int32)
-    if links is None:
-        link = jnp.where(take(why, exits) == ENTERS, 1, -1) * take(ids, exits)  # negative: y there needs no carry
-        products, totals, leads, links = _chains(axes, runs, product_out, total_out, lead, link.astype(b.dtype))
-        links = links.real.astype(ids.dtype)
+        carried = _carried_along(axes, runs, ends, links, reverse)
+    elif runs.links is not None:
+        carried = _carried_along(axes, runs, ends, runs.links, reverse)
     else:
-        lead = jnp.where(is_linked(links), lead, 0)
-        (products, totals), leads = _chains(axes, runs, product_out * lead, total_out), 1
-    goes_on = (links > 0) & (links == _before(jnp.abs(links), 1, 0, reverse))
-    products = products * jnp.where(goes_on, leads, 0)
-    (ys,) = _scan(products, [totals], jnp.where(goes_on, GOES_ON, ENDS), 0, reverse)
-    linked = is_linked(links)
-    carried = jnp.where(linked, lead, 0) * jnp.where(linked, of_previous(ys), 0)
+        link = jnp.where(take(why, exits) == ENTERS, 1, -1) * take(ids, exits)
+        carried = _carried_unknown(axes, runs, ends, link, reverse)
     return total + product * jnp.where(why == ENTERS, take(carried, runs.of_place), 0)
+
+
+class _Ends(NamedTuple):
+    """What a run's ends say, `[R, P]` each: the ids and the leads at entries, products and totals at exits."""
+
+    ids: jax.Array
+    lead: jax.Array
+    product: jax.Array
+    total: jax.Array
+
+
+def _carried_along(axes: ShardAxes, runs: Runs, ends: _Ends, links: jax.Array, reverse: bool) -> jax.Array:
+    """`[R, P]`: lead * carry of each run, where all shards know the links. Each run multiplies its own lead."""
+    is_linked = _is_linked(axes, runs, ends, links, reverse)
+    lead = jnp.where(is_linked, ends.lead, 0)
+    products, totals = _chains(axes, runs, ends.product * lead, ends.total)
+    ys = _scan_chain(products, jnp.ones_like(products), totals, links, reverse)
+    return lead * jnp.where(is_linked, _of_previous(axes, runs, ys, reverse), 0)
+
+
+def _carried_unknown(axes: ShardAxes, runs: Runs, ends: _Ends, link: jax.Array, reverse: bool) -> jax.Array:
+    """`[R, P]`: lead * carry of each run, where shards gather links and leads too.
+
+    `link` `[R, P]` is the id at the exit of each run here, negative where y there needs no carry.
+    """
+    sent = ends.product, ends.total, ends.lead, link.astype(ends.total.dtype)
+    products, totals, leads, gathered = _chains(axes, runs, *sent)
+    links = gathered.real.astype(ends.ids.dtype)
+    ys = _scan_chain(products, leads, totals, links, reverse)
+    is_linked = _is_linked(axes, runs, ends, links, reverse)
+    carry = jnp.where(is_linked, _of_previous(axes, runs, ys, reverse), 0)
+    return jnp.where(is_linked, ends.lead, 0) * carry
+
+
+def _scan_chain(products: jax.Array, leads: jax.Array, totals: jax.Array, links: jax.Array, reverse: bool) -> jax.Array:
+    """`[Q, R, G]`: y at the exits of all runs, from the product, the lead and the total of each."""
+    goes_on = (links > 0) & (links == _before(jnp.abs(links), 1, 0, reverse))
+    # a lead from beyond a break is replaced before the product, since it may be NaN
+    products = products * jnp.where(goes_on, leads, 0)
+    return _scan(products, [totals], jnp.where(goes_on, GOES_ON, ENDS), 0, reverse)[0]
+
+
+def _of_previous(axes: ShardAxes, runs: Runs, chain: jax.Array, reverse: bool) -> jax.Array:
+    """`[R, P]` from `[Q, R, G]`: the value of the run before each run here."""
+    before = _before(chain, 1, 0, reverse)
+    first = axes.index(axes.context)
+    links_here = [first, chain.shape[0] - 1 - first][: runs.halves]
+    return jnp.concatenate([lax.dynamic_index_in_dim(before, link, keepdims=False) for link in links_here], axis=1)
+
+
+def _is_linked(axes: ShardAxes, runs: Runs, ends: _Ends, links: jax.Array, reverse: bool) -> jax.Array:
+    """`bool[R, P]`: whether the run before each run here ends in the same sequence."""
+    return (ends.ids > 0) & (ends.ids == _of_previous(axes, runs, jnp.abs(links), reverse))
 
 
 def _chains(axes: ShardAxes, runs: Runs, *ends: jax.Array) -> jax.Array:
     """`[n, Q, R, G]`: n numbers for each run, `[R, P]` each, gathered from all shards in the order of the chains."""
     gathered = lax.all_gather(jnp.stack(ends), axes.context, axis=1)  # [n, C, R, P]
-    halves = jnp.split(gathered, runs.halves, axis=3)
-    return jnp.concatenate([half[:, :: 1 - 2 * i] for i, half in enumerate(halves)], axis=1)
+    if runs.halves == 1:
+        return gathered
+    first, second = jnp.split(gathered, 2, axis=3)
+    return jnp.concatenate([first, second[:, ::-1]], axis=1)
 
 
 def _before(x: jax.Array, distance: jax.Array | int, axis: int, reverse: bool) -> jax.Array:
     """For each entry of x, the entry that the scan visits `distance` earlier; 0 where there is none."""
-    length, none = x.shape[axis], jnp.zeros_like(x)
-    padded = jnp.concatenate([x, none] if reverse else [none, x], axis)
-    start = distance if reverse else length - distance
-    return lax.dynamic_slice_in_dim(padded, start, length, axis)
+    length = x.shape[axis]
+    nothing = jnp.zeros_like(x)
+    if reverse:
+        padded = jnp.concatenate([x, nothing], axis)
+        return lax.dynamic_slice_in_dim(padded, distance, length, axis)
+    padded = jnp.concatenate([nothing, x], axis)
+    return lax.dynamic_slice_in_dim(padded, length - distance, length, axis)
 
 
 def _scan(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse: bool) -> list[jax.Array]:
@@ -134,12 +182,13 @@ def _scan(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse:
 
     def left_over(ys: jax.Array) -> jax.Array:
         """b as a linear function of y, which `custom_linear_solve` differentiates."""
-        near = (_before(y, 1, axis, reverse) for y in ys)
-        return ys - jnp.stack([jnp.where(on, a, 0) * jnp.where(on, y, 0) for y in near])
+        neighbours = [_before(y, 1, axis, reverse) for y in ys]
+        return ys - jnp.stack([jnp.where(on, a, 0) * jnp.where(on, y, 0) for y in neighbours])
 
     def transposed(_: Any, bs: jax.Array) -> jax.Array:
-        from_a, from_on = (_before(x, 1, axis, not reverse) for x in (a, on))
-        return jnp.stack(_solve(from_a, list(bs), jnp.where(from_on, GOES_ON, ENDS), axis, not reverse))
+        a_behind = _before(a, 1, axis, not reverse)
+        on_behind = _before(on, 1, axis, not reverse)
+        return jnp.stack(_solve(a_behind, list(bs), jnp.where(on_behind, GOES_ON, ENDS), axis, not reverse))
 
     def solve(_: Any, bs: jax.Array) -> jax.Array:
         return jnp.stack(_solve(a, list(bs), why, axis, reverse))
@@ -152,12 +201,17 @@ def _solve(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse
 
     Blocks keep the scanned axis short: the TPU compiler unrolls the shifts of an axis of a million positions.
     """
-    length, last = a.shape[axis], a.ndim - 1
+    length = a.shape[axis]
+    last = a.ndim - 1
     if length <= BLOCK:
         return _double(a, bs, why, axis, reverse)[0]
     a, why, *bs = (_in_blocks(jnp.moveaxis(x, axis, last), reverse) for x in (a, why, *bs))
-    entry, exit_ = (-1, 0) if reverse else (0, -1)
-    is_entry = jnp.arange(BLOCK) == entry % BLOCK
+    entry = 0
+    exit_ = BLOCK - 1
+    if reverse:
+        entry = BLOCK - 1
+        exit_ = 0
+    is_entry = jnp.arange(BLOCK) == entry
     enters = (why == GOES_ON) & is_entry.reshape((1,) * (why.ndim - 1) + (BLOCK,))
     product = jnp.where(enters, a, jnp.zeros_like(a))
     within = jnp.where(enters, ENTERS, jnp.where(why == GOES_ON, GOES_ON, ENDS))
@@ -167,17 +221,27 @@ def _solve(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse
     whys = jnp.where(linked[..., exit_], GOES_ON, ENDS)
     carries = [_before(y, 1, last, reverse) for y in _solve(product[..., exit_], ends, whys, last, reverse)]
     zero = jnp.zeros((), a.dtype)
-    ys = [t + jnp.where(linked, product * c[..., None], zero) for t, c in zip(totals, carries, strict=True)]
-    flat = [y.reshape(*y.shape[:last], -1) for y in ys]
-    kept = [y[..., -length:] if reverse else y[..., :length] for y in flat]
-    return [jnp.moveaxis(y, last, axis) for y in kept]
+    solved = []
+    for total, carry in zip(totals, carries, strict=True):
+        y = total + jnp.where(linked, product * carry[..., None], zero)
+        solved.append(jnp.moveaxis(_out_of_blocks(y, length, reverse), last, axis))
+    return solved
 
 
 def _in_blocks(x: jax.Array, reverse: bool) -> jax.Array:
     """`[..., blocks, BLOCK]`: the last axis, with zeros at the end of the scan where the blocks do not divide it."""
     missing = -x.shape[-1] % BLOCK
-    padding = [(0, 0)] * (x.ndim - 1) + [(missing, 0) if reverse else (0, missing)]
+    padding = [(0, 0)] * x.ndim
+    padding[-1] = (missing, 0) if reverse else (0, missing)
     return jnp.pad(x, padding).reshape(*x.shape[:-1], -1, BLOCK)
+
+
+def _out_of_blocks(x: jax.Array, length: int, reverse: bool) -> jax.Array:
+    """`[..., length]` from `[..., blocks, BLOCK]`: the inverse of `_in_blocks`."""
+    flat = x.reshape(*x.shape[:-2], -1)
+    if reverse:
+        return flat[..., -length:]
+    return flat[..., :length]
 
 
 def _double(
@@ -190,9 +254,13 @@ def _double(
 
     def level(i: Any, carry: Any) -> Any:
         a, bs, why = carry
-        near = functools.partial(_before, distance=jnp.left_shift(1, i), axis=axis, reverse=reverse)
-        bs = [jnp.where(why == GOES_ON, b + a * near(b), b) for b in bs]
-        return a * near(a), bs, jnp.where(why == GOES_ON, near(why), why)
+        distance = jnp.left_shift(1, i)
+
+        def earlier(x: jax.Array) -> jax.Array:
+            return _before(x, distance, axis, reverse)
+
+        bs = [jnp.where(why == GOES_ON, b + a * earlier(b), b) for b in bs]
+        return a * earlier(a), bs, jnp.where(why == GOES_ON, earlier(why), why)
 
     _, bs, why = lax.fori_loop(0, (a.shape[axis] - 1).bit_length(), level, (a, bs, why))
     return bs, why
