@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.planner.plan_bounds import Candidate, Work
+from examples.trainer.files import read_bytes, read_text
 
 KINDS = ("products", "elementwise", "copies", "kernels", "collectives")
 
@@ -129,7 +130,7 @@ class Kept:
         self._versions = [*versions, _source_digest()]
 
     def __enter__(self) -> Kept:
-        whole = not self._path.exists() or self._path.read_bytes()[-1:] in (b"", b"\n")
+        whole = not self._path.exists() or read_bytes(self._path)[-1:] in (b"", b"\n")
         self._file = self._path.open("a")
         self._file.write("" if whole else "\n")
         return self
@@ -144,7 +145,7 @@ class Kept:
 
     def read(self) -> Iterator[Found]:
         """The figures of this search that are in the file."""
-        for line in self._path.read_text().splitlines():
+        for line in read_text(self._path, errors="replace").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 record = json.loads(line)
                 candidate = Candidate(**record.pop("candidate"))

@@ -140,9 +140,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = (missing.name or "libtpu").replace("_", "-")
         print(f"plan_pod: {name} is missing, expected `pip install {name}`", file=sys.stderr)
         return 2
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"plan_pod: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
+    except jax.errors.JaxRuntimeError as error:
+        print(f"plan_pod: the compiler refused the program: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
     print(f"{args.model or head}, {args.tokens} tokens a shard, {args.dtype}, {args.mesh} on {args.topology}")
     chosen = (f"{name} {' '.join(along)}" for name, along in links(parallel.mesh).items() if along)
     print("" if args.topology.startswith("h100") else f"placed along links: {'; '.join(chosen)}\n")

@@ -16,7 +16,7 @@ from jax.experimental import topologies
 
 from examples.planner.described_gpu import described_gpus
 from examples.planner.pod_sizes import HeadSizes
-from examples.planner.pod_step import Fit, TrainStep, fit
+from examples.planner.pod_step import Fit, TrainStep, fit, refused_bytes
 from jaxppo import (
     Head,
     ParallelMesh,
@@ -29,7 +29,7 @@ from jaxppo import (
     policy_loss_from_hidden,
 )
 from jaxppo.head import HeadOptions
-from jaxppo.sharding import Audit, audit
+from jaxppo.sharding import Audit, audit, known_device
 
 GIB = 2**30
 
@@ -159,22 +159,36 @@ class Step:
         return dataclasses.replace(found, flops=flops)
 
 
-def plan(step: Step) -> dict[str, Audit]:
-    """Audits three versions of the head's loss. Flops are those of one device.
+def _cost_or_refusal(step: Step, loss: Callable[..., Any], **options: Any) -> Audit | str:
+    """The audit of one of the step's losses, or in words that it does not fit a device."""
+    try:
+        return step.cost(loss, **options)
+    except jax.errors.JaxRuntimeError as error:
+        refused = refused_bytes(error)
+        if refused is None:
+            raise
+        chip = known_device(step.parallel.mesh.devices.flat[0].device_kind)
+        of = "" if chip is None else f" of the device's {chip.memory / GIB:.0f} GiB"
+        return f"does not fit: its temporaries take {refused / GIB:.2f} GiB{of}"
+
+
+def plan(step: Step) -> dict[str, Audit | str]:
+    """Audits three versions of the head's loss. Flops are those of one device. One that does not fit gives a text.
 
     Raises:
       ValueError: the mesh does not divide the hidden size or the number of tokens.
     """
     ways = {"one pass": step.one_pass, "two passes": step.two_passes, "plain": step.plain}
-    return {name: step.cost(loss) for name, loss in ways.items()}
+    return {name: _cost_or_refusal(step, loss) for name, loss in ways.items()}
 
 
 def curve(step: Step, budgets: Sequence[float]) -> list[tuple[float, Audit | str]]:
-    """Audits `policy_loss_from_hidden` with each budget in GiB. A budget that is too small gives the error's text."""
+    """Audits `policy_loss_from_hidden` with each budget in GiB. A budget that is too small, or that does not fit the
+    device, gives a text."""
     found: list[tuple[float, Audit | str]] = []
     for gib in budgets:
         try:
-            found.append((gib, step.cost(step.one_pass, memory=int(gib * GIB))))
+            found.append((gib, _cost_or_refusal(step, step.one_pass, memory=int(gib * GIB))))
         except ValueError as error:
             found.append((gib, str(error).splitlines()[0]))
     return found
@@ -187,8 +201,9 @@ def plan_train(step: TrainStep) -> Fit:
     return fit(step, head.cost(head.one_pass))
 
 
-def table(found: dict[str, Audit]) -> str:
-    """A table with a column for each version."""
+def table(found: dict[str, Audit | str]) -> str:
+    """A table with a column for each version, and below it what each does, or why it cannot."""
+    audits = {name: a for name, a in found.items() if not isinstance(a, str)}
 
     def gib(size):
         return f"{size / GIB:.3f} GiB"
@@ -197,25 +212,32 @@ def table(found: dict[str, Audit]) -> str:
         return "unknown" if a.time is None else f"{getattr(a.time, kind):.2f} ms"
 
     rows = {
-        "computing": [ms(a, "compute") for a in found.values()],
-        "collectives": [ms(a, "collectives") for a in found.values()],
-        "temporaries": [gib(a.temp_bytes) for a in found.values()],
-        "arguments": [gib(a.argument_bytes) for a in found.values()],
-        "results": [gib(a.output_bytes) for a in found.values()],
-        "head flops": [str(a.flops) for a in found.values()],
+        "computing": {name: ms(a, "compute") for name, a in audits.items()},
+        "collectives": {name: ms(a, "collectives") for name, a in audits.items()},
+        "temporaries": {name: gib(a.temp_bytes) for name, a in audits.items()},
+        "arguments": {name: gib(a.argument_bytes) for name, a in audits.items()},
+        "results": {name: gib(a.output_bytes) for name, a in audits.items()},
+        "head flops": {name: str(a.flops) for name, a in audits.items()},
     }
     lines = [f"{'per device':<16}" + "".join(f"{name:>32}" for name in found)]
-    lines += [f"{what:<16}" + "".join(f"{cell:>32}" for cell in cells) for what, cells in rows.items()]
+    for what, cells in rows.items():
+        lines.append(f"{what:<16}" + "".join(f"{cells.get(name, 'does not fit'):>32}" for name in found))
     for name, a in found.items():
-        lines += ["", f"{name}: {'; '.join(a.notes)}" if a.notes else f"{name}"]
-        counted = Counter(a.collectives)
-        for c, times in sorted(counted.items(), key=lambda item: -item[0].bytes):
-            over = "unknown axes" if c.axes is None else ", ".join(c.axes)
-            each = " each turn of a loop" if c.in_loop else ""
-            lines.append(f"  {times} x {c.op} over {over}, {c.bytes / 2**20:.3f} MiB{each}")
-        if not counted:
-            lines.append("  no collective")
+        lines += ["", f"{name}: {a}"] if isinstance(a, str) else ["", *_collective_lines(name, a)]
     return "\n".join(lines)
+
+
+def _collective_lines(name: str, a: Audit) -> list[str]:
+    """A version's notes and its collectives, the largest first."""
+    lines = [f"{name}: {'; '.join(a.notes)}" if a.notes else name]
+    counted = Counter(a.collectives)
+    for c, times in sorted(counted.items(), key=lambda item: -item[0].bytes):
+        over = "unknown axes" if c.axes is None else ", ".join(c.axes)
+        each = " each turn of a loop" if c.in_loop else ""
+        lines.append(f"  {times} x {c.op} over {over}, {c.bytes / 2**20:.3f} MiB{each}")
+    if not counted:
+        lines.append("  no collective")
+    return lines
 
 
 def curve_table(found: list[tuple[float, Audit | str]]) -> str:

@@ -246,16 +246,24 @@ class Fit:
         return "\n".join(lines)
 
 
+def refused_bytes(error: jax.errors.JaxRuntimeError) -> int | None:
+    """The bytes of temporaries for which the TPU compiler refused a program; None where it had another reason."""
+    found = re.search(r"required for HLO temporaries \(([\d.]+)([GT])\) exceeds", str(error))
+    if found is None:
+        return None
+    return int(float(found[1]) * {"G": GIB, "T": 1024 * GIB}[found[2]])
+
+
 def held(step: TrainStep) -> tuple[dict[str, int], Audit | None]:
     """Bytes that a device must hold, by what they are for, and the audit of the step, None if it does not fit."""
     parts, rest = step.bytes_held, "activations, gradients and other temporaries"
     try:
         found = audit(step.jitted, *step.arguments)
     except jax.errors.JaxRuntimeError as error:
-        refused = re.search(r"required for HLO temporaries \(([\d.]+)G\) exceeds", str(error))
+        refused = refused_bytes(error)
         if refused is None:
             raise
-        return parts | {rest: int(float(refused[1]) * GIB)}, None
+        return parts | {rest: refused}, None
     return parts | {rest: found.temp_bytes}, found
 
 

@@ -2,14 +2,91 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import select
+import signal
+import subprocess
+import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from examples.trainer.files import read_text
+
 _FILE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
+_WORKER = Path(__file__).with_name("render_template.py")
+_PATIENCE_S = 120  # the worker's own limit is of the processor's time: this one is for a worker that never gets any
 
 
 Ask = Callable[[str], str]
+
+
+class Renderer:
+    """Renders one template, in a process of its own with limits of time and memory, which serves all renderings.
+
+    A template is a program from a stranger: without limits, a few characters of it fill the memory or never end.
+    """
+
+    def __init__(self, template: str):
+        # its own group, so that Ctrl-C in a terminal is this process's matter; -P since its folder has modules named as
+        # others are
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(_WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            process_group=0,
+        )
+        self._end = weakref.finalize(self, _end, self._process)
+        self._failure = ""
+        self._ask(template)
+
+    def __call__(self, **variables: Any) -> str:
+        """The text.
+
+        Raises:
+          ValueError: the template raised an error, or went over a limit, as one that did before.
+        """
+        return self._ask(variables)
+
+    def _ask(self, request: Any) -> str:
+        if not self._failure:
+            answer = self._answer(request)
+            if "text" in answer:
+                return answer["text"]
+            self._failure = answer["error"]
+            self._end()
+        raise ValueError(self._failure)
+
+    def _answer(self, request: Any) -> dict[str, str]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+            if not select.select([self._process.stdout], [], [], _PATIENCE_S)[0]:
+                self._process.kill()
+            return dict(json.loads(self._process.stdout.readline()))
+        except (BrokenPipeError, json.JSONDecodeError):  # the process is gone, and half a line may be left of it
+            return {"error": _FATES.get(-self._process.wait(), "its process came to an end")}
+
+
+_FATES = {
+    signal.SIGXCPU: "more than its time of the processor",
+    signal.SIGKILL: "its process was killed",
+    signal.SIGSEGV: "its process crashed",
+}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # what was written to a process that is gone
+                pipe.close()
 
 
 def asked_as(folder: Path, end: str, read_json: Callable[[Path], dict[str, Any]]) -> Ask:
@@ -29,30 +106,30 @@ def asked_as(folder: Path, end: str, read_json: Callable[[Path], dict[str, Any]]
         template = named.get("default")
     if (folder / _FILE).is_file():
         path = folder / _FILE
-        template = path.read_text(errors="replace")
+        template = read_text(path, errors="replace")
     if template is None:
         return _plainly
-    # imported here, since toys need no template
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
 
     def text_of(token: Any) -> Any:
         return token.get("content") if isinstance(token, dict) else token
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = refuse
     tokens = {name: text_of(config.get(name)) or "" for name in ("bos_token", "eos_token")}
     options = {"add_generation_prompt": True, "enable_thinking": False, **tokens}
+
+    def refused(error: ValueError) -> ValueError:
+        return ValueError(f"--model: got a chat template in {path} that does not render ({error})")
+
+    try:
+        render = Renderer(template)
+    except ValueError as error:
+        raise refused(error) from error
 
     def ask(question: str) -> str:
         messages = [{"role": "user", "content": question}]
         try:
-            return environment.from_string(template).render(messages=messages, **options)
-        except Exception as error:  # a template may raise anything
-            raise ValueError(f"--model: got a chat template in {path} that does not render ({error})") from error
+            return render(messages=messages, **options)
+        except ValueError as error:
+            raise refused(error) from error
 
     return ask if end in ask("2 + 2 = ?") else _plainly  # a bad template is refused before the run begins
 

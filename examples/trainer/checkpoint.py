@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from examples.trainer.files import read_bytes
 from examples.trainer.learner import TrainState
 from jaxppo.sharding import multihost
 
@@ -19,6 +20,22 @@ FORMAT = 4  # the version of what is saved: raise it if an older program could n
 SUMS = "SHA256SUMS"  # in the format of the program sha256sum
 _UNREAD = ("_CHECKPOINT_METADATA", "commit_success.txt")  # Orbax writes these two at last, and loading needs neither
 _WHOLE = "expected a whole checkpoint"
+
+
+def _is_count(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**53
+
+
+def _is_share(x: Any) -> bool:
+    return x is None or (isinstance(x, float | int) and not isinstance(x, bool) and 0 <= x <= 1)
+
+
+# what else a run remembers, and what each may be
+NOTES: dict[str, Callable[[Any], bool]] = {
+    "accuracy_after_sft": _is_share,
+    "sft_done": _is_count,
+    "position": _is_count,
+}
 
 
 def _quiet_writers() -> None:
@@ -115,6 +132,8 @@ class Checkpoints:
                 state = self._manager.restore(step, args=placed)["state"]
             except Exception as error:  # readers of an unknown file raise several kinds
                 raise ValueError(f"got {self.folder / str(step)}, {_WHOLE} ({_reason(error)})") from error
+            if (found := int(jax.device_get(state.step))) != step:
+                raise ValueError(f"got {self.folder / str(step)} with the arrays of step {found}, expected {step}")
         except ValueError as error:
             before = [s for s in steps if s < step]
             offer = f"--resume {before[-1]} goes on from the one before" if before else "there is none before it"
@@ -129,6 +148,8 @@ class Checkpoints:
         for path in (folder, *folder.rglob("*")):
             if path.is_symlink():
                 raise ValueError(f"got {path}, a link, expected a checkpoint whose files lie in it")
+            if not path.is_file() and not path.is_dir():  # such as a pipe, which would block
+                raise ValueError(f"got {path}, no regular file, {_WHOLE}")
         has_sums = (folder / SUMS).is_file()  # a newer format may have its digests elsewhere
         if has_sums:
             check_sums(folder)
@@ -136,21 +157,29 @@ class Checkpoints:
             info = self._manager.restore(step, args=ocp.args.Composite(info=ocp.args.JsonRestore()))["info"]
         except Exception:  # of a stranger's folder, as above
             info = {}
-        if (found := info.get("format")) != FORMAT or not has_sums:
-            if isinstance(found, int) and found > FORMAT:
+        info = info if isinstance(info, dict) else {}
+        found = info.get("format")
+        if not _is_count(found) or found != FORMAT or not has_sums:
+            if _is_count(found) and found > FORMAT:
                 newer = "a newer program wrote it"
                 raise ValueError(
                     f"got a checkpoint of a newer format, {found}, in {folder}, expected {FORMAT}: {newer}"
                 )
             raise ValueError(f"got {folder}, {_WHOLE} of format {FORMAT}, with {SUMS}")
-        if (found := info["step"]) != step:
+        if not _is_count(found := info.get("step")) or found != step:
             raise ValueError(f"got {folder}, a copy of the checkpoint of step {found}, expected that of {step}")
+        identity, notes = info.get("identity"), info.get("notes")
+        if not isinstance(identity, dict) or not isinstance(notes, dict):
+            raise ValueError(f"got {folder} without the identity and the notes of a run, {_WHOLE}")
         for name, expected in self.identity.items():
-            if (found := info["identity"].get(name)) != expected:
+            if (found := identity.get(name)) != expected:
                 raise ValueError(
                     f"got a checkpoint of another model or run, {name}={found}, expected {expected}, in {folder}"
                 )
-        return info["notes"]
+        for name, fits in NOTES.items():
+            if not fits(found := notes.get(name, "nothing")):
+                raise ValueError(f"got {folder} with {name} {found!r}, {_WHOLE}")
+        return {name: notes[name] for name in NOTES}
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -171,10 +200,13 @@ def _digest(path: Path) -> str:
 def check_sums(folder: Path) -> None:
     """Raises ValueError where a byte of the checkpoint is not as it was written; all processes must call this."""
     path = folder / SUMS
-    *lines, last = path.read_bytes().splitlines(keepends=True) or [b""]
+    *lines, last = read_bytes(path).splitlines(keepends=True) or [b""]
     if last != f"# {hashlib.sha256(b''.join(lines)).hexdigest()}\n".encode():
         raise ValueError(f"got {path}, whose bytes are not those that were written, {_WHOLE}")
-    written = dict(reversed(line.split("  ", 1)) for line in b"".join(lines).decode().splitlines())
+    written = {}
+    for line in lines:
+        digest, _, name = line.decode(errors="replace").removesuffix("\n").partition("  ")
+        written[name] = digest
     names = _files(folder)
     if odd := sorted({*written} ^ {*names}):
         how = "a file that is not of it" if odd[0] in names else "nothing there"

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from examples.trainer import processes
 from examples.trainer.arguments import NEWEST, TRY_AGAIN
-from examples.trainer.checkpoint import Checkpoints, steps_in
+from examples.trainer.checkpoint import NOTES, Checkpoints, steps_in
 from examples.trainer.explained import Chosen, records
 from examples.trainer.learner import Learner, TrainState
 from examples.trainer.model import Config, ModelConfig, create_model
@@ -60,8 +60,6 @@ class Run:
     explained: Chosen | None = None
     """What the loss did with some of that step's samples."""
 
-    _NOTES = ("accuracy_after_sft", "sft_done", "position")
-
     def stops(self) -> bool:
         """Whether a process of the run was asked to stop: all stop after the same step."""
         mine = self.asked[0] if self.asked else ""  # a signal that comes at this moment is seen after the next step
@@ -71,12 +69,12 @@ class Run:
 
     def save(self) -> None:
         """Saves all that is needed to go on from here, unless this step is saved already."""
-        self.checkpoints.save(self.state, self.step, {name: getattr(self, name) for name in self._NOTES})
+        self.checkpoints.save(self.state, self.step, {name: getattr(self, name) for name in NOTES})
 
     def load(self, step: int | None) -> None:
         """Goes back to a checkpoint, the newest for None; raises ValueError if there is no good one."""
         self.state, self.step, notes = self.checkpoints.load(self.state, step)
-        for name in self._NOTES:
+        for name in NOTES:
             setattr(self, name, notes[name])
 
 

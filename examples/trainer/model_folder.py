@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
 
 from examples.trainer.chat_template import asked_as
+from examples.trainer.files import read_text
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F32", "BF16", "F16"}
@@ -25,10 +26,10 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
       ValueError: there is no such file, or something else is in it.
     """
-    if path.exists() and not path.is_file():  # such as a pipe, which would block
+    if path.exists() and not path.is_file():
         raise ValueError(f"--model: got {path}, expected a file")
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_text(path))
     except OSError as error:
         raise ValueError(f"--model: got {path.parent} without a readable {path.name} ({error.strerror})") from None
     except RecursionError:

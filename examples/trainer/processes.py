@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import errno
 import fcntl
 import os
 import socket
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +61,8 @@ def alone_in(folder: Path) -> Iterator[None]:
                 # through a link this process would write over a file elsewhere
                 lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
                 held.callback(os.close, lock)
+                if not stat.S_ISREG(os.fstat(lock).st_mode):  # to read a pipe would wait
+                    raise OSError(errno.EINVAL, "not a regular file", str(folder / "lock"))
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.ftruncate(lock, 0)
                 since = datetime.datetime.now(datetime.UTC).isoformat(" ", "seconds")

@@ -24,6 +24,7 @@ from matplotlib import pyplot
 from tqdm import tqdm
 
 import jaxppo
+from examples.trainer.files import read_text
 from jaxppo import ParallelMesh
 
 _PLOTTED = {"reward": "reward", "kl": "KL to the SFT model (nats)", "entropy": "entropy (nats)"}
@@ -97,8 +98,10 @@ class Report:
             axis.set_ylabel(label)
             axis.grid(alpha=0.3)
         axes[-1].set_xlabel("GRPO step")
-        figure.savefig(self.folder / "reward.new.png", dpi=120)
-        os.replace(self.folder / "reward.new.png", self.folder / "reward.png")
+        beside = self.folder / "reward.new.png"
+        beside.unlink(missing_ok=True)  # a link or a pipe of that name
+        figure.savefig(beside, dpi=120)
+        os.replace(beside, self.folder / "reward.png")
         pyplot.close(figure)
 
 
@@ -150,7 +153,7 @@ def _records_until(path: Path, step: int) -> list[dict[str, Any]]:
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a file, without lines that are not valid."""
-    for line in path.read_text(errors="replace").splitlines():
+    for line in read_text(path, errors="replace").splitlines():
         with contextlib.suppress(ValueError, RecursionError):  # the second of `[[[[...`
             record = json.loads(line)
             if isinstance(record, dict) and isinstance(record.get("step"), int):

@@ -17,6 +17,8 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from examples.trainer.content_policy import policy_tag
+from examples.trainer.files import read_text
 from examples.trainer.report import read_records
 
 # title: (the text below it, patterns of the names of its curves)
@@ -65,7 +67,10 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums } .scroll 
 td, th { border: 1px solid #d0d7de; padding: .2rem .6rem; text-align: left; font-weight: normal }
 pre { margin: 0; font: 13px/1.4 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
 th { background: #f6f8fa } .mesh td { text-align: center; min-width: 3rem } .warn { color: #b42318 }
+svg * { stroke-linejoin: round; stroke-linecap: butt }
 """
+# matplotlib gives every drawing this element; the page's own style has its rule
+_STYLE_OF_SVG = '<style type="text/css">*{stroke-linejoin: round; stroke-linecap: butt}</style>'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +106,11 @@ def load_run(folder: Path) -> Run:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"run: got {folder}, expected the --out folder of a run, with metrics.jsonl")
-    lines = sum(1 for line in path.read_text(errors="replace").splitlines() if line.strip())
+    lines = sum(1 for line in read_text(path, errors="replace").splitlines() if line.strip())
     found = list(read_records(path))
     by_step = {record["step"]: record for record in found if abs(record["step"]) < 1 << 53}
     try:
-        settings = json.loads((folder / "settings.json").read_text(errors="replace"))
+        settings = json.loads(read_text(folder / "settings.json", errors="replace"))
     except (OSError, ValueError, RecursionError):
         settings = {}
     settings = settings if isinstance(settings, dict) else {}
@@ -147,6 +152,7 @@ def page(run: Run, beside: Run | None = None, tokens: bool = False) -> str:
     if not run.settings:
         body.append("<h2>Settings</h2><p>settings.json is not there, or cannot be read</p>")
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += policy_tag(_STYLE, style_attributes=True)  # the curves have some
     head += f"<title>{html.escape(title)}</title><style>{_STYLE}</style>"
     return f'<!DOCTYPE html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
 
@@ -192,7 +198,7 @@ def _chart(run: Run, title: str, about: str, names: Sequence[str], beside: Run |
             axis.plot(*_series(beside, name)[:2], ":", color=colour, linewidth=0.9)
         # labels and titles are text that matplotlib must not read as formulas
         axis.plot(
-            steps, values, marker="." if len(steps) < 30 else None, label=_plain(name), color=colour, linewidth=1.3
+            steps, values, marker="." if len(steps) < 30 else None, label=plain(name), color=colour, linewidth=1.3
         )
         for step in lost[:200]:
             axis.axvline(step, color="#b42318", linewidth=0.6, alpha=0.6)
@@ -214,7 +220,7 @@ def _chart(run: Run, title: str, about: str, names: Sequence[str], beside: Run |
     return f"<figure>{heading}{_svg(figure, title)}{''.join(notes)}</figure>"
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Text that matplotlib shows as it is: a leading underscore would hide a label, a dollar begin a formula."""
     return text.replace("$", r"\$").lstrip("_") or "?"
 
@@ -225,7 +231,7 @@ def _svg(figure: Figure, title: str) -> str:
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": key, "font.family": "sans-serif"}):
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    drawn = file.getvalue()
+    drawn = file.getvalue().replace(_STYLE_OF_SVG, "")
     drawn = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{key}-", drawn[drawn.index("<svg") :])
     return drawn.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
 

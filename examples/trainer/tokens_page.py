@@ -5,9 +5,7 @@ tokens_page.js draws it in the browser, from data in the page.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import hashlib
 import html
 import json
 import math
@@ -15,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.trainer.content_policy import policy_tag
+from examples.trainer.files import read_text
 from examples.trainer.report import read_records
 
 # names of tokens.jsonl, in the order in which the page offers them; names that are not here follow
@@ -76,7 +76,7 @@ def load_tokens(folder: Path) -> Tokens | None:
     path = folder / "tokens.jsonl"
     if not path.is_file():
         return None
-    lines = sum(1 for line in path.read_text(errors="replace").splitlines() if line.strip())
+    lines = sum(1 for line in read_text(path, errors="replace").splitlines() if line.strip())
     found = [sample for record in read_records(path) if (sample := _sample(record))]
     kept = {(sample["step"], sample["id"]): sample for sample in found}
     return Tokens([kept[key] for key in sorted(kept)], lines - len(found))
@@ -140,12 +140,9 @@ def tokens_page(title: str, tokens: Tokens) -> str:
     if not samples:
         told = f"no sample yet; {told}"
     script = _SCRIPT.read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # no other script runs, and nothing is loaded, whatever the texts of a run hold
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     head = [
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
-        f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">',
+        policy_tag(_STYLE, script),
         f"<title>{html.escape(title)}: tokens</title><style>{_STYLE}</style>",
     ]
     body = [

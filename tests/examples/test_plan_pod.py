@@ -17,7 +17,7 @@ from programs import without_gpu_plugin
 from examples.planner import plan_pod, pod_head
 from examples.planner.described_gpu import NO_SEARCH
 from examples.planner.pod_sizes import HEADS, MODELS, HeadSizes, ModelSizes
-from examples.planner.pod_step import GIB, TrainStep
+from examples.planner.pod_step import GIB, TrainStep, refused_bytes
 from sharding import make_parallel_mesh
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +41,37 @@ def test_plan_on_emulated_devices():
     assert found["plain"].output_bytes == found["one pass"].output_bytes == found["two passes"].output_bytes
     assert {c.axes for c in found["one pass"].collectives} == {("cp",), ("tp",)}
     assert step.cost(step.forward).flops.high == products
+
+
+def test_a_version_that_does_not_fit_is_told_in_words():
+    found = pod_head.plan(pod_head.Step(HeadSizes(32, 4096), 64, jnp.float32, make_parallel_mesh("cp=4,tp=2")))
+    found["plain"] = "does not fit: its temporaries take 42.73 GiB of the device's 16 GiB"
+    lines = pod_head.table(found).splitlines()
+    assert all(line.endswith(" does not fit") for line in lines[1:7])
+    assert lines[-1] == "plain: does not fit: its temporaries take 42.73 GiB of the device's 16 GiB"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("for HLO temporaries (42.73G) exceeds available HBM (15.75G). HLO module: jit__lambda.", int(42.73 * GIB)),
+        ("for HLO temporaries (1.5T) exceeds available HBM (15.75G).", 1536 * GIB),
+        ("for something else", None),
+    ],
+)
+def test_why_the_tpu_compiler_refused_a_program(text, size):
+    start = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required "
+    assert refused_bytes(jax.errors.JaxRuntimeError(start + text)) == size
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", [[], ["--memory", "1", "40"]])
+def test_a_head_that_fits_where_plain_jax_does_not(options, capsys):
+    arguments = ["--hidden-size", "128", "--vocab-size", "1048576", "--tokens", "8192"]
+    assert plan_pod.main([*arguments, "--mesh", "dp=4", "--topology", "v5e:2x2", *options]) == 0
+    out = capsys.readouterr().out
+    assert ("plain: does not fit: its temporaries take 33.00 GiB of the device's 16 GiB" in out) == (not options)
+    assert "one pass, " in out
 
 
 def test_vocabulary_that_the_tensor_axis_does_not_divide():

@@ -7,7 +7,7 @@ import struct
 
 import numpy as np
 import pytest
-from html_pages import CHROMIUM, Read, chromium
+from html_pages import CHROMIUM, Read, browser_rules, chromium
 from matplotlib import image
 from tensorboardX.proto.event_pb2 import Event
 
@@ -40,6 +40,16 @@ def test_it_shows_every_curve_and_loads_nothing(tmp_path):
     assert not {"script", "img", "link", "iframe"} & set(read.tags)
     assert read.loaded == []
     assert len(set(read.ids)) == len(read.ids)
+
+
+def test_a_browser_runs_no_script_of_it_and_loads_nothing(tmp_path):
+    run = make_run(tmp_path / "run", settings={"mesh": {"axes": {"dp": 1}, "devices": [0], "roles": {}}})
+    assert set(browser_rules(page_of(run))) == {
+        "default-src 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "style-src-attr 'unsafe-inline'",
+    }
 
 
 def test_a_curve_that_never_changes_is_told_in_words(tmp_path):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_runs
-from html_pages import CHROMIUM, Read, chromium
+from html_pages import CHROMIUM, Read, browser_rules, chromium
 from programs import kept_in, xla_flags
 
 from examples.trainer import explained, tokens_page
@@ -224,6 +224,12 @@ def page_of(folder, *lines):
         (folder / "tokens.jsonl").write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
     assert main([str(folder)]) == 0
     return (folder / "tokens.html").read_text()
+
+
+def test_a_browser_runs_the_pages_own_script_alone(tmp_path):
+    read = Read(page_of(tmp_path, record(before=EVIL)))
+    assert set(browser_rules(read)) == {"default-src 'none'", "base-uri 'none'", "form-action 'none'"}
+    assert len(read.inline["script"]) == 1
 
 
 class Data(Read):

@@ -1,5 +1,7 @@
 """Pages of HTML, as a parser reads them and as Chromium shows them."""
 
+import base64
+import hashlib
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -21,6 +23,7 @@ class Read(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.open, self.tags, self.texts, self.loaded, self.ids = [], [], [], [], []
+        self.policy, self.inline = "", {"style": [], "script": []}
         self.feed(text)
         assert self.open == []
 
@@ -29,6 +32,11 @@ class Read(HTMLParser):
         self.open += [tag] * (tag != "meta")
         self.loaded += [v for k, v in attributes if k in ("src", "href", "xlink:href") and not v.startswith("#")]
         self.ids += [v for k, v in attributes if k == "id"]
+        if tag == "meta" and ("http-equiv", "Content-Security-Policy") in attributes:
+            self.policy += dict(attributes)["content"]
+        self.used = tag in self.inline and ("type", "application/json") not in attributes
+        if self.used:
+            self.inline[tag].append("")
 
     def handle_startendtag(self, tag, attributes):
         self.handle_starttag(tag, attributes)
@@ -38,5 +46,20 @@ class Read(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, text):
-        if not {"style", "script"} & {*self.open[-1:]}:
+        tag = self.open[-1] if self.open else ""
+        if tag not in self.inline:
             self.texts.append(text.strip())
+        elif self.used:
+            self.inline[tag][-1] += text
+
+
+def browser_rules(page):
+    """The rules of the page's Content-Security-Policy, without those that let its own style and script run, which are
+    checked here: each such element is there once, and its text has the digest."""
+    rules = page.policy.split("; ")
+    for tag, rule in (("style", "style-src-elem"), ("script", "script-src")):
+        assert len(page.inline[tag]) <= 1, tag
+        for text in page.inline[tag]:
+            digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            rules.remove(f"{rule} 'sha256-{digest}'")
+    return rules
