@@ -272,7 +272,7 @@ def test_every_registered_loss_runs_without_nan(tmp_path, loss):
 def test_curves_of_runs_are_drawn(tmp_path, capsys):
     for name, steps in (("long", 12), ("short", 3)):
         (tmp_path / name).mkdir()
-        lines = (json.dumps({"reward": i / steps}) for i in range(steps))
+        lines = (json.dumps({"step": i, "reward": i / steps}) for i in range(steps))
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
     picture = tmp_path / "curves.png"
 
@@ -281,7 +281,7 @@ def test_curves_of_runs_are_drawn(tmp_path, capsys):
 
     assert (draw("long", "short"), draw("long", "absent")) == (2, 2)
     errors = capsys.readouterr().err.splitlines()
-    assert errors[0].endswith("short: got 3 steps, expected 10 or more")
+    assert errors[0].endswith("got short with 3 rewards, expected 10 or more")
     assert "absent" in errors[1]
     assert not picture.exists()
     assert draw("long") == 0
