@@ -25,6 +25,7 @@ from jaxppo.base.arrays import (
     is_number,
     is_zero,
     needed,
+    sound,
 )
 from jaxppo.base.kl import k3
 from jaxppo.base.metrics import Terms, means
@@ -84,8 +85,9 @@ def top_k_divergence(
       tail: one of the three above.
 
     Returns:
-      `f32[...]`, nats; 0 where there is no id. NaN where a log-prob of the teacher is beyond these bounds, or, with
-      "bucket", where the K ids have more mass, as duplicate ids may.
+      `f32[...]`, nats; 0 where there is no id. NaN where a log-prob of the teacher is beyond these bounds, or one of
+      the student's above 0 by more than rounding, as probabilities are; or, with "bucket", where the K ids have more
+      mass, as duplicate ids may.
 
     Raises:
       TypeError, ValueError: arrays that are no log-probs or differ in shape, options out of range.
@@ -104,6 +106,7 @@ def top_k_divergence(
     check_alike(arrays if ids is None else {**arrays, "ids": ids})
     check("log_probs", f"shape {log_probs.shape}", any(log_probs.shape[-1:]), "[..., K]")
     has_id = jnp.ones(log_probs.shape, bool) if ids is None else jnp.asarray(ids) != -1
+    log_probs = jnp.where(has_id, sound("log_probs", log_probs), 0)
     log_q = lax.stop_gradient(teacher_log_probs.astype(jnp.float32))
     log_q = at_most_one(jnp.where(log_q <= MAX_SAMPLED, log_q, jnp.nan), has_id)
     log_p, log_q = (with_tail(x.astype(jnp.float32), has_id, tail) for x in (log_probs, log_q))

@@ -23,7 +23,7 @@ def test_nemo(record, mesh):
         beta,
         length_normalised=options["preference_average_log_probs"],
         nll_coef=options["sft_loss_weight"],
-        nll="token_sum",
+        nll="sequence_mean_token_sum",
     )
     rows, length = given["log_probs"].shape
 

@@ -25,7 +25,7 @@ from jaxppo import (
     loss_from_hidden,
     loss_from_stats,
 )
-from jaxppo.losses import preference
+from jaxppo.losses import Part, preference
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 from sharding.audit.program import hang_risks
@@ -193,6 +193,26 @@ def test_odds_of_a_certain_response_are_finite():
     assert np.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("nll", ["sequence_mean_token_mean", "sequence_mean_token_sum"])
+def test_the_likelihood_is_that_of_sft_with_this_aggregation(nll):
+    """One name, one number: a "token_mean" over the chosen responses is a part of its own, and another number."""
+    batch = RolloutBatch.from_samples(step_of(0), row_length=24, rows=8, num_segments=6)
+    owners = np.take_along_axis(batch.rewards, np.maximum(batch.segment_ids - 1, 0), -1)
+    groups = np.take_along_axis(batch.group_ids, np.maximum(batch.segment_ids - 1, 0), -1)
+    best = {g: batch.rewards[batch.group_ids == g].max() for g in np.unique(batch.group_ids[batch.group_ids >= 0])}
+    chosen = (batch.loss_mask > 0) & (owners == np.vectorize(lambda g: best.get(g, np.inf))(groups))
+    batch = dataclasses.replace(batch, extras={"chosen": chosen.astype(np.float32)})
+    stats = TokenStats(batch.returns)
+
+    def both(aggregation):
+        parts = {"dpo": preference.DPO(), "sft": Part(SFT(aggregation=aggregation), coef=0.5, mask="chosen")}
+        return float(loss_from_stats(stats, batch, parts)[0])
+
+    got = float(loss_from_stats(stats, batch, preference.DPO(nll_coef=0.5, nll=nll))[0])
+    np.testing.assert_allclose(got, both(nll), rtol=1e-6)
+    assert abs(got - both("token_mean")) > 0.01
+
+
 def test_refusals():
     batch = RolloutBatch.from_samples(step_of(0), row_length=24, rows=8)
     stats, loss = TokenStats(batch.returns), preference.DPO()
@@ -216,8 +236,12 @@ def test_refusals():
         loss_from_stats(jnp.ones((8, 24)), batch, loss)
     for make, message in {
         lambda: preference.DPO(beta=-1): "beta: got -1",
+        **{
+            functools.partial(x, beta=0): "beta: got 0, expected a finite number above 0"
+            for x in (preference.DPO, preference.SimPO, preference.AOT, functools.partial(preference.KTO, 0.0))
+        },
         lambda: preference.DPO(label_smoothing=0.6): "label_smoothing: got 0.6",
-        lambda: preference.DPO(nll="mean"): "nll: got 'mean', expected one of 'token_mean', 'token_sum'",
+        lambda: preference.DPO(nll="mean"): "nll: got 'mean', expected one of 'sequence_mean_token_mean', ",
         lambda: preference.IPO(beta=0): "beta: got 0, expected a finite number above 0",
         lambda: preference.SimPO(nll_coef=-0.1): "nll_coef: got -0.1",
         lambda: preference.KTO(reference_point=float("nan")): "reference_point: got nan",

@@ -37,7 +37,10 @@ from jaxppo.losses import preference
 
 LACKING = tuple({*VALUES} - {"ref_log_probs"})
 SMOOTHED = st.just(0.0) | between(0.0625, 0.5)
-OF_PAIRS = {"nll_coef": st.just(0.0) | between(0.0625, 2), "nll": st.sampled_from(["token_mean", "token_sum"])}
+OF_PAIRS = {
+    "nll_coef": st.just(0.0) | between(0.0625, 2),
+    "nll": st.sampled_from(["sequence_mean_token_mean", "sequence_mean_token_sum"]),
+}
 BETA, WEIGHT = between(0.0625, 1), between(0, 2)
 LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "dpo": (preference.DPO, {"beta": BETA, "label_smoothing": SMOOTHED, "length_normalised": st.booleans()} | OF_PAIRS),

@@ -174,6 +174,16 @@ def test_the_mixture_is_not_continuous_at_its_ends():
             of(divergence="jensen_shannon", beta=end)
 
 
+@pytest.mark.parametrize("tail", TAILS)
+def test_probabilities_of_a_student_are_nan(tail):
+    """Taken for log-probs, they gave 0.0112 renormalised, and -1.013 where the tail is left out."""
+    p, q = np.float32([[0.5, 0.2]]), np.log([[0.4, 0.4]])
+    ids = np.array([[3, -1]])
+    assert np.isnan(distillation.top_k_divergence(p, q, tail=tail)).all()
+    assert np.isnan(distillation.top_k_divergence(p, q, ids, tail=tail)).all()
+    assert np.isfinite(distillation.top_k_divergence(np.float32([[-1.0, 9.0]]), q, ids, tail=tail)).all()
+
+
 def test_a_teacher_that_cannot_be_is_nan():
     p = np.log([[0.5, 0.2]])
 

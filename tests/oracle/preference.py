@@ -117,7 +117,12 @@ def pairs_of(samples: Sequence[OracleSample]) -> list[tuple[int, int]]:
 
 
 def preference_loss(
-    samples: Sequence[OracleSample], name: str, *, nll_coef: float | None = None, nll="token_mean", **options: Any
+    samples: Sequence[OracleSample],
+    name: str,
+    *,
+    nll_coef: float | None = None,
+    nll="sequence_mean_token_mean",
+    **options: Any,
 ) -> tuple[float, list[Array], Metrics]:
     """The mean over pairs of a loss out of PAIRWISE, and of `nll_coef` times the chosen response's NLL."""
     coef = (1.0 if name == "orpo" else 0.0) if nll_coef is None else nll_coef
@@ -128,7 +133,7 @@ def preference_loss(
     for c, r in pairs:
         one, other = (told(samples[i], name in ("dpo", "ipo")) for i in (c, r))
         value, by_c, by_r = PAIRWISE[name](one, other, **options)
-        length = one[2] if nll == "token_mean" else 1
+        length = one[2] if nll == "sequence_mean_token_mean" else 1
         total += value - coef * one[0] / length
         gradients[c] += samples[c].here * (by_c - coef / length) / len(pairs)
         gradients[r] += samples[r].here * by_r / len(pairs)

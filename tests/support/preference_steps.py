@@ -18,7 +18,7 @@ from sharding.testing import assert_trees_close
 
 LOSSES = {
     "dpo": preference.DPO(beta=0.3),
-    "cdpo, sum of nll": preference.DPO(beta=0.3, label_smoothing=0.2, nll_coef=0.5, nll="token_sum"),
+    "cdpo, sum of nll": preference.DPO(beta=0.3, label_smoothing=0.2, nll_coef=0.5, nll="sequence_mean_token_sum"),
     "sigmoid_norm": preference.DPO(length_normalised=True),
     "ipo": preference.IPO(),
     "ipo, sums": preference.IPO(beta=0.4, length_normalised=False, nll_coef=0.1),

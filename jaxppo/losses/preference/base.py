@@ -20,7 +20,7 @@ from jaxppo.policy_losses.base import choice, number
 from jaxppo.sharding import Segments
 
 Numbers = Float[Array, "*n"]
-NLL = Literal["token_mean", "token_sum"]
+NLL = Literal["sequence_mean_token_mean", "sequence_mean_token_sum"]  # as of `token_weights`, over chosen responses
 
 
 class OfPairs(TokenLoss[Stats]):
@@ -153,7 +153,9 @@ class PairLoss(PreferenceLoss):
 
     Args:
       nll_coef: the coefficient of the chosen response's negative log-likelihood, which is added to the pair's loss.
-      nll: "token_mean" is its mean over loss tokens; "token_sum" is the sum, NeMo-RL's default.
+      nll: how it is summed over the chosen responses, an aggregation of `token_weights`: a mean over pairs of its mean
+        over loss tokens, or "sequence_mean_token_sum", a mean over pairs of sums, NeMo-RL's default. For a mean over
+        the tokens of all chosen responses add a `Part(SFT(), mask=)` of them.
 
     Raises:
       ValueError: a number out of its range, an unknown name; so do all losses of pairs.
@@ -167,12 +169,12 @@ class PairLoss(PreferenceLoss):
       ...     def __call__(self, chosen, rejected):
       ...         return jnp.maximum(1 - self.reward(chosen) + self.reward(rejected), 0)
       >>> Hinge(nll_coef=0.2)
-      Hinge(nll_coef=0.2, nll='token_mean', beta=0.1)
+      Hinge(nll_coef=0.2, nll='sequence_mean_token_mean', beta=0.1)
     """
 
     _: dataclasses.KW_ONLY
     nll_coef: Coefficient = number(0.0, least=0)
-    nll: NLL = choice("token_mean", NLL)
+    nll: NLL = choice("sequence_mean_token_mean", NLL)
 
     @abc.abstractmethod
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
@@ -187,7 +189,7 @@ class PairLoss(PreferenceLoss):
         there = better.tokens > 0
         # an empty slot of the table of pairs holds 0 tokens: its mean must not be NaN
         better, worse = (of._replace(tokens=jnp.maximum(of.tokens, 1)) for of in (better, worse))
-        nll = -mean_log_prob(better) if self.nll == "token_mean" else -better.log_prob
+        nll = -mean_log_prob(better) if self.nll == "sequence_mean_token_mean" else -better.log_prob
         return pairs.to_both(self.of_table(better, worse, there) + self.nll_coef * nll)
 
 

@@ -40,11 +40,11 @@ class DPO(PairLoss):
         discopop   (1 - w) (-log s(h)) + w exp(-h), w = s(h / 0.05)
 
     Args:
-      beta: the strength of the pull to the reference.
+      beta: the strength of the pull to the reference, above 0: at 0 the loss is a constant.
       label_smoothing: the probability that a label is wrong, at most 0.5 ("robust": less), for links with an e.
       length_normalised: use the means of log-ratios in place of their sums, as TRL's "sigmoid_norm".
       link: one of the above.
-      nll_coef, nll: see `PairLoss`, errors too; a coefficient of 1 is RPO's, TRL's `rpo_alpha`.
+      nll_coef, nll: see `PairLoss`, errors too; a coefficient of 1 is RPO's.
 
     Example:
       >>> import dataclasses
@@ -63,7 +63,7 @@ class DPO(PairLoss):
     https://arxiv.org/abs/2405.00675; DiscoPOP: https://arxiv.org/abs/2406.08414
     """
 
-    beta: Coefficient = number(0.1, least=0)
+    beta: Coefficient = number(0.1, above=0)
     label_smoothing: Coefficient = number(0.0, least=0, most=0.5)
     length_normalised: bool = False
     link: Link = choice("sigmoid", Link)
@@ -114,7 +114,7 @@ class IPO(PairLoss):
 
     Example:
       >>> IPO()
-      IPO(nll_coef=0.0, nll='token_mean', beta=0.1, length_normalised=True)
+      IPO(nll_coef=0.0, nll='sequence_mean_token_mean', beta=0.1, length_normalised=True)
 
     Azar et al. 2023, https://arxiv.org/abs/2310.12036
     """
@@ -134,18 +134,18 @@ class SimPO(PairLoss):
       beta: multiplies the difference.
       margin: by how much the chosen response is to be ahead; the paper's gamma.
       label_smoothing: see `DPO`.
-      nll_coef, nll: see `PairLoss`, errors too; TRL calls the coefficient CPO-SimPO's `cpo_alpha`.
+      nll_coef, nll: see `PairLoss`, errors too; TRL's `cpo_alpha` is a mean over tokens.
 
     Example:
       >>> SimPO()
-      SimPO(nll_coef=0.0, nll='token_mean', beta=2.0, margin=0.5, label_smoothing=0.0)
+      SimPO(nll_coef=0.0, nll='sequence_mean_token_mean', beta=2.0, margin=0.5, label_smoothing=0.0)
 
     Meng et al. 2024, https://arxiv.org/abs/2405.14734
     """
 
     reference: ClassVar[bool] = False
     length_normalised = True
-    beta: Coefficient = number(2.0, least=0)
+    beta: Coefficient = number(2.0, above=0)
     margin: Coefficient = number(0.5, least=0)
     label_smoothing: Coefficient = number(0.0, least=0, most=0.5)
 
@@ -168,7 +168,7 @@ class ORPO(PairLoss):
 
     Example:
       >>> ORPO()
-      ORPO(nll_coef=1.0, nll='token_mean', beta=0.1)
+      ORPO(nll_coef=1.0, nll='sequence_mean_token_mean', beta=0.1)
 
     Hong et al. 2024, https://arxiv.org/abs/2403.07691
     """
@@ -202,12 +202,12 @@ class AOT(PairLoss):
 
     Example:
       >>> AOT()
-      AOT(nll_coef=0.0, nll='token_mean', beta=0.1, label_smoothing=0.0, ranks='pairs')
+      AOT(nll_coef=0.0, nll='sequence_mean_token_mean', beta=0.1, label_smoothing=0.0, ranks='pairs')
 
     Melnyk et al. 2024, https://arxiv.org/abs/2406.05882
     """
 
-    beta: Coefficient = number(0.1, least=0)
+    beta: Coefficient = number(0.1, above=0)
     label_smoothing: Coefficient = number(0.0, least=0, most=0.5)
     ranks: Ranks = choice("pairs", Ranks)
 

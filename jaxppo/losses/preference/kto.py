@@ -31,7 +31,7 @@ class KTO(PreferenceLoss):
 
     Args:
       reference_point: z, see `kto_reference_point`; 0 is TRL's "apo_zero_unpaired".
-      beta: how quickly gains and losses level off.
+      beta: how quickly gains and losses level off, above 0: at 0 the loss is a constant.
       desirable_weight, undesirable_weight: w of the desirable samples, and of the others.
 
     Raises:
@@ -46,7 +46,7 @@ class KTO(PreferenceLoss):
 
     paired: ClassVar[bool] = False
     reference_point: Coefficient = number(least=0)
-    beta: Coefficient = number(0.1, least=0)
+    beta: Coefficient = number(0.1, above=0)
     desirable_weight: Coefficient = number(1.0, least=0)
     undesirable_weight: Coefficient = number(1.0, least=0)
 
