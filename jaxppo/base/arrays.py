@@ -54,10 +54,11 @@ def is_nan(x: object) -> bool:
     return isinstance(x, (float, np.floating)) and math.isnan(x)
 
 
-def is_zero(coefficient: Coefficient) -> bool:
-    """Whether the coefficient is known to be 0 at trace time; False for a traced schedule."""
-    known = not isinstance(coefficient, jax.core.Tracer) and np.ndim(coefficient) == 0  # others are tokens' own
-    return known and float(coefficient) == 0
+def is_zero(coefficient: Any) -> bool:
+    """Whether the coefficient is known to be 0 at trace time; a traced schedule and numbers of tokens are not."""
+    if isinstance(coefficient, jax.core.Tracer) or np.ndim(coefficient) > 0:
+        return False
+    return isinstance(coefficient, (int, float, np.generic, AnyArray)) and float(coefficient) == 0
 
 
 def check(what: str, got: object, good: bool, expected: str) -> None:
@@ -114,13 +115,18 @@ def check_number(what: str, value: Any, **bounds: float | None) -> Any:
         inside = is_number(value) and all(within(value, bound) for _, within, bound in given)
         check(what, repr(value), inside, expected)
         return value
-    check(what, f"shape {value.shape}", value.ndim == 0, f"{expected}, or a scalar array")
-    numeric = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
-    check(what, f"dtype {value.dtype}", numeric, f"{expected}, or a scalar array")
-    x = value.astype(jnp.float32)
+    x = check_scalar(what, value, expected)
     for _, within, bound in given:
         x = jnp.where(within(x, bound), x, jnp.nan)  # breaks the rule of the loss that reads it
     return x
+
+
+def check_scalar(what: str, value: Array, expected: str = "a number") -> Float[Array, ""]:
+    """The number that an array is, in f32; raises unless it is one."""
+    check(what, f"shape {value.shape}", value.ndim == 0, f"{expected}, or a scalar array")
+    numeric = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+    check(what, f"dtype {value.dtype}", numeric, f"{expected}, or a scalar array")
+    return value.astype(jnp.float32)
 
 
 def check_field(of: Any, name: str, **bounds: float | None) -> None:

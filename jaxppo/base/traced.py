@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jaxppo.base.arrays import is_zero
 
 Config = TypeVar("Config")
+Path = tuple[str, ...]  # the names of fields, and the places in tuples, from the outside in
+Replace = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +28,19 @@ class _Place:
     name: str
 
 
+@dataclasses.dataclass(frozen=True)
+class ByToken:
+    """Marks the place of a number that an extra of the batch holds for each token; see `losses.by_row`."""
+
+    own: Any  # the field's own number, for positions without loss
+    extra: str
+
+
 def take_arrays(config: Config, coefficients: Sequence[str] = ()) -> tuple[Config, dict[str, jax.Array]]:
     """The config with a mark in place of each array in its dataclasses, and the arrays by the names of their fields.
 
-    A field within a field is "field.name", as in "kl.coef"; "loss" and "config" are left out. Fields at the paths
-    `coefficients` become arrays too, unless they are known to be 0: other numbers then compile nothing new.
+    The names are those of `name_of`. Fields at the paths `coefficients` become arrays too, unless they are known to be
+    0: other numbers then compile nothing new.
     """
     arrays: dict[str, jax.Array] = {}
 
@@ -39,7 +49,7 @@ def take_arrays(config: Config, coefficients: Sequence[str] = ()) -> tuple[Confi
             x = 0.0 if is_zero(x) else jnp.asarray(x, jnp.float32)
         if not isinstance(x, jax.Array):
             return x
-        name = ".".join(part for part in path if part not in ("loss", "config"))
+        name = name_of(path)
         name = ".".join(path) if name in arrays else name
         arrays[name] = x
         return _Place(name)
@@ -47,19 +57,62 @@ def take_arrays(config: Config, coefficients: Sequence[str] = ()) -> tuple[Confi
     return map_leaves(config, mark), arrays
 
 
+def name_of(path: Path) -> str:
+    """The name of a field at this path: within a field "field.name", as in "kl.coef", without "loss" and "config"."""
+    return ".".join(part for part in path if part not in ("loss", "config", "own"))
+
+
 def put_arrays(config: Config, arrays: Mapping[str, jax.Array]) -> Config:
     """The inverse of `take_arrays`."""
     return map_leaves(config, lambda _, x: arrays[x.name] if isinstance(x, _Place) else x)
 
 
-def map_leaves(x: Any, fn: Any, path: tuple[str, ...] = ()) -> Any:
-    """x with `fn(path, leaf)` in place of each leaf of its dataclasses and tuples."""
+def numbers_of_tokens(x: Any, path: Path = ()) -> dict[Path, ByToken]:
+    """The marks of numbers of tokens in the dataclasses and tuples of x, by their paths."""
+    if isinstance(x, ByToken):
+        return {path: x}
+    parts: dict[str, Any] = {}
+    if isinstance(x, tuple):
+        parts = {str(i): part for i, part in enumerate(x)}
+    elif dataclasses.is_dataclass(x):
+        parts = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
+    found: dict[Path, ByToken] = {}
+    for name, part in parts.items():
+        found |= numbers_of_tokens(part, (*path, name))
+    return found
+
+
+def at_path(x: Any, path: Path) -> Any:
+    """What stands at this path of dataclasses and tuples."""
+    for name in path:
+        x = x[int(name)] if isinstance(x, tuple) else getattr(x, name)
+    return x
+
+
+def put_numbers(x: Any, numbers: Mapping[Path, Any], replace: Replace, path: Path = ()) -> Any:
+    """x with these numbers at their paths, by `dataclasses.replace`, which checks them, or by `replaced`."""
+    if path in numbers:
+        return numbers[path]
+    if isinstance(x, tuple):
+        return tuple(put_numbers(part, numbers, replace, (*path, str(i))) for i, part in enumerate(x))
+    within = sorted({its[len(path)] for its in numbers if its[: len(path)] == path})
+    changed = {name: put_numbers(getattr(x, name), numbers, replace, (*path, name)) for name in within}
+    return replace(x, **changed) if changed else x
+
+
+def replaced(x: Config, **changed: Any) -> Config:
+    """A copy of a dataclass with other fields, which its constructor does not check: it would refuse marks."""
+    new = copy.copy(x)
+    for name, value in changed.items():
+        object.__setattr__(new, name, value)
+    return new
+
+
+def map_leaves(x: Any, fn: Any, path: Path = ()) -> Any:
+    """x with `fn(path, leaf)` in place of each leaf of its dataclasses and tuples, without their constructors."""
     if isinstance(x, tuple):
         return tuple(map_leaves(part, fn, (*path, str(i))) for i, part in enumerate(x))
     if not dataclasses.is_dataclass(x) or isinstance(x, _Place):
         return fn(path, x)
-    # a copy: the constructor's checks would refuse the marks
-    new = copy.copy(x)
-    for field in dataclasses.fields(x):
-        object.__setattr__(new, field.name, map_leaves(getattr(x, field.name), fn, (*path, field.name)))
-    return new
+    names = [field.name for field in dataclasses.fields(x)]
+    return replaced(x, **{name: map_leaves(getattr(x, name), fn, (*path, name)) for name in names})

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxppo.base.arrays import PER_SEGMENT, check
 from jaxppo.base.metrics import Composite, Metric
 from jaxppo.batch.pairs import Pairs
-from jaxppo.batch.reads import NUMBERS
+from jaxppo.batch.reads import rule_of
 from jaxppo.batch.rules import KNOWN, ON_DEVICE, RULES, View
 from jaxppo.batch.trees import starts
 from jaxppo.sharding import Segments, vary
@@ -66,15 +66,17 @@ def count_broken(
 ) -> Broken:
     """Per-shard: for each rule that has something to check, how often all devices' entries break it.
 
-    `numbers` are the traced ones of the loss, by name; for the others see `View`. Absent arrays are None.
+    `numbers` are the traced ones of the loss, by name, scalars or those of tokens; for the others see `View`. Absent
+    arrays are None.
     """
     existing = {name: x for name, x in arrays.items() if x is not None}
     unsound = [~jnp.isfinite(x).reshape(*x.shape[:2], -1).all(-1) for n, x in existing.items() if n not in KNOWN]
-    existing |= {name: x for name, x in numbers.items() if name in NUMBERS}
+    by_rule: dict[str, list[Any]] = {}
+    for name, x in numbers.items():
+        by_rule.setdefault(rule_of(name), []).append(x.reshape(-1))
+    existing |= {name: jnp.concatenate(found) for name, found in by_rule.items()}
     if unsound:
         existing["another_array"] = functools.reduce(jnp.logical_or, unsound)
-    if others := [x.reshape(-1) for name, x in numbers.items() if name not in NUMBERS]:
-        existing["another_number"] = jnp.concatenate(others)
     if existing.keys() & {"normalizer", "pair_ids"}:
         existing["loss_tokens"] = segments.sum(existing["loss_mask"])
     if "pair_ids" in existing:

@@ -65,9 +65,18 @@ NUMBERS = (
     *("aggregation_norm", "beta", "centring", "clip", "clip_high", "clip_low", "coef", "desirable_weight"),
     *("draft_ids", "dual_clip", "entropy_coef", "eta", "factor", "high", "huber_delta", "k_negative", "k_positive"),
     *("kl.coef", "label_smoothing", "lambda_negative", "lambda_positive", "low", "margin", "nll_coef"),
-    *("off_policy.opsm_delta", "part.coef", "pull", "ratio_cap", "reference_point", "share", "tau_negative"),
-    *("tau_positive", "undesirable_weight", "z_loss"),
+    *("off_policy.opsm_delta", "off_policy.veto", "part.coef", "pull", "ratio_cap", "reference_point", "share"),
+    *("tau_negative", "tau_positive", "undesirable_weight", "z_loss"),
 )
+# Bounds, which may be infinite.
+BOUNDS = ("off_policy.high", "off_policy.low", "off_policy.rejections.high", "off_policy.rejections.low")
+
+
+def rule_of(name: str) -> str:
+    """The rule for a number of a loss by its path: "clip_low" for "positive.clip_low", the bound of any rejection."""
+    path = [part for part in name.split(".") if not part.isdigit()]
+    known = (".".join(path), path[-1])
+    return next((x for x in known if x in NUMBERS or x in BOUNDS), "another_number")
 
 
 def at_most_zero(log_probs: Float[Array, "..."]) -> Float[Array, "..."]:

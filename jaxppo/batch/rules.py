@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxppo.base.arrays import IDS, MAX_LOG_PROB, MAX_SAMPLED
-from jaxppo.batch.reads import NUMBERS, OF_MODELS, PER_TOKEN, Kind, mass_of
+from jaxppo.batch.reads import BOUNDS, NUMBERS, OF_MODELS, PER_TOKEN, Kind, mass_of
 from jaxppo.batch.trees import has_branches, out_of_order, starts
 
 
@@ -106,6 +106,10 @@ def _without_sample(v: View, mask: Any) -> Any:
 
 def _not_finite(v: View, x: Any) -> Any:
     return ~v.xp.isfinite(x)
+
+
+def _nan(v: View, x: Any) -> Any:
+    return v.xp.isnan(x)
 
 
 def _of_kind(kind: Kind) -> Callable[[View, Any], Any]:
@@ -252,6 +256,7 @@ OF_INPUTS = (
     Rule("temperature", "finite numbers above 0", lambda v, x: v.counts & ~(v.xp.isfinite(x) & (x > 0))),
     Rule("ids", "-1, or 0 to {V}, each id once at a position, and those of the statistics, where loss_mask is 1", _ids),
     *(Rule(name, _OF_NUMBERS.get(name, "a finite number in the range of its field"), _not_finite) for name in NUMBERS),
+    *(Rule(name, "a number in the range of its field, not above the other bound", _nan) for name in BOUNDS),
     Rule("another_number", "finite numbers in the fields of your own loss", _not_finite),
     Rule(
         "another_array",

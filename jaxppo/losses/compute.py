@@ -130,11 +130,12 @@ def step_of(
     names = loss.asks.extras
     extras = batch.extras if names is None else {name: batch.extras[name] for name in (*names, *part.extras)}
     batch = dataclasses.replace(batch, extras=extras)
+    loss = part.with_numbers(loss, batch)
     segments = batch.segments(axes)
     weighs = known or step_normalizer(batch, segments, normalizer, loss.aggregation, loss.off_policy)
-    reads = {**loss.reads(stats, batch, segments), **{f"extras.{name}": batch.extras[name] for name in part.extras}}
+    reads = {**loss.reads(stats, batch, segments)}
     reads |= {"rollout_ids": batch.rollouts} if loss.aggregation == "rollout_mean" else {}
-    broken = _broken_rules(batch, segments, normalizer, reads, numbers, head)
+    broken = _broken_rules(batch, segments, normalizer, reads, {**numbers, **part.numbers_in(loss)}, head)
     capped = None
     if (sampled := batch.rollout_log_probs) is not None:
         capped, sampled = sampled > 0, at_most_zero(sampled)
@@ -149,7 +150,7 @@ def step_of(
     # NaN in the weights makes gradients NaN too; a factor of the summed losses would cost one more
     # multiplication of the kernel's gradient
     weights = weights * jnp.where(broken.any, jnp.nan, 1)
-    return Step(part.with_numbers(loss, batch), batch, segments, weighs, weights, broken, left_out, capped)
+    return Step(loss, batch, segments, weighs, weights, broken, left_out, capped)
 
 
 def _broken_rules(
@@ -209,11 +210,11 @@ class _OfTokens:
         found = []
         stats, per_token = jax.tree.map(lambda x: x[None], (stats, per_token))  # one row
         for part, (batch, weights, constants), (by_segment, numbers) in zip(self.parts, per_token, shared, strict=True):
-            batch, loss = dataclasses.replace(batch, **by_segment), put_arrays(as_token_loss(part.loss), numbers)
+            batch = dataclasses.replace(batch, **by_segment)
+            loss = part.with_numbers(put_arrays(as_token_loss(part.loss), numbers), batch)
             left_out = loss.left_out(stats, batch)
             if left_out is not None:
                 batch = masked_batch(batch, jnp.where(left_out, 0, batch.loss_mask))
-            loss = part.with_numbers(loss, batch)
             segments = Segments(batch.segment_ids, batch.num_segments)
             losses = loss.per_token(loss.seen(stats, batch.loss_mask), batch, constants, segments)
             losses = jnp.where(batch.loss_mask > 0, losses, 0) * weights

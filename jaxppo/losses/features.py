@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jaxppo.base.arrays import Aggregation, Coefficient, check, check_floating, check_type
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
+from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss, for_each
 from jaxppo.policy_losses.base import number
 from jaxppo.sharding import Segments
 
@@ -67,9 +67,9 @@ class Features(TokenLoss[States]):
         return {} if stats is None else {"draft_states": stats.draft, "policy_states": stats.policy}
 
     def terms(self, stats: States, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
-        error = jnp.abs(stats.draft - lax.stop_gradient(stats.policy))
-        inside = jnp.minimum(error, self.beta)
-        return {"features": (inside * (error - inside / 2) / self.beta).mean(axis=-1)}
+        error, beta = jnp.abs(stats.draft - lax.stop_gradient(stats.policy)), for_each(self.beta)
+        inside = jnp.minimum(error, beta)
+        return {"features": (inside * (error - inside / 2) / beta).mean(axis=-1)}
 
     def metrics(self, stats: States, step: Step, constants: Any) -> Terms:
         return means(self.terms(stats, step.batch, constants, step.segments), step.batch.loss_mask)

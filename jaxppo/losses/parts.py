@@ -9,9 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from jaxppo.base.arrays import KINDS, Coefficient, check, check_array, check_count, check_field, check_type, needed
-from jaxppo.base.traced import map_leaves
+from jaxppo.base.traced import (
+    ByToken,
+    Path,
+    at_path,
+    map_leaves,
+    name_of,
+    numbers_of_tokens,
+    put_numbers,
+    replaced,
+)
 from jaxppo.batch.extras import check_name, extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.policy_tokens import PolicyTokenLoss
@@ -66,27 +76,29 @@ class Part(Loss):
                 check_name(what, getattr(self, what))
 
     @property
-    def numbers(self) -> tuple[tuple[str, str], ...]:
-        """Paths of numbers of the loss, such as "config.loss.clip_low", and the extras that hold them; see `by_row`."""
-        return ()
-
-    @property
     def extras(self) -> tuple[str, ...]:
-        return tuple(extra for _, extra in self.numbers)
+        """The extras that hold numbers of the loss; see `by_row`."""
+        return tuple(mark.extra for mark in numbers_of_tokens(self.loss).values())
 
     def with_numbers(self, loss: TokenLoss[Any], batch: RolloutBatch) -> TokenLoss[Any]:
-        """The loss with the numbers that these extras hold, one for each token."""
-        extras = dict(self.numbers)
+        """This part's loss with the numbers that these extras hold, one for each token, NaN out of a field's range."""
+        marks = numbers_of_tokens(loss)
+        if not marks:
+            return loss
 
-        def number(path: tuple[str, ...], own: Any) -> Any:
-            extra = extras.get(".".join(path))
-            if extra is None:
-                return own
-            # where there is no loss the loss's own number stands: that of the batch is 0 there, by which it may divide
-            return jnp.where(batch.loss_mask > 0, batch.extras[extra].astype(jnp.float32), own)
+        def checked_number(numbers: Mapping[Path, Array]) -> dict[Path, Array]:
+            made = put_numbers(loss, numbers, dataclasses.replace)
+            return {path: jnp.asarray(at_path(made, path), jnp.float32) for path in numbers}
 
-        # the constructors would refuse arrays of tokens
-        return loss if not extras else map_leaves(loss, number)
+        # where there is no loss the field's own number stands: that of the batch may be anything there
+        on, extras = batch.loss_mask > 0, batch.extras
+        given = {path: jnp.where(on, extras[x.extra].astype(jnp.float32), x.own) for path, x in marks.items()}
+        # a constructor takes a number, and knows what it may be beside the others
+        return put_numbers(loss, jax.vmap(jax.vmap(checked_number))(given), replaced)
+
+    def numbers_in(self, loss: TokenLoss[Any]) -> dict[str, Array]:
+        """The numbers of tokens of this part's loss, as `with_numbers` gives it, by the names of their fields."""
+        return {name_of(path): at_path(loss, path) for path in numbers_of_tokens(as_token_loss(self.loss))}
 
     def of(self, batch: RolloutBatch) -> RolloutBatch:
         """The batch as this part reads it."""
@@ -104,13 +116,6 @@ class Part(Loss):
             given = jnp.where(x == self.equals, batch.loss_mask, 0) if chosen else x
             changed[field] = given.astype(jnp.float32)
         return dataclasses.replace(batch, **changed)
-
-
-@dataclasses.dataclass(frozen=True)
-class RowPart(Part):
-    """A part of `by_row`, some of whose loss's numbers are extras of the batch."""
-
-    numbers: tuple[tuple[str, str], ...] = ()
 
 
 def as_parts(loss: Any) -> dict[str, Part]:
@@ -147,14 +152,16 @@ def by_row(
       which: the name of the extra that marks the loss tokens, `i32[R, T]`; a token with another number has no loss.
       numbers: by the name of a loss, which of its numbers come from an extra `f32[R, T]` of the batch: {"clip_low":
         "client_clip_low"}. A field of the config's own parts is "loss.clip_low", "kl.coef", "off_policy.high" or
-        "off_policy.rejections.0.high", of the first rejection. Give all tokens of a sequence the same number.
+        "off_policy.rejections.0.high", of the first rejection. Give all tokens of a sequence the same number. It has
+        the range of its field: beyond it the loss is NaN, and `broken_rules` names the field. Where the field is 0,
+        as `entropy_coef` is by default, the loss still has the term.
 
     Returns:
       The parts, for `loss_from_hidden`, `loss_from_stats` and `Normalizer.of`.
 
     Raises:
-      TypeError, ValueError: no losses; something else in place of one; numbers that a loss does not have, or of weights
-        that are divided by their mean over the step.
+      TypeError, ValueError: no losses; something else in place of one; numbers that a loss does not have, one of them
+        twice, those of a loss of pairs or samples, or of weights that are divided by their mean over the step.
 
     Example:
       >>> parts = by_row({"ppo": PPO(), "sft": SFT(aggregation="token_sum")}, "client")
@@ -172,23 +179,36 @@ def by_row(
     check("numbers", unknown, not unknown, f"names of losses, {sorted(losses)}")
     found: dict[str, Part] = {}
     for place, (name, given) in enumerate(losses.items()):
-        loss, extras = as_token_loss(given), []
-        for field, extra in numbers.get(name, {}).items():
-            check_name(f"numbers[{field!r}]", extra)
-            extras.append((_path(loss, field), extra))
-        normalized = loss.off_policy is not None and loss.off_policy.batch_normalize
-        if normalized and any("off_policy" in path for path, _ in extras):
-            raise ValueError("numbers: got one of off_policy, expected none with batch_normalize, a mean over all rows")
-        found[name] = RowPart(loss, mask=which, equals=place, numbers=tuple(extras))
+        found[name] = Part(_with_marks(as_token_loss(given), numbers.get(name, {})), mask=which, equals=place)
     return found
 
 
-def _path(loss: Any, field: str) -> str:
-    """The whole path of a number: a policy loss is "config.loss" in the loss of a token."""
-    leaves: dict[str, Any] = {}
-    map_leaves(loss, lambda path, x: leaves.setdefault(".".join(path), x))
-    for path in (field, f"config.{field}", f"config.loss.{field}"):
+def _with_marks(loss: TokenLoss[Any], extras: Mapping[str, str]) -> TokenLoss[Any]:
+    """The loss with marks in place of the numbers that extras hold, by their names or the ends of their paths."""
+    check_type("numbers", extras, isinstance(extras, Mapping), "the names of extras by those of fields")
+    expected = f"none for {loss}, which has one loss for several tokens"
+    check("numbers", sorted(extras), not extras or loss.by_token, expected)
+    marks: dict[Path, ByToken] = {}
+    for field, extra in extras.items():
+        check_name(f"numbers[{field!r}]", extra)
+        path, own = _number(loss, field)
+        check(
+            "numbers", f"{field!r} for {name_of(path)}, which has one", path not in marks, "one extra for each number"
+        )
+        marks[path] = ByToken(own, extra)
+    normalized = loss.off_policy is not None and loss.off_policy.batch_normalize
+    if normalized and any("off_policy" in path for path in marks):
+        raise ValueError("numbers: got one of off_policy, expected none with batch_normalize, a mean over all rows")
+    return put_numbers(loss, marks, replaced)
+
+
+def _number(loss: Any, field: str) -> tuple[Path, Any]:
+    """The whole path of a number, and the number: a policy loss is "config.loss" in the loss of a token."""
+    leaves: dict[Path, Any] = {}
+    map_leaves(loss, lambda path, x: leaves.setdefault(path, x))
+    for before in ((), ("config",), ("config", "loss")):
+        path = (*before, *field.split("."))
         x = leaves.get(path)
-        if isinstance(x, int | float | np.generic | jax.Array) and not isinstance(x, bool):
-            return path
+        if isinstance(x, int | float | np.generic | jax.Array) and not isinstance(x, bool | np.bool_):
+            return path, x
     raise ValueError(f"numbers: got {field!r}, expected a number of {loss}, such as clip_low or kl.coef")

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxppo.base.arrays import check, needed
+from jaxppo.base.traced import map_leaves
 from jaxppo.batch.reads import at_most_one
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
@@ -125,8 +126,13 @@ class ScoreCentering(OfConfig, OfIds):
         given = log_p, (log_p if self.config.ratio_to == "current" else log_q), jnp.repeat(advantages[..., None], K, -1)
         new, old, wide = (lax.stop_gradient(x).reshape(R, T * K) for x in given)
 
+        def of_ids(_: Any, x: Any) -> Any:
+            return jnp.repeat(x, K, axis=-1) if jnp.ndim(x) == 2 else x  # a number of each token
+
+        loss = map_leaves(self.config.loss, of_ids)
+
         def at(x: Float[Array, "R TK"], advantages: Float[Array, "R TK"]) -> Float[Array, ""]:
-            return self.config.loss(x, old, advantages, mask=jnp.ones_like(x), segments=segments)[0].sum()
+            return loss(x, old, advantages, mask=jnp.ones_like(x), segments=segments)[0].sum()
 
         by_advantage, without = (jax.grad(at)(new, a) for a in (wide, jnp.zeros_like(wide)))
         return (by_advantage - without).reshape(R, T, K)

@@ -75,6 +75,7 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
       token_local: the loss of a token depends only on the batch and on the statistics of that token.
       of_head: the statistics are a head's `TokenStats`.
       takes_nucleus: log-probs may be renormalised over a nucleus, see `loss_from_hidden`.
+      by_token: a number of the loss may be an array `[R, T]` in `terms`, one for each token, see `by_row`.
       coefficients: the fields, such as "kl.coef" for one in a field, that are traced unless they are known to be 0.
 
     Example:
@@ -96,6 +97,7 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
     off_policy: OffPolicyConfig | None = None
     of_head: ClassVar[bool] = True
     takes_nucleus: ClassVar[bool] = False
+    by_token: ClassVar[bool] = True
     coefficients: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -156,6 +158,11 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
         """Per-shard: the loss of each token before weighting, NaN, in the gradient too, where it is not finite."""
         losses = functools.reduce(jnp.add, self.terms(stats, batch, constants, segments).values())
         return losses * jnp.where(jnp.isfinite(losses), 1, jnp.nan)
+
+
+def for_each(number: Any) -> Any:
+    """A number of a loss beside arrays `[R, T, K]`: one for each token gets a dimension of 1 for K."""
+    return number[..., None] if jnp.ndim(number) == 2 else number
 
 
 def masked_arrays(tree: Any, mask: Float[Array, "R T"]) -> Any:

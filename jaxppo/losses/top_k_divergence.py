@@ -34,7 +34,7 @@ from jaxppo.batch.reads import at_most_one, mass_of, was_above_one
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import as_id_sets
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
+from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss, for_each
 from jaxppo.sharding import Segments
 
 TopKDivergence = Literal[
@@ -106,6 +106,18 @@ def top_k_divergence(
     check_alike(arrays if ids is None else {**arrays, "ids": ids})
     check("log_probs", f"shape {log_probs.shape}", any(log_probs.shape[-1:]), "[..., K]")
     has_id = jnp.ones(log_probs.shape, bool) if ids is None else jnp.asarray(ids) != -1
+    return _divergence(log_probs, teacher_log_probs, has_id, divergence, beta, tail)
+
+
+def _divergence(
+    log_probs: Float[Array, "*batch K"],
+    teacher_log_probs: Float[Array, "*batch K"],
+    has_id: Bool[Array, "*batch K"],
+    divergence: TopKDivergence,
+    beta: Any,
+    tail: Tail,
+) -> Float[Array, "*batch"]:
+    """See `top_k_divergence`; beta is a checked number, or one for each position, `[..., 1]`."""
     log_probs = jnp.where(has_id, sound("log_probs", log_probs), 0)
     log_q = lax.stop_gradient(teacher_log_probs.astype(jnp.float32))
     log_q = at_most_one(jnp.where(log_q <= MAX_SAMPLED, log_q, jnp.nan), has_id)
@@ -283,7 +295,7 @@ class TopKDistillation(OfIds):
 
     def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
         ids, log_p, log_q = self.of_ids(stats, batch)
-        found = top_k_divergence(log_p, log_q, ids, divergence=self.divergence, beta=self.beta, tail=self.tail)
+        found = _divergence(log_p, log_q, ids != -1, self.divergence, for_each(self.beta), self.tail)
         return {"divergence": found}
 
     def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:

@@ -17,7 +17,17 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Compared, check, check_choices, check_field, check_flag, is_number, masked, needed
+from jaxppo.base.arrays import (
+    Compared,
+    check,
+    check_choices,
+    check_field,
+    check_flag,
+    check_scalar,
+    is_number,
+    masked,
+    needed,
+)
 from jaxppo.base.kl import MAX_LOG_RATIO, k3
 from jaxppo.sharding import Segments, scan_affine, vary
 
@@ -75,7 +85,7 @@ class Rejection:
         least = -math.inf if self.statistic.endswith("diff") else 0.0
         if self.low is None:
             object.__setattr__(self, "low", least)
-        _check_bounds(self.low, self.high, least)
+        _check_bounds(self, least)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +98,7 @@ class OffPolicyConfig:
     Args:
       weights: the importance weight of a token: its own rho ("token"), or the product ("sequence") or the geometric
         mean ("geometric") of rho over its sequence.
-      low: smallest weight.
+      low: smallest weight, a number or a traced one, as are all bounds.
       high: largest weight.
       outside: weights outside [low, high] are set to the bound, "clamp" (truncated importance sampling), or to 0,
         "zero" (IcePop).
@@ -128,7 +138,7 @@ class OffPolicyConfig:
     def __post_init__(self) -> None:
         check_choices(self, weights=Level, outside=Outside, compares=Compared)
         check_choices(self, opsm_compares=Compared, opsm_fraction=OPSMFraction)
-        _check_bounds(self.low, self.high, 0.0)
+        _check_bounds(self, 0.0)
         check_flag("batch_normalize", self.batch_normalize)
         if not isinstance(self.rejections, Iterable):
             raise TypeError(f"rejections: got {self.rejections!r}, expected a tuple of Rejection")
@@ -137,14 +147,20 @@ class OffPolicyConfig:
             if not isinstance(rejection, Rejection):
                 raise TypeError(f"rejections: got {type(rejection).__name__}, expected Rejection")
         least = math.exp(-MAX_LOG_RATIO)  # no ratio is below it, since log-ratios are clamped
-        good = self.veto is None or (is_number(self.veto) and least < self.veto < 1)
-        check("veto", repr(self.veto), good, f"a ratio above {least:.2g} and below 1")
+        if isinstance(self.veto, jax.Array):
+            check_field(self, "veto", above=least, below=1)
+        else:
+            good = self.veto is None or (is_number(self.veto) and least < self.veto < 1)
+            check("veto", repr(self.veto), good, f"a ratio above {least:.2g} and below 1")
         if self.opsm_delta is not None:
             check_field(self, "opsm_delta", least=0)
         good = not self.batch_normalize or (self.weights != "none" and self.compares == "old/rollout")
         got = f"True with weights={self.weights!r}, compares={self.compares!r}"
         expected = "weights, and compares='old/rollout': their mean over the step must be known before it starts"
         check("batch_normalize", got, good, expected)
+        traced = [name for name in ("low", "high") if isinstance(getattr(self, name), jax.Array)]
+        expected = "Python numbers with batch_normalize, whose mean a Normalizer has for these bounds"
+        check("low, high", f"arrays as {traced}", not (traced and self.batch_normalize), expected)
 
     @property
     def policies(self) -> frozenset[str]:
@@ -316,7 +332,12 @@ def _log(x: float | Array) -> float | Array:
     return math.log(x) if x > 0 else -math.inf
 
 
-def _check_bounds(low: Any, high: Any, least: float) -> None:
-    numbers = all(isinstance(x, (int, float, np.number)) and not isinstance(x, bool) for x in (low, high))
-    good = numbers and least <= low < high
-    check("low, high", f"{low!r}, {high!r}", good, f"{'low' if least else '0 <= low'} < high")
+def _check_bounds(of: Any, least: float) -> None:
+    """Raises where the bounds of a config are out of order; those that are arrays become NaN."""
+    low, high, expected = of.low, of.high, f"{'low' if least else '0 <= low'} < high"
+    arrays = {name: check_scalar(name, x) for name, x in (("low", low), ("high", high)) if isinstance(x, jax.Array)}
+    numbers = [x for x in (low, high) if not isinstance(x, jax.Array)]
+    good = all(isinstance(x, (int, float, np.number)) and not isinstance(x, bool) for x in numbers)
+    check("low, high", f"{low!r}, {high!r}", good and (bool(arrays) or least <= low < high), expected)
+    for name, x in arrays.items():
+        object.__setattr__(of, name, jnp.where((least <= low) & (low < high), x, jnp.nan))

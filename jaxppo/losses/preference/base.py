@@ -29,6 +29,7 @@ class OfPairs(TokenLoss[Stats]):
     aggregation = "sequence_mean_token_mean"
     asks = Asks("none")
     token_local = False
+    by_token = False
     paired: ClassVar[bool] = True
 
     @abc.abstractmethod

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Coefficient, check, check_array, is_number
+from jaxppo.base.arrays import Coefficient, check, check_array, check_field, is_number
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.preference.base import Numbers, OfPairs, PairLoss, Responses, mean_log_prob, preferred
 from jaxppo.losses.token_loss import Reads
@@ -74,6 +74,10 @@ class DPO(PairLoss):
         check("label_smoothing", e, self.link != "robust" or e != 0.5, "a number below 0.5 with link='robust'")
         good = self.link in ("sigmoid", "robust", "exo") or not e
         check("label_smoothing", e, good, f"0 with link={self.link!r}, which does not read it")
+        if self.link == "robust":  # traced numbers
+            check_field(self, "label_smoothing", below=0.5)
+        elif self.link not in ("sigmoid", "exo"):
+            check_field(self, "label_smoothing", most=0)
 
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
         c, r, e = self.reward(chosen), self.reward(rejected), self.label_smoothing
