@@ -19,10 +19,13 @@ LAYOUTS: dict[str, Any] = {}  # context layouts by name; `register_layout` adds 
 
 
 def axis_names(value: str | Sequence[str] | None, role: str = "spec") -> Names:
-    names = () if value is None else (value,) if isinstance(value, str) else value
-    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, tuple | list) or not all(isinstance(name, str) for name in value):
         raise TypeError(f"{role}: got {value!r}, expected an axis name, a tuple of them or None")
-    return tuple(names)
+    return tuple(value)
 
 
 def check_layout(layout: str, name: str = "context_layout") -> None:
@@ -92,15 +95,21 @@ class ShardAxes:
 
     def size(self, names: Names) -> int:
         """The number of shards over `names`, 1 for none; static. Only inside the `shard_map`."""
-        return lax.axis_size(names) if names else 1
+        if not names:
+            return 1
+        return lax.axis_size(names)
 
     def index(self, names: Names) -> jax.Array | int:
         """This device's place among the shards over `names`, first name slowest; 0 for none."""
-        return lax.axis_index(names) if names else 0
+        if not names:
+            return 0
+        return lax.axis_index(names)
 
     def psum(self, x: Tree, names: Names) -> Tree:
         """The sum of x over the shards of `names`; x itself for none. A replicated x is counted once for each shard."""
-        return lax.psum(x, names) if names else x
+        if not names:
+            return x
+        return lax.psum(x, names)
 
     def permute(self, x: jax.Array, names: Names, pairs: Sequence[tuple[int, int]]) -> jax.Array:
         """x of shard i on shard j, for each pair (i, j) of places as `index` counts them; 0 where nothing arrives.
@@ -109,9 +118,10 @@ class ShardAxes:
         """
         mesh = jax.sharding.get_abstract_mesh()
         ordered = tuple(name for name in mesh.axis_names if name in names)
-        places = np.arange(self.size(names)).reshape([lax.axis_size(name) for name in names])
-        places = np.argsort(places.transpose([names.index(name) for name in ordered]).reshape(-1))
-        return lax.ppermute(x, ordered, [(int(places[i]), int(places[j])) for i, j in pairs])
+        by_names = np.arange(self.size(names)).reshape([lax.axis_size(name) for name in names])
+        by_mesh = by_names.transpose([names.index(name) for name in ordered]).reshape(-1)
+        place = np.argsort(by_mesh).tolist()
+        return lax.ppermute(x, ordered, [(place[i], place[j]) for i, j in pairs])
 
     def check_manual(self, what: str) -> None:
         """Raises unless the axes with a role are axes of the surrounding `shard_map`, which has `check_vma=True`."""
@@ -137,8 +147,9 @@ class ShardAxes:
         JAX does not track which arrays differ, so any axis without a role raises.
         """
         for name in self.unknown(*arrays):
-            # `check_manual` would refuse every role here
-            instead = "" if _tracks_varying(name) else " in a shard_map with check_vma=True in its place"
+            instead = ""
+            if not _tracks_varying(name):  # `check_manual` would refuse every role here
+                instead = " in a shard_map with check_vma=True in its place"
             raise ValueError(
                 f"parallel: got no role for mesh axis {name!r} inside a shard_map or pmap, expected one, since "
                 f"{what} would be that of one device's part; pass parallel=ShardAxes(data=..., context=...){instead}, "
@@ -147,7 +158,8 @@ class ShardAxes:
 
     def unknown(self, *arrays: Any) -> list[str]:
         """The mesh axes without a role here along which arrays differ between devices, see `check_complete`."""
-        mesh, differ = jax.sharding.get_abstract_mesh(), varying(*arrays)
+        mesh = jax.sharding.get_abstract_mesh()
+        differ = varying(*arrays)
         names = [name for name in mesh.manual_axes if mesh.shape[name] > 1 and name not in self.used]
         return [name for name in names if name in differ or not _tracks_varying(name)]
 
@@ -165,7 +177,9 @@ def varying(*trees: Any) -> frozenset[str]:
 def vary(x: jax.Array, names: Names | frozenset[str]) -> jax.Array:
     """x with `names` added to the axes along which it varies; under a gradient this sums over the added ones."""
     missing = tuple(sorted(set(names) - varying(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    if not missing:
+        return x
+    return lax.pcast(x, missing, to="varying")
 
 
 def unvary(x: jax.Array, names: Names) -> jax.Array:

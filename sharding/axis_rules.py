@@ -29,8 +29,12 @@ def roles_of_rules(
     pairs = [_pair(rule) for rule in rules]
     known = {name for name, _ in pairs}
     called = {dim: _called(dim, given[dim], known) for dim in _USUAL}
-    assigned = _assign(called["batch"], called["length"], pairs) + _assign(called["embed"], called["vocab"], pairs)
-    data, context, fsdp, tensor = (tuple(name for name in axes if sizes.get(name, 1) > 1) for axes in assigned)
+
+    def above_one(axes: Names) -> Names:
+        return tuple(name for name in axes if sizes.get(name, 1) > 1)
+
+    data, context = map(above_one, _assign(called["batch"], called["length"], pairs))
+    fsdp, tensor = map(above_one, _assign(called["embed"], called["vocab"], pairs))
     if shared := [name for name in tensor if name in data + context]:
         raise ValueError(
             f"rules: got mesh axes {', '.join(map(repr, shared))} for {called['vocab']!r} and for tokens, expected the "
@@ -50,7 +54,8 @@ def _pair(rule: object) -> tuple[str, Names]:
     name, axes = rule
     if axes is None or axes is P.UNCONSTRAINED:
         return name, ()
-    axes = (axes,) if isinstance(axes, str) else axes
+    if isinstance(axes, str):
+        return name, (axes,)
     if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
         raise ValueError(f"rules: got {rule!r}, expected names of mesh axes")
     return name, tuple(axes)
@@ -61,16 +66,21 @@ def _called(dim: str, given: str | None, known: set[str]) -> str | None:
     names = ", ".join(sorted(known)) or "none"
     if given is not None and given not in known:
         raise ValueError(f"{dim}: got {given!r}, expected a name of the rules: {names}")
-    found = given or next((name for name in _USUAL[dim] if name in known), None)
-    if found is None and dim == "batch":
+    if given is not None:
+        return given
+    for name in _USUAL[dim]:
+        if name in known:
+            return name
+    if dim == "batch":
         raise ValueError(f"rules: got names {names}, expected one of {', '.join(_USUAL[dim])}; pass batch=")
-    return found
+    return None
 
 
 def _assign(first: str | None, second: str | None, pairs: Sequence[tuple[str, Names]]) -> tuple[Names, Names]:
     """The mesh axes of the dimensions of one array: each by its first rule whose axes the other does not use."""
     taken: dict[str | None, Names] = {}
     for name, axes in pairs:
-        if name in (first, second) and name not in taken and not set(axes) & set(sum(taken.values(), ())):
+        in_use = {axis for others in taken.values() for axis in others}
+        if name in (first, second) and name not in taken and in_use.isdisjoint(axes):
             taken[name] = axes
     return taken.get(first, ()), taken.get(second, ())

@@ -55,8 +55,9 @@ def shard_call(
     # even an operation without arguments becomes a part of the program of a `jit` around this call
     staged = isinstance(lax.iota(jnp.int32, 1), jax.core.Tracer)
     if parallel is None:
-        run = _call if staged else _jitted_call
-        return run(fn, ShardAxes(), static, *jax.tree.map(jnp.asarray, tuple(args.values())))
+        arrays = jax.tree.map(jnp.asarray, tuple(args.values()))
+        run_alone = _call if staged else _jitted_call
+        return run_alone(fn, ShardAxes(), static, *arrays)
     if manual := jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
             f"parallel: got ParallelMesh in {name} inside a shard_map or pmap over {manual}, expected ShardAxes inside "
@@ -64,8 +65,8 @@ def shard_call(
         )
     in_specs, out_specs = specs(parallel)
     for (what, arg), spec in zip(args.items(), in_specs, strict=True):
-        for field, part, its_spec in _named(what, arg, spec):
-            by_leaf(functools.partial(_check, name, field, parallel), its_spec, part)
+        for field, part, part_spec in _named(what, arg, spec):
+            by_leaf(functools.partial(_check, name, field, parallel), part_spec, part)
     # a dict of specs has no hash, so they are flattened for the cache; a PartitionSpec is a leaf
     leaves, structure = jax.tree.flatten((tuple(in_specs), out_specs))
     run_on_mesh = _on_mesh if staged else _jitted_on_mesh
@@ -73,7 +74,9 @@ def shard_call(
 
 
 def _call(fn: Callable[..., Any], axes: ShardAxes, static: Hashable, *args: Any) -> Any:
-    return fn(axes, *args) if static is None else fn(axes, static, *args)
+    if static is None:
+        return fn(axes, *args)
+    return fn(axes, static, *args)
 
 
 _jitted_call = jax.jit(_call, static_argnums=(0, 1, 2))
@@ -89,8 +92,11 @@ def _on_mesh(
 ) -> Any:
     in_specs, out_specs = jax.tree.unflatten(structure, specs)
     if parallel.is_explicit:  # there in_specs assert shardings and never reshard
-        pairs = zip(in_specs, args, strict=True)
-        args = tuple(by_leaf(lambda s, x: jax.reshard(x, parallel.sharding(s)), *pair) for pair in pairs)
+
+        def reshard(spec: P, x: Any) -> Any:
+            return jax.reshard(x, parallel.sharding(spec))
+
+        args = tuple(by_leaf(reshard, spec, arg) for spec, arg in zip(in_specs, args, strict=True))
     body = functools.partial(_call, fn, parallel.axes, static)
     return jax.shard_map(body, mesh=parallel.mesh, in_specs=in_specs, out_specs=out_specs)(*args)
 
@@ -100,7 +106,11 @@ _jitted_on_mesh = jax.jit(_on_mesh, static_argnums=(0, 1, 2, 3, 4))
 
 def by_leaf(fn: Callable[[P, Any], Any], spec: Any, arg: Any) -> Any:
     """fn(spec, leaf) over a pytree whose specs are a pytree prefix of it."""
-    return jax.tree.map(lambda s, x: jax.tree.map(functools.partial(fn, s), x), spec, arg)
+
+    def over_arrays(spec: P, part: Any) -> Any:
+        return jax.tree.map(functools.partial(fn, spec), part)
+
+    return jax.tree.map(over_arrays, spec, arg)
 
 
 def _named(what: str, arg: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -108,9 +118,9 @@ def _named(what: str, arg: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
     if not hasattr(arg, "_fields") or isinstance(spec, P):
         yield what, arg, spec
         return
-    for name, part, its_spec in zip(arg._fields, arg, spec, strict=True):
+    for name, part, part_spec in zip(arg._fields, arg, spec, strict=True):
         if part is not None:
-            yield from _named(name, part, its_spec)
+            yield from _named(name, part, part_spec)
 
 
 def _check(name: str, what: str, parallel: ParallelMesh, spec: P, x: Any) -> None:
@@ -129,11 +139,15 @@ def _check(name: str, what: str, parallel: ParallelMesh, spec: P, x: Any) -> Non
             )
     # an array that was restored without a sharding; within the caller's `jit` JAX itself raises, when it is called
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
-        found: set[Any] = {*x.sharding.device_set}
-        expected = {*parallel.mesh.devices.flat}
-        if found != expected:
-            where = ", ".join(map(str, sorted(device.id for device in found)))
-            raise ValueError(
-                f"{what}: got an array on device {where} in {name}, expected all {len(expected)} devices of the mesh; "
-                "jax.device_put(x, parallel.sharding(spec)) places it, and replicates it for the spec P()"
-            )
+        _check_devices(name, what, parallel, x)
+
+
+def _check_devices(name: str, what: str, parallel: ParallelMesh, x: jax.Array) -> None:
+    held_by = x.sharding.device_set
+    expected = set(parallel.mesh.devices.flat)
+    if held_by != expected:
+        where = ", ".join(map(str, sorted(device.id for device in held_by)))
+        raise ValueError(
+            f"{what}: got an array on device {where} in {name}, expected all {len(expected)} devices of the mesh; "
+            "jax.device_put(x, parallel.sharding(spec)) places it, and replicates it for the spec P()"
+        )

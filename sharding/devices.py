@@ -38,8 +38,13 @@ class Device:
 
     def shared_by(self, devices: int) -> Device:
         """One of the devices that share a chip."""
-        flops, bandwidth, memory = self.flops / devices, self.bandwidth / devices, self.memory // devices
-        return dataclasses.replace(self, flops=flops, bandwidth=bandwidth, memory=memory, devices=1)
+        return dataclasses.replace(
+            self,
+            flops=self.flops / devices,
+            bandwidth=self.bandwidth / devices,
+            memory=self.memory // devices,
+            devices=1,
+        )
 
 
 # Peak and memory: https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. Links and rings:
@@ -67,17 +72,21 @@ def known_device(kind: str) -> Device | None:
       >>> known_device("TPU7x").memory // 2**30, known_device("NVIDIA H100 80GB HBM3").name, known_device("cpu")
       (96, 'H100', None)
     """
-    whole = _whole(kind)
-    return whole and whole.shared_by(whole.devices)
+    chip = _chip(kind)
+    if chip is None:
+        return None
+    return chip.shared_by(chip.devices)
 
 
 def device_of(device: Any) -> Device | None:
     """The figures of a device, real or described; its client tells how many share a chip. None for unknown kinds."""
-    if (whole := _whole(getattr(device, "device_kind", ""))) is None:
+    chip = _chip(getattr(device, "device_kind", ""))
+    if chip is None:
         return None
-    return whole.shared_by(1 + max(getattr(d, "core_on_chip", 0) or 0 for d in device.client.devices()))
+    cores = [getattr(d, "core_on_chip", 0) or 0 for d in device.client.devices()]
+    return chip.shared_by(1 + max(cores))
 
 
-def _whole(kind: str) -> Device | None:
+def _chip(kind: str) -> Device | None:
     names = {kind, *re.split(r"\W+", kind)}
     return next((device for device in DEVICES if names & set(device.kinds)), None)

@@ -158,7 +158,7 @@ class ParallelMesh:
 
     @property
     def is_explicit(self) -> bool:
-        return any(t == AxisType.Explicit for t in self.mesh.axis_types)
+        return AxisType.Explicit in self.mesh.axis_types
 
     @property
     def rows_spec(self) -> P:
@@ -173,7 +173,9 @@ class ParallelMesh:
     @property
     def hidden_spec(self) -> P:
         """The spec of hidden states `[R, T, H]`."""
-        return P(self.data, self.context + self.tensor if self.sequence_parallel else self.context, None)
+        if self.sequence_parallel:
+            return P(self.data, self.context + self.tensor, None)
+        return P(self.data, self.context, None)
 
     @property
     def logits_spec(self) -> P:
@@ -182,7 +184,9 @@ class ParallelMesh:
 
     def kernel_spec(self, kernel_layout: str = "hv") -> P:
         """The spec of a head kernel, `[H, V]` for "hv" and `[V, H]` for "vh"."""
-        return P(self.fsdp, self.tensor) if kernel_layout == "hv" else P(self.tensor, self.fsdp)
+        if kernel_layout == "hv":
+            return P(self.fsdp, self.tensor)
+        return P(self.tensor, self.fsdp)
 
     def copies_spec(self, spec: P) -> P:
         """The spec of the copies `[D, ...]` that `one_a_device` makes of an array with this spec."""
@@ -216,14 +220,16 @@ def _roles_of(mesh: Mesh, given: Mapping[str, Names]) -> dict[str, Names]:
     claimed = {name for role, names in given.items() if role != "fsdp" for name in names}
     roles: dict[str, Names] = {}
     for role, usual in _CONVENTION.items():
-        taken = claimed - {*given.get("data", ()), *given.get("context", ())} if role == "fsdp" else claimed
-        found = tuple(name for name in mesh.axis_names if name in usual and name not in taken)
-        roles[role] = given.get(role, found)
-    of_rows = [name for name in roles["fsdp"] if name not in roles["context"]]
+        taken = claimed
+        if role == "fsdp":
+            taken = claimed - {*given.get("data", ()), *given.get("context", ())}
+        by_name = tuple(name for name in mesh.axis_names if name in usual and name not in taken)
+        roles[role] = given.get(role, by_name)
+    fsdp_rows = [name for name in roles["fsdp"] if name not in roles["context"]]
     if "data" in given:
-        roles["data"] += tuple(name for name in of_rows if name not in roles["data"])
+        roles["data"] += tuple(name for name in fsdp_rows if name not in roles["data"])
     else:
-        roles["data"] = tuple(name for name in mesh.axis_names if name in (*roles["data"], *of_rows))
+        roles["data"] = tuple(name for name in mesh.axis_names if name in (*roles["data"], *fsdp_rows))
     roles["replicated"] = given.get("replicated", ())
     return {role: tuple(name for name in names if mesh.shape[name] > 1) for role, names in roles.items()}
 
@@ -258,7 +264,23 @@ def make_parallel_mesh(
     if devices is not None and not isinstance(devices, Iterable):
         raise TypeError(f"devices: got {devices!r}, expected a sequence of jax.Device")
     check_flag("explicit", explicit)
-    devices = list(jax.devices() if devices is None else devices)
+    if devices is None:
+        devices = jax.devices()
+    devices = list(devices)
+    sizes = _sizes(description)
+    total = math.prod(sizes.values())
+    if total != len(devices):
+        product = "*".join(map(str, sizes.values()))
+        raise ValueError(f"mesh: got sizes {product}={total} in {description!r}, expected {len(devices)} devices")
+    traffic = [name for role in _BY_TRAFFIC for name in sizes if name in _CONVENTION[role]]
+    placed = place([sizes[name] for name in traffic], devices).transpose([traffic.index(name) for name in sizes])
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    mesh = Mesh(placed, tuple(sizes), axis_types=(kind,) * len(sizes))
+    return ParallelMesh(mesh, sequence_parallel=sequence_parallel, context_layout=context_layout)
+
+
+def _sizes(description: str) -> dict[str, int]:
+    """The axes and sizes of text such as "dp=2,cp=2,tp=2"."""
     usual = [name for names in _CONVENTION.values() for name in names]
     sizes: dict[str, int] = {}
     for part in description.split(","):
@@ -268,11 +290,4 @@ def make_parallel_mesh(
         if name not in usual:
             raise ValueError(f"mesh: got axis {name!r}, expected one of {', '.join(usual)}")
         sizes[name] = int(size)
-    if (total := math.prod(sizes.values())) != len(devices):
-        product = "*".join(map(str, sizes.values()))
-        raise ValueError(f"mesh: got sizes {product}={total} in {description!r}, expected {len(devices)} devices")
-    traffic = sorted(sizes, key=lambda name: [name in _CONVENTION[role] for role in _BY_TRAFFIC].index(True))
-    placed = place([sizes[name] for name in traffic], devices).transpose([traffic.index(name) for name in sizes])
-    kind = AxisType.Explicit if explicit else AxisType.Auto
-    mesh = Mesh(placed, tuple(sizes), axis_types=(kind,) * len(sizes))
-    return ParallelMesh(mesh, sequence_parallel=sequence_parallel, context_layout=context_layout)
+    return sizes

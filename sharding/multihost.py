@@ -71,17 +71,23 @@ def exchange(what: str, mine: bytes) -> list[bytes]:
     if client is None:
         first = "jaxppo.sharding.multihost.start() before all else"
         raise RuntimeError(f"jax.distributed: got no coordinator, expected {first}")
-    number, me = next(_EXCHANGES), jax.process_index()
+    number = next(_EXCHANGES)
+    me = jax.process_index()
     client.key_value_set_bytes(f"jaxppo/{number}/{me}", what.encode() + b"\0" + mine)
     client.wait_at_barrier(f"jaxppo/{number}", 1000 * EXCHANGE_TIMEOUT_S)
-    found = {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get_bytes(f"jaxppo/{number}")}
+    brought = {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get_bytes(f"jaxppo/{number}")}
     if number:  # all processes are at this exchange, so all have read the one before
         client.key_value_delete(f"jaxppo/{number - 1}/{me}")
-    calls, everyone = zip(*(found[process].split(b"\0", 1) for process in sorted(found)), strict=True)
+    calls = []
+    everyone = []
+    for process in sorted(brought):
+        call, sent = brought[process].split(b"\0", 1)
+        calls.append(call.decode())
+        everyone.append(sent)
     if len(set(calls)) > 1:
-        named = ", ".join(f"{call.decode()} on process {process}" for process, call in enumerate(calls))
+        named = ", ".join(f"{call} on process {process}" for process, call in enumerate(calls))
         raise RuntimeError(f"exchange: got processes at different calls, {named}, expected the same")
-    return list(everyone)
+    return everyone
 
 
 def agree(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -101,8 +107,8 @@ def gather(rows: Num[np.ndarray, "N ..."]) -> list[Num[np.ndarray, "N ..."]]:
       >>> [x.tolist() for x in gather(np.array([[1, 2]]))]
       [[[1, 2]]]
     """
-    of_each = exchange(f"rows of {rows.dtype}{list(rows.shape[1:])}", rows.tobytes())
-    return [np.frombuffer(sent, rows.dtype).reshape(-1, *rows.shape[1:]) for sent in of_each]
+    everyone = exchange(f"rows of {rows.dtype}{list(rows.shape[1:])}", rows.tobytes())
+    return [np.frombuffer(sent, rows.dtype).reshape(-1, *rows.shape[1:]) for sent in everyone]
 
 
 @contextlib.contextmanager
@@ -171,9 +177,9 @@ def check_equal_rows(what: str, arrays: Mapping[str, np.ndarray], parallel: Para
     prints = {name: zlib.crc32(np.ascontiguousarray(x).tobytes()) for name, x in arrays.items()}
     first: dict[str, tuple[int, dict[str, int]]] = {}
     for process, sent in enumerate(exchange(f"rows of {what}", json.dumps([mine, prints]).encode())):
-        shards, found = json.loads(sent)
-        other, expected = first.setdefault(str(shards), (process, found))
-        differ = [name for name in expected if found.get(name) != expected[name]]
+        shards, received = json.loads(sent)
+        other, expected = first.setdefault(str(shards), (process, received))
+        differ = [name for name in expected if received.get(name) != expected[name]]
         if differ:
             raise ValueError(
                 f"{what}: got other {', '.join(differ)} on process {process} than on process {other}, expected the "
@@ -209,10 +215,12 @@ def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
     """
 
     def place(spec: P, x: Any) -> jax.Array:
-        local, names = np.asarray(x), [axis_names(entry) for entry in spec]
+        local = np.asarray(x)
+        names = [axis_names(entry) for entry in spec]
         shape = list(local.shape)
         if parallel.data in names:
-            dim, shards = names.index(parallel.data), len(local_data_shards(parallel))
+            dim = names.index(parallel.data)
+            shards = len(local_data_shards(parallel))
             if shape[dim] % shards:
                 raise ValueError(f"tree: got {shape[dim]} rows on this host, expected a multiple of {shards}")
             shape[dim] = shape[dim] // shards * parallel.data_size
@@ -249,7 +257,8 @@ def whole(tree: Any) -> Any:
     """
 
     def read(x: Any) -> Any:
-        held = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
-        return x if held else multihost_utils.process_allgather(x, tiled=True)
+        if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+            return x
+        return multihost_utils.process_allgather(x, tiled=True)
 
     return jax.tree.map(read, tree)

@@ -20,32 +20,38 @@ def place(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
     slices: dict[int, list[jax.Device]] = {}
     for device in devices:
         slices.setdefault(_coordinates(device)[0], []).append(device)
-    found = sorted({len(some) for some in slices.values()})
-    if len(found) > 1:
-        raise ValueError(f"devices: got slices of {found} devices, expected slices of one size")
-    outer, rest = [], len(slices)
+    slice_sizes = sorted({len(devices) for devices in slices.values()})
+    if len(slice_sizes) > 1:
+        raise ValueError(f"devices: got slices of {slice_sizes} devices, expected slices of one size")
+    outer = []
+    rest = len(slices)
     for size in sizes:
         outer.append(math.gcd(rest, size))
         rest //= outer[-1]
     inner = [size // count for size, count in zip(sizes, outer, strict=True)]
     blocks = np.empty(len(slices), object)
     blocks[:] = [_in_slice(inner, slices[index]) for index in sorted(slices)]
-    return np.block(blocks.reshape(outer).tolist()) if len(slices) > 1 else blocks[0]
+    if len(slices) == 1:
+        return blocks[0]
+    return np.block(blocks.reshape(outer).tolist())
 
 
 def _in_slice(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
     try:
         return mesh_utils.create_device_mesh(sizes, devices)
     except (NotImplementedError, AssertionError):  # AssertionError: chips whose cores are devices of their own
-        if (grid := _grid(devices)) is not None:
+        grid = _grid(devices)
+        if grid is not None:
             return _split(sizes, grid)
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
 def _coordinates(device: jax.Device) -> tuple[int, ...]:
     """The slice, then x, y, z and the core, where a device has them."""
-    within = (*device.coords, getattr(device, "core_on_chip", None) or 0) if hasattr(device, "coords") else ()
-    return (getattr(device, "slice_index", None) or 0, *within)
+    slice_index = getattr(device, "slice_index", None) or 0
+    if not hasattr(device, "coords"):
+        return (slice_index,)
+    return (slice_index, *device.coords, getattr(device, "core_on_chip", None) or 0)
 
 
 def _grid(devices: Sequence[jax.Device]) -> np.ndarray | None:
@@ -54,7 +60,9 @@ def _grid(devices: Sequence[jax.Device]) -> np.ndarray | None:
     places -= places.min(0)
     grid = np.empty(places.max(0) + 1, object)
     grid[tuple(places.T)] = devices
-    return grid if grid.size == len(devices) and all(device is not None for device in grid.flat) else None
+    if grid.size != len(devices) or any(device is None for device in grid.flat):
+        return None
+    return grid
 
 
 def _split(sizes: Sequence[int], grid: np.ndarray) -> np.ndarray:
@@ -63,15 +71,18 @@ def _split(sizes: Sequence[int], grid: np.ndarray) -> np.ndarray:
     taken: list[list[tuple[int, int]]] = [[] for _ in left]  # per dimension: (axis, count), neighbours first
     for axis in reversed(range(len(sizes))):
         size = sizes[axis]
-        # first dimensions that `size` divides, then unsplit ones (neighbours are one hop apart), then the shortest
-        order = sorted(range(len(left)), key=lambda d: (left[d] % size > 0, grid.shape[d] // left[d], left[d]))
-        for dimension in order:
+
+        def preference(d: int, size: int = size) -> tuple[bool, int, int]:
+            # first dimensions that `size` divides, then unsplit ones (neighbours are one hop apart), then the shortest
+            return left[d] % size > 0, grid.shape[d] // left[d], left[d]
+
+        for dimension in sorted(range(len(left)), key=preference):
             count = math.gcd(size, left[dimension])
             if count > 1:
                 taken[dimension].append((axis, count))
                 left[dimension] //= count
                 size //= count
-    factors = [factor for of_dimension in taken for factor in reversed(of_dimension)]
+    factors = [factor for parts in taken for factor in reversed(parts)]
     axes = sorted(range(len(factors)), key=lambda i: factors[i][0])
     return grid.reshape([count for _, count in factors]).transpose(axes).reshape(sizes)
 

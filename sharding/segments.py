@@ -52,7 +52,9 @@ class Segments:
         """The largest x of each sequence's positions with mask 1, -inf where there is none; no gradient."""
         x = lax.stop_gradient(jnp.where(mask > 0, x, -jnp.inf))
         best = self._scatter(x, -jnp.inf, "max")
-        return lax.pmax(vary(best, self.axes.context), self.axes.context) if self.axes.context else best
+        if not self.axes.context:
+            return best
+        return lax.pmax(vary(best, self.axes.context), self.axes.context)
 
     def spread(self, y: Num[Array, "R S"]) -> Num[Array, "R T"]:
         """For each position the value of its sequence, 0 on padding."""
@@ -107,6 +109,6 @@ def segment_sum(
 
 
 def _segment_sum(axes: ShardAxes, num_segments: int, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    rows, leading = (-1, x.shape[-1]), x.shape[:-1]
-    found = Segments(segment_ids.reshape(rows), num_segments, axes).sum(x.reshape(rows))
-    return found.reshape(*leading, num_segments)
+    rows = (-1, x.shape[-1])
+    sums = Segments(segment_ids.reshape(rows), num_segments, axes).sum(x.reshape(rows))
+    return sums.reshape(*x.shape[:-1], num_segments)
