@@ -11,6 +11,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 from collections import Counter
 from pathlib import Path
 
+import comparisons
 import hypothesis
 import installed
 import jax
@@ -18,6 +19,7 @@ import programs
 import pytest
 
 programs.start_devices(8)
+comparisons.forbid_silent_nan()
 STRICT = {"jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "raise", "jax_legacy_prng_key": "error"}
 JAX_AS_IT_COMES = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
 JAX_AS_IT_COMES |= {"jax_legacy_prng_key": "allow"}

@@ -114,7 +114,7 @@ def test_maxrl_of_a_negative_mean():
     rewards, ids = jnp.array([[0.0, -1.0, 1.0, 0.0, -2.0]]), jnp.array([[7, 7, 8, 8, -1]])
     with pytest.raises(ValueError, match=r"rewards: got a negative mean, .* in group 7, expected finite rewards"):
         advantages.maxrl(rewards, ids)
-    np.testing.assert_array_equal(jax.jit(advantages.maxrl)(rewards, ids), [[np.nan, np.nan, 1, -1, 0]])
+    np.testing.assert_array_equal(jax.jit(advantages.maxrl)(rewards, ids), [[np.nan, np.nan, 1, -1, 0]], equal_nan=True)
 
 
 def test_maxrl_of_a_mean_of_0():

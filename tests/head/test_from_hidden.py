@@ -139,7 +139,7 @@ def test_a_device_without_a_token_that_counts_does_no_product():
     _, found = jax.jit(lambda a: with_gradients(call_head, meshes(["dp=8"])[0], a, entropy="bonus", device="five"))(
         arrays
     )
-    np.testing.assert_array_equal(found["hidden"][4], np.nan)
+    np.testing.assert_array_equal(found["hidden"][4], np.nan, equal_nan=True)
     np.testing.assert_array_equal(np.delete(found["hidden"], 4, axis=0), 0)
 
 

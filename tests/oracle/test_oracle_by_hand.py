@@ -301,7 +301,7 @@ def test_groups():
     np.testing.assert_allclose(advantages.rloo(r, g, scale_by_std=True, epsilon=0.0), others)
     np.testing.assert_allclose(advantages.rloo([1, 0, 0], [7, 7, 7], scale_by_std=True)[0], 1)
     np.testing.assert_allclose(advantages.maxrl(r, g), [1 / mean - 1, -1, 0, 0.25 / mean - 1])
-    np.testing.assert_allclose(advantages.maxrl([0, 0, -1, 0], [7, 7, 8, 8]), [0, 0, np.nan, np.nan])
+    np.testing.assert_allclose(advantages.maxrl([0, 0, -1, 0], [7, 7, 8, 8]), [0, 0, np.nan, np.nan], equal_nan=True)
     levels = advantages.standardize([1, 0, 4, 2, 3], [7, 7, 8, 8, 9], std="group", epsilon=0.0)
     np.testing.assert_allclose(levels, [-(0.2**0.5), -2 * 0.2**0.5, 1, 0, 1])
     found = advantages.overlong_penalty([3, 4, 5, 6, 7], max_length=6, buffer=2, factor=2.0)

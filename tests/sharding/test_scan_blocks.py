@@ -64,7 +64,7 @@ def test_nan_reaches_what_depends_on_it(mesh, layout, place):
     clean, got = (scan_affine(0.9, put(x), parallel, True, put(IDS)) for x in (b, spoiled))
     places = np.arange(T)[None]
     reached = put((places <= place) & (IDS[0, place] == IDS) & (IDS > 0))
-    np.testing.assert_array_equal(got, np.where(reached, np.nan, clean))
+    np.testing.assert_array_equal(got, np.where(reached, np.nan, clean), equal_nan=True)
 
 
 def test_the_program_does_not_grow_with_the_row():

@@ -56,6 +56,11 @@ def test_wrong_gradients_are_found():
         ([np.array([1.0, np.nan])], [np.ones(2)], r"here at \[0\]: 1 of 2 differ, most at \(1,\)"),
         ([np.array([1.0, 2e-3])], [np.array([1.0, 0.0])], r"off by 0.002"),
         ([np.array([1, 2])], [np.array([1, 3])], "1 of 2 differ"),
+        ([np.array([10_000])], [np.array([10_001])], "1 of 1 differ"),
+        ([np.array([True, False])], [np.array([True, True])], "1 of 2 differ"),
+        ([np.array([1.0, np.nan])], [np.array([1.0, np.nan])], r"here at \[0\]: got an expectation of NaN"),
+        ([np.array([np.inf])], [np.array([np.inf])], r"here at \[0\]: got an expectation without a finite number"),
+        (np.nan, np.nan, "here at the result: got an expectation of NaN"),
     ],
 )
 def test_trees_that_differ(got, expected, message):
@@ -65,9 +70,24 @@ def test_trees_that_differ(got, expected, message):
 
 
 def test_trees_that_agree():
-    tree = {"a": np.array([1.0, np.nan, np.inf]), "b": jnp.ones(3, jnp.bfloat16), "c": np.arange(3), "d": None}
+    tree = {"a": np.array([1.0, -np.inf, np.inf]), "b": jnp.ones(3, jnp.bfloat16), "c": np.arange(3), "d": None}
     assert_trees_close(tree, tree, 0, 0)
     assert_trees_close([np.array([1e6, 0.5])], [np.array([1e6, 0.0])], rtol=0, atol=1e-6)
+    assert_trees_close([np.zeros((0, 3))], [np.zeros((0, 3))])
+
+
+def test_nan_equals_nan_only_on_demand():
+    got, expected = [np.array([1.0, np.nan])], [np.array([np.nan, np.nan])]
+    assert_trees_close(expected, expected, equal_nan=True)
+    with pytest.raises(AssertionError, match="1 of 2 differ"):
+        assert_trees_close(got, expected, equal_nan=True)
+
+    def broken(parallel, x):
+        return x.sum() * jnp.nan
+
+    assert_mesh_invariant(broken, X, meshes=["dp=8"], equal_nan=True)
+    with pytest.raises(AssertionError, match="mesh dp=8 at the result: got an expectation of NaN"):
+        assert_mesh_invariant(broken, X, meshes=["dp=8"])
 
 
 def test_emulated_devices_are_checked():
