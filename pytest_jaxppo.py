@@ -1,10 +1,11 @@
 """A pytest plugin: emulated devices, meshes to run a test on, and assertions that numbers do not depend on the mesh
 or on the packing.
 
-The plugin is installed with jaxppo. It does nothing, and does not even import JAX, until a number of devices is
-asked for: on the command line (`pytest --emulated-devices 8`) or in the configuration,
+The plugin is installed with jaxppo, and enters a run only where it is named: on the command line
+(`pytest -p pytest_jaxppo --emulated-devices 8`) or in the configuration,
 
     [tool.pytest.ini_options]
+    addopts = "-p pytest_jaxppo"
     emulated_devices = 8     # 0: the devices that are there, such as those of a TPU
     mesh_cases = "pairwise"  # or "all", the default
 
@@ -30,7 +31,7 @@ values only within a shard:
     def test_my_loss(parallel_mesh, assert_mesh_invariant):
         assert_mesh_invariant(my_loss, tokens, meshes=[parallel_mesh])     # my_loss(parallel, tokens)
 
-This is a module of its own because pytest imports it at every start, and importing `jaxppo` imports JAX.
+This is a module of its own because importing `jaxppo` imports JAX, before `--emulated-devices` has been read.
 """
 
 from __future__ import annotations

@@ -64,18 +64,19 @@ def test_smoke(python, tmp_path):
     assert succeed(python, "smoke.py", cwd=tmp_path) == "fine\n"
 
 
-def test_the_pytest_plugin_is_there_and_loads_nothing_until_asked(python, tmp_path):
-    (tmp_path / "test_0.py").write_text("import sys\ndef test_it():\n    assert not {'jax', 'jaxppo'} & {*sys.modules}")
+def test_the_pytest_plugin_is_there_and_enters_no_run_that_does_not_name_it(python, tmp_path):
+    unwanted = "{'jax', 'jaxppo', 'pytest_jaxppo'}"
+    (tmp_path / "test_0.py").write_text(f"import sys\ndef test_it():\n    assert not {unwanted} & {{*sys.modules}}")
     assert "1 passed" in pytest_in(tmp_path, python, "test_0.py")
     (tmp_path / "test_1.py").write_text("def test_it(parallel_mesh):\n    assert parallel_mesh.mesh.size == 2")
-    assert "6 passed" in pytest_in(tmp_path, python, "test_1.py", "--emulated-devices", "2")
+    assert "6 passed" in pytest_in(tmp_path, python, "test_1.py", "-p", "pytest_jaxppo", "--emulated-devices", "2")
 
 
 def test_a_project_with_a_module_named_sharding_under_pytest(python, tmp_path):
     """`test_import.py` has the other ways of finding it."""
     (tmp_path / "sharding.py").write_text("mine = 1\n")
     (tmp_path / "test_0.py").write_text(FOREIGN)
-    assert "1 passed" in pytest_in(tmp_path, python, "test_0.py", "--emulated-devices", "1")
+    assert "1 passed" in pytest_in(tmp_path, python, "test_0.py", "-p", "pytest_jaxppo", "--emulated-devices", "1")
 
 
 def test_a_missing_sharding_is_named(built, tmp_path):

@@ -38,7 +38,7 @@ def test_seed(seed): pass
 
 def run(folder, paths, *options):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", *options, "-p", "no:pytest_jaxppo", str(folder)]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", *options, str(folder)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 

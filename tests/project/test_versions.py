@@ -71,7 +71,7 @@ def test_version(built, tmp_path, version, wanted):
     assert succeed(python, tests / "support" / "smoke.py", cwd=tmp_path) == "fine\n"
     pytest_in = functools.partial(succeed, python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path)
     (tmp_path / "test_plugin.py").write_text("def test_it(parallel_mesh):\n    assert parallel_mesh.mesh.size == 2")
-    assert pytest_in("test_plugin.py", "--emulated-devices", "2").startswith("...... ")
+    assert pytest_in("test_plugin.py", "-p", "pytest_jaxppo", "--emulated-devices", "2").startswith("...... ")
     pytest_in(*(next(tests.rglob(f"test_{name}.py")) for name in SELECTION))
 
 
