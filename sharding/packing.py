@@ -157,6 +157,7 @@ def pack(
     with together(parallel):
         check_row_length(row_length, layout, shards)
         _check_options(options, data)
+        _check_sequences(sequences)
         lengths = np.array([len(sequence) for sequence in sequences], np.int32)
         costs = _costs(loads, lengths)
         if max_tokens is not None:
@@ -226,6 +227,19 @@ def _check_options(options: Mapping[str, Any], data: int) -> None:
             check_int(name, size, 1)
             if name in ("rows", "buckets") and size % data:
                 raise ValueError(f"{name}: got {size}, expected a multiple of {data}, the size of the data axes")
+
+
+def _check_sequences(sequences: Sequence[Sized]) -> None:
+    """Raises unless these are sequences: a text has a length too, and its letters would be tokens."""
+    expected = "a sequence of sequences"
+    for name, x in [("sequences", sequences), *((f"sequences[{i}]", x) for i, x in enumerate(_entries(sequences)))]:
+        if isinstance(x, (str, bytes)) or not hasattr(x, "__len__"):
+            raise TypeError(f"{name}: got {type(x).__name__}, expected {expected}")
+        expected = "anything with a length, but no text"
+
+
+def _entries(x: Any) -> Sequence[Any]:
+    return () if isinstance(x, (str, bytes)) or not hasattr(x, "__len__") else x
 
 
 def _costs(loads: Sequence[float] | None, lengths: np.ndarray) -> np.ndarray:

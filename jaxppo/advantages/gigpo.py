@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxppo.advantages.by_group import Singletons
 from jaxppo.advantages.groups import grpo
 from jaxppo.advantages.token_statistics import Parallel
-from jaxppo.base.arrays import Coefficient, check, check_alike, check_ids, check_number
+from jaxppo.base.arrays import Coefficient, check, check_alike, check_ids, check_number, is_nan
+from jaxppo.batch.host import as_integers, as_list, finite_number, in_f32, scalar, shown
 
 
 def gigpo(
@@ -74,17 +75,26 @@ def state_groups(group_ids: Sequence[int], states: Sequence[Hashable | None]) ->
       whose sample ids are their indices, -1 where `batch.sample_ids` is.
 
     Raises:
-      ValueError: lists of unequal lengths.
+      TypeError, ValueError: lists of unequal lengths, ids that are not integers, a state that is not hashable, or is
+        NaN, which equals nothing.
 
     Example:
       >>> state_groups([7, 7, 8, 7], ["a", "b", "a", "a"]).tolist()
       [0, 1, 2, 0]
     """
-    _check_lists(group_ids=group_ids, states=states)
+    groups, keys = as_integers("group_ids", group_ids), as_list("states", states)
+    check("states", len(keys), len(groups) == len(keys), f"{len(groups)}, one for each of group_ids")
     numbers: dict[Hashable, int] = {}
-    keys = zip(group_ids, states, strict=True)
-    found = [-1 if state is None else numbers.setdefault((int(g), state), len(numbers)) for g, state in keys]
-    return np.asarray(found, np.int32)
+    found = np.full(len(keys), -1, np.int32)
+    for i, state in enumerate(map(scalar, keys)):
+        if state is None:
+            continue
+        check(f"states[{i}]", state, not is_nan(state), "a key that equals itself, or None")
+        try:
+            found[i] = numbers.setdefault((int(groups[i]), state), len(numbers))
+        except TypeError:  # a tuple of lists says only when it is hashed that it cannot be
+            raise TypeError(f"states[{i}]: got {shown(state)}, expected a hashable key, or None") from None
+    return found
 
 
 def step_returns(
@@ -98,27 +108,22 @@ def step_returns(
       gamma: the discount of a step, in [0, 1].
 
     Raises:
-      ValueError: lists of unequal lengths, a gamma outside [0, 1].
+      TypeError, ValueError: lists of unequal lengths, ids that are not integers, rewards that are not finite numbers, a
+        gamma outside [0, 1].
 
     Example:
       >>> step_returns([0.0, 5.0, 1.0], [3, 4, 3], gamma=0.5).tolist()
       [0.5, 5.0, 1.0]
     """
-    _check_lists(rewards=rewards, rollout_ids=rollout_ids)
+    steps, rollouts = as_list("rewards", rewards), as_integers("rollout_ids", rollout_ids)
+    check("rollout_ids", len(rollouts), len(steps) == len(rollouts), f"{len(steps)}, one for each of rewards")
+    each = [finite_number(f"rewards[{i}]", x, "a finite number") for i, x in enumerate(steps)]
+    gamma = finite_number("gamma", gamma, "a finite number of at least 0 and of at most 1")
     check_number("gamma", gamma, least=0, most=1)
     later: dict[int, float] = {}
-    found = np.zeros(len(rewards), np.float32)
-    for i in reversed(range(len(rewards))):
-        own = int(rollout_ids[i])
-        later[own] = float(rewards[i]) + gamma * later.get(own, 0.0)
+    found = np.zeros(len(each), np.float64)
+    for i in reversed(range(len(each))):
+        own = int(rollouts[i])
+        later[own] = each[i] + gamma * later.get(own, 0.0)
         found[i] = later[own]
-    return found
-
-
-def _check_lists(**lists: Sequence[Any]) -> None:
-    """Raises unless these are two lists of one length."""
-    for name, x in lists.items():
-        if isinstance(x, str) or not hasattr(x, "__len__"):
-            raise TypeError(f"{name}: got {type(x).__name__}, expected a list with one entry a sample")
-    (first, one), (second, other) = lists.items()
-    check(second, len(other), len(one) == len(other), f"{len(one)}, one for each of {first}")
+    return in_f32("rewards", found)

@@ -11,8 +11,19 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxppo.advantages.token_statistics import Parallel, on_rows, scan_rows
-from jaxppo.base.arrays import Coefficient, as_number, check, check_alike, check_number, masked, sound, unless_mask
+from jaxppo.base.arrays import (
+    KINDS,
+    Coefficient,
+    as_number,
+    check,
+    check_alike,
+    check_number,
+    masked,
+    sound,
+    unless_mask,
+)
 from jaxppo.base.stacked import of_rows
+from jaxppo.batch.host import as_integers, as_numbers, finite_number, shown
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.sharding import ShardAxes
 
@@ -121,16 +132,16 @@ def align_spans(
       those that hold no text there.
 
     Raises:
-      ValueError: ends that go back.
+      TypeError, ValueError: ends that go back or are not integers; pairs, of which an end is the second.
 
     Example:
       >>> from jaxppo.advantages.spans import align_spans
       >>> [x.tolist() for x in align_spans([1, 3, 5, 6], [3, 4, 6, 8])]
       [[0, 0, 1, 1], [0, 1, 1, -1]]
     """
-    both = [np.asarray(x, np.int64).reshape(-1) for x in (ends, teacher_ends)]
+    both = [as_integers(name, x, least=0) for name, x in (("ends", ends), ("teacher_ends", teacher_ends))]
     for name, x in zip(("ends", "teacher_ends"), both, strict=True):
-        check(name, x.tolist(), bool((np.diff(x, prepend=0) >= 0).all()), "ends that do not go back")
+        check(name, shown(x.tolist()), bool((np.diff(x, prepend=0) >= 0).all()), "ends that do not go back")
     borders = np.intersect1d(both[0], both[1])
     borders = borders[borders > 0]
 
@@ -166,7 +177,8 @@ def span_distillation(
       `f32[m]`, 0 for tokens in no span, and in spans that have no token on one side.
 
     Raises:
-      ValueError: arrays of unequal lengths, log-probs that are not finite.
+      TypeError, ValueError: arrays of unequal lengths, spans that are not integers of at least -1, log-probs in a span
+        that are not finite, or above 0 by more than rounding explains: 0.001, the teacher's 0.125.
 
     Example:
       >>> from jaxppo.advantages.spans import align_spans, span_distillation
@@ -177,15 +189,18 @@ def span_distillation(
     The alignment: GOLD, https://huggingface.co/spaces/HuggingFaceH4/on-policy-distillation; sums over aligned chunks:
     2026, https://arxiv.org/abs/2606.09456, https://github.com/inclusionAI/AReaL/pull/1452
     """
-    check_number("coef", coef)
-    both = [np.asarray(x).reshape(-1) for x in (spans, teacher_spans)]
+    coef = finite_number("coef", coef, "a finite number")
+    both = [as_integers(name, x, least=-1) for name, x in (("spans", spans), ("teacher_spans", teacher_spans))]
     count = 1 + max(int(of.max(initial=-1)) for of in both)
     sums, numbers = [], []
     for name, values, of in zip(("log_probs", "teacher_log_probs"), (log_probs, teacher_log_probs), both, strict=True):
-        x = np.asarray(values, np.float64).reshape(-1)
-        check(name, x.size, x.shape == of.shape, f"{of.size}, one for each token of its spans")
+        as_numbers(name, values, "log-probs")
+        x = np.asarray(values, np.float64)
+        check(name, f"shape {x.shape}", x.shape == of.shape, f"{of.shape}, one for each token of its spans")
         x, of = x[of >= 0], of[of >= 0]
-        check(name, x.tolist(), bool(np.isfinite(x).all()), "finite numbers")
+        most = KINDS[name].most
+        bad = x[~(np.isfinite(x) & (x <= most))]
+        check(name, bad[:1].tolist(), bad.size == 0, f"finite log-probs of at most {most}")
         sums.append(np.bincount(of, x, minlength=count))
         numbers.append(np.bincount(of, minlength=count))
     each = coef * np.where((numbers[0] > 0) & (numbers[1] > 0), sums[1] - sums[0], 0) / np.maximum(numbers[0], 1)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxppo.base.arrays import INTEGERS, as_token_ids, check, check_choice, check_type, is_number
+from jaxppo.base.arrays import INTEGERS, as_token_ids, check, check_choice, check_type
+from jaxppo.batch.host import as_numbers, finite_number, holds
 
 At = Literal["predicting", "input"]
 Places = tuple[tuple[str, "At", float], ...]  # the name, place and fill of each extra among a constructor's arrays
@@ -28,10 +29,12 @@ class Extra:
         per-token arrays and more dimensions; with at="input" in `from_padded`, `[B, P + C, ...]`.
       at: which position of the batch holds the value of a token: the one that is "predicting" it, as for log-probs and
         advantages, or the one where it is the "input", as for the experts that a sampler's router chose.
-      fill: what stands where there is no value, such as -1 for ids.
+      fill: what stands where there is no value, such as -1 for ids. With integers and a fill below 0, a value that is
+        all fill says that nothing is known of its token: a prefix that samples share takes what another one says.
 
     Raises:
-      ValueError: an unknown place, a fill that is not a finite number.
+      ValueError: an unknown place, a fill that is not a finite number. What takes the extra raises where its values or
+        its fill would become other numbers in i32 or f32.
 
     Example:
       >>> from jaxppo.batch.extras import Extra
@@ -47,7 +50,7 @@ class Extra:
 
     def __post_init__(self) -> None:
         check_choice("at", self.at, At)
-        check("fill", repr(self.fill), is_number(self.fill), "a finite number")
+        object.__setattr__(self, "fill", finite_number("fill", self.fill, "a finite number"))
 
 
 def as_extras(extras: Any) -> dict[str, Extra]:
@@ -72,18 +75,34 @@ def in_kind(name: str, x: Any) -> Any:
 
 
 def as_values(what: str, values: Any, length: int) -> np.ndarray:
-    """The values of a sample's extra as an array: i32, f32, or a 16-bit float."""
-    try:
-        found = np.asarray(values)
-    except ValueError:  # numpy refuses lists of unequal lengths
-        raise ValueError(f"{what}: got lists of unequal lengths, expected one shape for each token") from None
-    number = found.dtype.kind in "iufb" or found.dtype.name == "bfloat16"
-    if found.size and not number:
-        raise TypeError(f"{what}: got {found.dtype}, expected numbers")
+    """The values of a sample's extra as an array: i32, f32, or a 16-bit float; none of them becomes another number."""
+    found = as_numbers(what, values, "numbers, of one shape for each token")
     check(what, f"shape {found.shape}", found.shape[:1] == (length,), f"{length} and more, one for each token")
-    if found.dtype.itemsize == 2 and found.dtype.kind not in "iu":
-        return found
-    return found.astype(np.int32 if found.dtype.kind in "iu" else np.float32)
+    return found
+
+
+def common_dtype(what: str, arrays: Sequence[np.ndarray]) -> np.dtype:
+    """The dtype that holds the values of all samples; raises where f32 would round integers among floats."""
+    dtypes = {x.dtype for x in arrays}
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    for x in arrays:
+        if x.dtype.kind == "i" and (x != x.astype(np.float32)).any():
+            far = x[x != x.astype(np.float32)].reshape(-1)[0]
+            raise ValueError(f"{what}: got {far} beside floats of another sample, expected integers in all samples")
+    return np.dtype(np.float32)
+
+
+def without_value(values: np.ndarray, fill: float) -> np.ndarray:
+    """bool[n], the tokens of which nothing is known: all that stands there is a fill below 0, of integers."""
+    if fill >= 0 or values.dtype.kind != "i":
+        return np.zeros(len(values), bool)
+    return (values == fill).reshape(len(values), -1).all(axis=1)
+
+
+def check_fill(what: str, fill: float, dtype: Any) -> None:
+    """Raises where an array of this dtype would hold another number than the fill."""
+    check(what, fill, holds(dtype, fill), f"a number that {np.dtype(dtype).name} holds, the dtype of the values")
 
 
 def check_name(what: str, name: Any) -> None:

@@ -27,7 +27,8 @@ from jaxppo.base.arrays import (
     check_fits,
     check_ids,
 )
-from jaxppo.batch.extras import PREFIX, Extra, Places, as_extras, in_kind
+from jaxppo.batch.extras import PREFIX, Extra, Places, as_extras, check_fill, in_kind
+from jaxppo.batch.host import as_numbers
 from jaxppo.sharding import (
     ParallelMesh,
     Segments,
@@ -146,6 +147,8 @@ def all_arrays(own: Mapping[str, Any], arrays: RowArrays) -> tuple[dict[str, Any
     given |= {PREFIX + name: x.values for name, x in extras.items()}
     for name, x in given.items():
         _check_dtype(name, x)
+    for name, x in extras.items():
+        check_fill(f"{PREFIX}{name}.fill", x.fill, x.values.dtype)
     return given, tuple((PREFIX + name, x.at, x.fill) for name, x in extras.items())
 
 
@@ -159,6 +162,8 @@ def _check_dtype(name: str, x: Any) -> None:
         raise TypeError(f"{name}: got {x.dtype}, expected {'integers' if whole else 'numbers'}")
     if whole and name not in IDS:
         check_fits(name, x)
+    if isinstance(x, np.ndarray) and name.startswith((PREFIX, "rewards")):  # others may hold anything without loss
+        as_numbers(name, x)
 
 
 def layout_of(parallel: ParallelMesh | None) -> tuple[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,14 +13,15 @@ from jaxtyping import Float, Int
 from numpy.typing import DTypeLike
 
 from jaxppo.base.arrays import INTEGERS, LOG_PROBS, PER_TOKEN_VALUES, check, check_array, is_nan, is_number
-from jaxppo.batch.extras import PREFIX, Extra, as_extras, as_values
+from jaxppo.batch.extras import PREFIX, Extra, as_extras, as_values, check_fill, common_dtype
+from jaxppo.batch.host import MAX_ID, as_array, as_unmixed, check_within, holds, in_f32, is_whole, scalar, shown
 from jaxppo.batch.token_sets import TokenSets
 from jaxppo.sharding import Packed, ParallelMesh, multihost
 
 if TYPE_CHECKING:
     from jaxppo.batch.engines import Truncated
 
-MAX_ID = 2**31 - 1
+OF_WHOLE_RESPONSES = ("advantages", "loss_weights", "policy_versions")  # a single number counts for every token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +42,15 @@ class Sample:
       group_id: equal for the samples of one prompt; estimators that compare samples, like `advantages.grpo`, need it.
       rollout_id: equal for all parts of one trajectory; by default each sample is a trajectory of its own.
       advantages: `[n - response_start]`, like old_log_probs, ref_log_probs, rollout_log_probs, values, returns and
-        policy_versions; what they mean: see `RolloutBatch`.
+        policy_versions; what they mean: see `RolloutBatch`. Of advantages and policy_versions, a single number is that
+        of the whole response.
       nucleus: the ids that the sampler could draw at each response token, ragged, for `pack_nucleus_ids`.
       loss_weights: factors of each token's whole loss, at least 0; a single number for the whole response.
       extras: arrays of your own by name, see `jaxppo.batch.extras.Extra`.
 
     Raises:
       TypeError, ValueError: ids that are not integers, values that are no numbers or not one for each response token,
-        neither response_start nor loss_mask.
+        numbers that i32 or f32 does not hold, neither response_start nor loss_mask.
 
     Example:
       >>> Sample([5, 6, 7, 8], response_start=2, reward=1.0).mask.tolist()
@@ -62,14 +64,14 @@ class Sample:
     sample_id: int | None = None
     group_id: int | None = None
     rollout_id: int | None = None
-    advantages: Sequence[float] | Float[np.ndarray, " m"] | None = None
+    advantages: Sequence[float] | Float[np.ndarray, " m"] | float | None = None
     old_log_probs: Sequence[float] | Float[np.ndarray, " m"] | None = None
     ref_log_probs: Sequence[float] | Float[np.ndarray, " m"] | None = None
     rollout_log_probs: Sequence[float] | Float[np.ndarray, " m"] | None = None
     values: Sequence[float] | Float[np.ndarray, " m"] | None = None
     returns: Sequence[float] | Float[np.ndarray, " m"] | None = None
     nucleus: TokenSets | Sequence[Sequence[int]] | None = None
-    policy_versions: Sequence[int] | Int[np.ndarray, " m"] | None = None
+    policy_versions: Sequence[int] | Int[np.ndarray, " m"] | int | None = None
     loss_weights: Sequence[float] | Float[np.ndarray, " m"] | float | None = None
     extras: Mapping[str, Any] | None = None
 
@@ -94,13 +96,14 @@ class Sample:
           choice: the index of the completion, if a request had several.
           loss_mask: 0 or 1 for each token after the first prompt; 0 excludes more tokens from training.
           truncated: "train" on a sample that was cut at its length limit, or "mask" it, and aborted ones too.
-          **fields: the sample's other fields, such as reward and group_id. If the last turn was aborted or is not
-            finished, the reward becomes NaN: none.
+          **fields: the sample's other fields, such as reward and group_id, but none that the output has. If the last
+            turn was aborted or is not finished, the reward becomes NaN: none. policy_versions may be one a turn.
 
         Raises:
           TypeError, ValueError: a missing entry, ids that are not integers, a turn whose prompt does not begin with the
             turns before, log-probs for only some turns or tokens, a log-prob that is no number, or above 0 by more than
-            bf16 rounds (0.125), a last turn that was aborted or is not finished.
+            bf16 rounds (0.125), a sampling mask without the sampled token, a last turn that was aborted or is not
+            finished, a field that the output has.
 
         Example:
           >>> sampled = {"index": 0, "token_ids": [7, 8], "logprobs": [{7: -0.5}, {8: -1.5}], "finish_reason": "stop"}
@@ -123,7 +126,8 @@ class Sample:
             "input_ids", which SGLang does not return. Log-probs are `output_token_logprobs`. Where the request had
             `return_sampling_mask`, the nucleus is `output_token_sampling_mask`, and log-probs are those within it,
             `output_token_sampling_logprobs`. A nucleus may also come as top_p_token_ids and top_p_token_offsets, which
-            slime's engine returns. A list for several turns.
+            slime's engine returns. A list for several turns. `weight_versions`, the spans of output tokens that each
+            version of the weights drew, become policy_versions if the versions are numbers, and you give none.
           loss_mask: see `from_vllm`, also for the other arguments and for errors.
 
         Example:
@@ -136,25 +140,29 @@ class Sample:
         return cls(**sample_fields(output, sglang_turn, loss_mask, truncated, fields))
 
     def __post_init__(self) -> None:
+        for name in (*_ONE_NUMBER, *OF_WHOLE_RESPONSES):  # what JAX returns has no dimensions, but is no number
+            object.__setattr__(self, name, scalar(getattr(self, name)))
         length = as_tokens("tokens", self.tokens).size
         self._check_mask(length)
         start = self.start
         for name in ("sample_id", "group_id", "rollout_id"):
             if (value := getattr(self, name)) is not None:
                 _check_id(name, value)
-        if self.reward is not None and not is_number(self.reward) and not is_nan(self.reward):
-            got = _shown(self.reward)
-            raise TypeError(f"reward: got {got}, expected one finite number for the whole response, or None or NaN")
-        if is_number(self.loss_weights):
-            object.__setattr__(self, "loss_weights", np.full(length - start, self.loss_weights, np.float32))
+        _check_reward(self.reward)
         for name in PER_TOKEN_VALUES:
-            if (values := getattr(self, name)) is not None:
+            values = getattr(self, name)
+            if name in OF_WHOLE_RESPONSES and is_number(values):
+                values = np.full(length - start, values)
+                object.__setattr__(self, name, values)
+            if values is not None:
                 _check_values(name, values, length - start)
         if self.extras is not None:
             extras = as_extras(self.extras)
             for name, x in extras.items():
                 count = length if x.at == "input" else length - start
-                extras[name] = dataclasses.replace(x, values=as_values(f"extras[{name!r}]", x.values, count))
+                values = as_values(f"extras[{name!r}]", x.values, count)
+                check_fill(f"extras[{name!r}].fill", x.fill, values.dtype)
+                extras[name] = dataclasses.replace(x, values=values)
             object.__setattr__(self, "extras", extras)
         sets = self.nucleus
         if sets is not None:
@@ -181,61 +189,63 @@ class Sample:
 
     def _check_mask(self, length: int) -> None:
         if self.loss_mask is not None:
-            mask = _as_array("loss_mask", self.loss_mask)
+            mask = as_array("loss_mask", self.loss_mask, _ONE_EACH)
             check("loss_mask", f"shape {mask.shape}", mask.shape == (length,), f"{(length,)} like tokens")
             if mask.dtype.kind not in "bifu" or not np.isin(mask, (0, 1)).all():
-                raise ValueError(f"loss_mask: got {_shown(self.loss_mask)}, expected 0 and 1")
+                raise ValueError(f"loss_mask: got {shown(self.loss_mask)}, expected 0 and 1")
         start = self.start
-        good = _is_whole(start) and min(1, length) <= start <= length
-        check("response_start", start, good, f"1 to {length}, the number of tokens")
+        good = is_whole(start) and min(1, length) <= start <= length
+        check("response_start", shown(start), good, f"1 to {length}, the number of tokens")
         early = np.flatnonzero(self.mask[:start])
         check("loss_mask", f"1 at token {early.min(initial=start)}", early.size == 0, f"0 before {start}")
 
 
-def _shown(x: object) -> str:
-    text = repr(x)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _as_array(name: str, x: object) -> np.ndarray:
-    try:
-        return np.asarray(x)
-    except ValueError:  # numpy refuses lists of unequal lengths
-        raise ValueError(f"{name}: got {_shown(x)}, expected one number for each token") from None
+_ONE_NUMBER = ("response_start", "reward", "sample_id", "group_id", "rollout_id")
+_ONE_EACH = "one number for each token"
 
 
 def as_tokens(name: str, tokens: object) -> Int[np.ndarray, " n"]:
     """The token ids as an array; raises unless they are integers that fit i32. `name` stands in errors."""
-    array = _as_array(name, tokens)
+    array = as_unmixed(name, tokens, _ONE_EACH)
     check(name, f"shape {array.shape}", array.ndim == 1, "[n]")
     if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name}: got {array.dtype} {_shown(tokens)}, expected integers")
+        raise TypeError(f"{name}: got {array.dtype} {shown(tokens)}, expected integers")
     if array.size and (array.min() < 0 or array.max() > MAX_ID):
         raise ValueError(f"{name}: got {array.min()} to {array.max()}, expected 0 to {MAX_ID}")
     return array
 
 
-def _is_whole(x: object) -> TypeGuard[int]:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-
-
 def _check_id(name: str, value: Any) -> None:
     expected = f"0 to {MAX_ID}; number the ids of a step"
-    if not _is_whole(value):
-        raise TypeError(f"{name}: got {_shown(value)}, expected an integer from {expected}")
+    if not is_whole(value):
+        raise TypeError(f"{name}: got {shown(value)}, expected an integer from {expected}")
     check(name, value, 0 <= value <= MAX_ID, expected)
 
 
+def _check_reward(reward: Any) -> None:
+    if reward is None or is_nan(reward):
+        return
+    if not is_number(reward):
+        raise TypeError(
+            f"reward: got {shown(reward)}, expected one finite number for the whole response, or None or NaN"
+        )
+    check("reward", reward, holds(np.float32, reward), "a number that f32 holds")
+
+
 def _check_values(name: str, values: object, length: int) -> None:
-    array = _as_array(name, values)
+    array = as_unmixed(name, values, _ONE_EACH)
     if name in LOG_PROBS and jnp.issubdtype(array.dtype, jnp.floating):
         check_array(name, array)
     if array.dtype.kind not in "fiub" and array.size and array.dtype.name != "bfloat16":
         what = "None among them" if None in list(np.ravel(array)) else str(array.dtype)
-        raise TypeError(f"{name}: got {what}, {_shown(values)}, expected numbers, or None for all of them")
+        raise TypeError(f"{name}: got {what}, {shown(values)}, expected numbers, or None for all of them")
     if name in INTEGERS and array.dtype.kind not in "iu" and array.size:
-        raise TypeError(f"{name}: got {array.dtype}, {_shown(values)}, expected integers")
+        raise TypeError(f"{name}: got {array.dtype}, {shown(values)}, expected integers")
     check(name, f"shape {array.shape}", array.shape == (length,), f"{(length,)}, one for each response token")
+    if name in INTEGERS:
+        check_within(name, array)
+    else:
+        in_f32(name, array)
 
 
 class Piece(NamedTuple):
@@ -288,7 +298,7 @@ def batch_arrays(
         values = responses and [() if p.shared else responses[p.sample] for p in pieces]
         arrays[name] = None if values is None else packed.place(values, 0, kind, before_response)
     for name, given in _extras_of(samples).items():
-        dtype, at_input = np.result_type(*(x.values for x in given)), given[0].at == "input"
+        dtype, at_input = common_dtype(f"extras[{name!r}]", [x.values for x in given]), given[0].at == "input"
         values = []
         for p in pieces:
             x = given[p.sample].values

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Int
 
 from jaxppo.base.arrays import check
+from jaxppo.batch.host import as_integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,8 @@ class TokenSets:
         """
         if isinstance(given, TokenSets):
             return given
+        if isinstance(given, jax.core.Tracer):
+            raise TypeError(f"{name}: got a traced array, expected a sequence of sets, outside of jit")
         get = given.get if isinstance(given, Mapping) else lambda key: getattr(given, key, None)
         token_ids, offsets = get("token_ids"), get("offsets")
         if token_ids is not None and offsets is not None:
@@ -54,15 +58,15 @@ class TokenSets:
                 f"{name}: got something without a length among the sets, expected sequences of ids, or offsets"
             ) from None
         if any(isinstance(x, np.ndarray) for x in sets):
-            ids = np.concatenate([np.asarray(x, None if len(x) else np.int64) for x in sets])
+            ids = np.concatenate([as_integers(name, x) for x in sets])
         else:
-            ids = np.array(list(chain.from_iterable(sets)))
-        return cls(integers(name, ids), np.concatenate([[0], np.cumsum(sizes)]))
+            ids = as_integers(name, list(chain.from_iterable(sets)))
+        return cls(ids, np.concatenate([[0], np.cumsum(sizes)]))
 
     @classmethod
     def flat(cls, name: str, token_ids: Any, offsets: Any) -> TokenSets:
         """Reads flat arrays, and checks them."""
-        token_ids, offsets = integers(name, np.asarray(token_ids)), integers(name, np.asarray(offsets))
+        token_ids, offsets = as_integers(name, token_ids), as_integers(name, offsets)
         size, last = token_ids.size, int(offsets[-1]) if offsets.size else None
         rises = last == size and offsets[0] == 0 and bool((np.diff(offsets) >= 0).all())
         got = f"{offsets.size} offsets to {last} for {size} ids"
@@ -107,10 +111,3 @@ class TokenSets:
         real = self.token_ids >= 0
         before = np.concatenate([[0], np.cumsum(real)])
         return TokenSets(self.token_ids[real], before[self.offsets])
-
-
-def integers(name: str, array: np.ndarray) -> np.ndarray:
-    """Flat ids as i64; `name` stands in errors."""
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise TypeError(f"{name}: got {array.dtype}{list(array.shape)}, expected a list of token ids")
-    return array.astype(np.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from typing import Any
 
@@ -14,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxppo.base.arrays import KINDS, check, check_array, check_count, masked, needed
 from jaxppo.base.metrics import CompositeTerm, Metrics, Terms, means, reduce_metrics, share
 from jaxppo.batch.extras import Extra, extra_of
+from jaxppo.batch.host import as_integers, from_bytes, scalar
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
@@ -25,8 +25,8 @@ def routed_experts(rows: Any, tokens: int, *, layers: int | None = None, top_k: 
     Give it to `Sample(extras={"routed_experts": ...})`, and `batch.extras["routed_experts"]`, `i32[R, T, layers, k]`,
     to the model in every pass: that of the old log-probs too. The model replays the ids alone and weighs these experts
     by its own current scores, so that the router keeps its gradient. Where an id is -1 the model's own router decides:
-    padding has no row, nor has the last token of a sample, which nobody reads. Of a prefix that samples share one
-    sample gives the rows.
+    padding has no row, nor has the last token of a sample, which nobody reads. Samples share a prefix as far as their
+    rows agree; a row of -1, as of tokens that an engine's prefix cache held, takes the row of a sample that has one.
 
     Args:
       rows: `[n - 1, layers, k]` or `[n, layers, k]` integers, prompt included. vLLM's and Tunix's `routed_experts`,
@@ -41,7 +41,8 @@ def routed_experts(rows: Any, tokens: int, *, layers: int | None = None, top_k: 
 
     Raises:
       TypeError: no integers.
-      ValueError: another number of rows, an id below -1, a row that is -1 in part.
+      ValueError: another number of rows, an id below -1 or beyond i32, a row that is -1 in part, or has one expert
+        twice, text that is no base64 of int32.
 
     Example:
       >>> from jaxppo.mismatch.routing import routed_experts
@@ -52,25 +53,27 @@ def routed_experts(rows: Any, tokens: int, *, layers: int | None = None, top_k: 
 
     Ma et al. 2025, rollout routing replay, https://arxiv.org/abs/2510.11370
     """
+    tokens, layers, top_k = map(scalar, (tokens, layers, top_k))
     check_count("tokens", tokens, least=1)
     if isinstance(rows, str | bytes):
         sizes: Any = layers, top_k
         for what, size in zip(("layers", "top_k"), sizes, strict=True):
             check_count(what, size, least=1)
-        flat = np.frombuffer(base64.b64decode(rows, validate=True) if isinstance(rows, str) else rows, "<i4")
+        flat = from_bytes("rows", rows)
         good = flat.size % math.prod(sizes) == 0
         check("rows", f"{flat.size} numbers", good, f"a multiple of layers * top_k, {sizes}")
         rows = flat.reshape(-1, *sizes)
-    found = np.asarray(rows)
-    if found.dtype.kind not in "iu":
-        raise TypeError(f"rows: got {found.dtype}, expected integers")
+    found = as_integers("rows", rows, least=-1, rank=3)
     expected = f"[{tokens - 1}, layers, k] or [{tokens}, layers, k] for {tokens} tokens"
-    check("rows", f"shape {found.shape}", found.ndim == 3 and len(found) in (tokens - 1, tokens), expected)
+    check("rows", f"shape {found.shape}", len(found) in (tokens - 1, tokens), expected)
     absent = found == -1
     partly = absent.any(axis=-1) & ~absent.all(axis=-1)
-    for what, bad in (("an id below -1", found < -1), ("-1 in a part of a row", partly)):
+    ordered = np.sort(found, axis=-1)
+    twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != -1)).any(axis=-1)
+    for what, bad in (("-1 in a part of a row", partly), ("one expert twice", twice)):
         if bad.any():
-            raise ValueError(f"rows: got {what} at {tuple(np.argwhere(bad)[0].tolist())}, expected ids, or -1 in all k")
+            at = tuple(np.argwhere(bad)[0].tolist())
+            raise ValueError(f"rows: got {what} at {at}, expected k experts, or -1 in all k")
     missing = np.full((tokens - len(found), *found.shape[1:]), -1)
     return Extra(np.concatenate([found, missing]).astype(np.int32), at="input", fill=-1)
 

@@ -353,7 +353,7 @@ WRONG = {
     "truncated": (lambda: Sample.from_vllm(vllm_turns(), truncated="drop"), r"truncated: got 'drop', expected 'train'"),
     "text": (
         lambda: Sample.from_sglang(sglang("abc", FIRST)),
-        r"output\[0\].input_ids: got .*, expected a list of token",
+        r"output\[0\].input_ids: got .*, expected a list of integers",
     ),
     "no meta": (
         lambda: Sample.from_sglang({"output_ids": FIRST}),

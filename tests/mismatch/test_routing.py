@@ -131,8 +131,8 @@ def test_what_engines_return():
     ("rows", "options", "error"),
     [
         (np.zeros((5, 2, 2), int), {}, r"rows: got shape \(5, 2, 2\), expected \[3, layers, k\]"),
-        (np.zeros((3, 2)), {}, "rows: got float64, expected integers"),
-        (np.full((3, 2, 2), -2), {}, r"rows: got an id below -1 at \(0, 0, 0\)"),
+        (np.zeros((3, 2)), {}, "rows: got float64, .*, expected integers"),
+        (np.full((3, 2, 2), -2), {}, "rows: got -2, expected integers of -1 to"),
         (np.array([[[1, -1]]] * 3), {}, r"rows: got -1 in a part of a row at \(0, 0\)"),
         (b"12345678", {"layers": 3, "top_k": 1}, "rows: got 2 numbers, expected a multiple of layers"),
     ],
