@@ -260,7 +260,8 @@ def test_what_stays_as_it_was():
     """The conversion takes what arrays may hold: NaN and inf, 16 bits, integers beside floats."""
     found = packed(sample(extras={"a": [INF, NAN]}), sample(extras={"a": [1, 2]})).extras["a"]
     assert found.dtype == np.float32
-    np.testing.assert_array_equal(np.sort(found[found != 0]), np.array([1, 2, INF, NAN], np.float32))
+    held = np.sort(found[found != 0])
+    np.testing.assert_array_equal(held, np.array([1, 2, INF, NAN], np.float32), equal_nan=True)
     half = packed(sample(extras={"a": np.ones(2, np.float16)})).extras["a"]
     assert half.dtype == np.float16
     assert packed(sample(extras={"a": np.array([2**31 - 1, -(2**31)])})).extras["a"].max() == 2**31 - 1
