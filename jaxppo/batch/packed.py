@@ -62,8 +62,11 @@ def packed_samples(
             _check_twin(samples, twin, share_prefixes, parallel)
         pieces = whole_pieces(samples)
         if share_prefixes:
-            from jaxppo.batch.prefixes import shared_pieces  # imported here because few programs share prefixes
+            # imported here because few programs share prefixes
+            from jaxppo.batch.prefixes import shared_pieces
+            from jaxppo.batch.shared_rows import with_known
 
+            samples = with_known(samples)
             pieces = shared_pieces(samples, row_length, sizes.get("num_segments"), mtp_depths, parallel)
         places = [range(piece.start, piece.stop) for piece in pieces]
         if twin is not None:  # a sample and its twin have the same room, that of the longer

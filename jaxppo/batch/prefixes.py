@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from jaxppo.base.arrays import check
 from jaxppo.batch.samples import Piece, Sample
+from jaxppo.batch.shared_rows import in_common, in_order, prompts_of
 from jaxppo.sharding import ParallelMesh, check_row_length, segment_multiple
 
 
@@ -44,10 +43,10 @@ def shared_pieces(
 ) -> list[Piece]:
     """Splits samples into shared prefixes and branches: the segments to pack, one tree after another.
 
-    A prefix is shared as far as the prompts of two samples agree, except for its last 1 + mtp_depths tokens. Each
-    branch begins with a copy of those, so that every prediction from there, at any depth, has a position of its own.
-    Responses are never shared, since their values belong to one sample. The pieces of a tree are neighbours, each after
-    its parent.
+    A prefix is shared as far as the prompts of two samples agree, in tokens and in extras at the input, except for its
+    last 1 + mtp_depths tokens. Each branch begins with a copy of those, so that every prediction from there, at any
+    depth, has a position of its own. Responses are never shared, since their values belong to one sample. The pieces of
+    a tree are neighbours, each after its parent.
     """
     layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
     check_row_length(row_length, layout, shards)
@@ -68,15 +67,13 @@ def shared_pieces(
 
 
 def _trie(samples: Sequence[Sample], overlap: int) -> _Node:
-    """The tree of common prefixes. Prompts are sorted first: the longest common prefix is then with a neighbour."""
-    prompts = [np.asarray(sample.tokens, np.int32)[: sample.start] for sample in samples]
-    order = sorted(range(len(samples)), key=lambda i: (prompts[i].astype(">i4").tobytes(), i))  # no token is below 0
+    """The tree of common prefixes, of tokens with equal extras at the input."""
+    prompts = prompts_of(samples).codes
+    order = in_order(prompts)
     root = _Node(0, order[0])
     path, before = [root], prompts[order[0]][:0]
     for i in order:
-        length = min(len(before), len(prompts[i]))
-        same = int(np.argmin(np.append(before[:length] == prompts[i][:length], False)))
-        depth = max(same - overlap, 0)
+        depth = max(in_common(before, prompts[i]) - overlap, 0)
         while path[-1].stop > depth:
             path.pop()
         if path[-1].stop < depth:

@@ -297,7 +297,7 @@ def batch_arrays(
         responses, kind = _all_or_none(samples, name), np.int32 if name in INTEGERS else np.float32
         values = responses and [() if p.shared else responses[p.sample] for p in pieces]
         arrays[name] = None if values is None else packed.place(values, 0, kind, before_response)
-    for name, given in _extras_of(samples).items():
+    for name, given in extras_of(samples).items():
         dtype, at_input = common_dtype(f"extras[{name!r}]", [x.values for x in given]), given[0].at == "input"
         values = []
         for p in pieces:
@@ -341,7 +341,7 @@ def check_sample_ids_of_hosts(ids: Sequence[int], parallel: ParallelMesh) -> Non
         check("sample_id", f"{number} on several hosts", seen.setdefault(number, of) == of, expected)
 
 
-def _extras_of(samples: Sequence[Sample]) -> dict[str, list[Extra]]:
+def extras_of(samples: Sequence[Sample]) -> dict[str, list[Extra]]:
     """By name, the extra of each sample; raises unless all samples have it, placed alike."""
     found: dict[str, list[Any]] = {}
     for name in dict.fromkeys(name for sample in samples for name in sample.extras or {}):
