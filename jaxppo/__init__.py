@@ -52,7 +52,7 @@ else:
     )
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted([*__all__, "__all__", "__version__"])
 
 
 # in the order of use: the head, batches and steps, policy losses, losses as values, meshes, modules with rarer names
