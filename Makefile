@@ -9,7 +9,7 @@ export JAX_PLATFORMS ?= cpu
 export TPU_SKIP_MDS_QUERY ?= 1
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 
-.PHONY: train test tests quick nightly lint types docs docs-examples bench dist clean
+.PHONY: train test tests quick nightly processor lint types docs docs-examples bench dist clean
 
 $(READY): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; name a Python >= 3.11: make PYTHON=python3.12" >&2; exit 2; }
@@ -44,8 +44,8 @@ quick: lint
 		tests/sharding/test_layouts.py tests/head/test_from_logits.py tests/head/test_from_hidden.py \
 		tests/losses/test_policy_loss.py -x -n 2 --dist worksteal
 
-# Three runs: the tests of exact bits (all cases) and the head's tests (daytime cases) without QUICK_COMPILES, then
-# everything but the former (all cases) with it. nightly-PART-failed.txt lists failures as they happen.
+# Four runs: the tests of exact bits (all cases) and the head's tests (daytime cases) without QUICK_COMPILES, the tests of
+# numbers as on another processor, then everything but the first (all cases) with QUICK_COMPILES. nightly-PART-failed.txt lists failures as they happen.
 # nightly-PART-summary.md lists what ran, the times, the slowest tests and the seeds.
 HEADS = $(wildcard tests/head/test_from_*.py) $(patsubst %,tests/head/test_%.py,ids nucleus precision reference_first)
 NIGHTLY = $(RUN) -m pytest -n 2 --dist worksteal -p tests.support.nightly_summary
@@ -53,7 +53,18 @@ nightly: lint types docs
 	$(PIP) -e '.[gpu-aot,tunix]'
 	$(NIGHTLY) --nightly --summary=nightly-bits $(BITS); bits=$$?; \
 		$(NIGHTLY) --summary=nightly-head $(HEADS); head=$$?; \
-		QUICK_COMPILES=1 $(NIGHTLY) --nightly --summary=nightly-rest $(filter-out $(BITS),$(TESTS)) && exit $$((bits + head))
+		$(MAKE) processor; processor=$$?; \
+		QUICK_COMPILES=1 $(NIGHTLY) --nightly --summary=nightly-rest $(filter-out $(BITS),$(TESTS)) && \
+		exit $$((bits + head + processor))
+
+# The tests of numbers (daytime cases) as on a processor with these instructions at most: make processor ISA=AVX2. At night
+# others each day; on a processor that has no others this does nothing.
+NUMBERS = $(foreach folder,advantages batch examples head losses mismatch oracle policy sharding step,tests/$(folder))
+ISA = $(shell $(RUN) -m tests.support.processor)
+processor: $(READY)
+	isa=$(ISA); test -z "$$isa" && exit; export XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=$$isa"; \
+		$(NIGHTLY) --summary=nightly-processor-bits $(BITS); bits=$$?; \
+		QUICK_COMPILES=1 $(NIGHTLY) --summary=nightly-processor $(NUMBERS) $(BITS:%=--ignore=%) && exit $$bits
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

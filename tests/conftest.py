@@ -45,6 +45,9 @@ EXCUSED = {  # modules or single tests that run other packages' code, which prom
 }
 
 
+LEFT_OUT = pytest.StashKey[int]()  # how many cases run at night only
+
+
 def set_options(options):
     for name, value in options.items():
         jax.config.update(name, value)
@@ -75,13 +78,23 @@ def pytest_configure(config):
     hypothesis.settings.load_profile("nightly" if config.getoption("--nightly") else "slice")
 
 
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    """By day, keeps the cases in which a parameter has a value that is new to the test, or every n-th; at night all."""
-    if config.getoption("--nightly"):
-        return
+    """By day, keeps the cases of `by_day` that other options, such as -k, keep; at night all."""
+    kept = {item.nodeid for item in (items if config.getoption("--nightly") else by_day(items))}
+    result = yield
+    at_night = [item for item in items if item.nodeid not in kept]
+    config.hook.pytest_deselected(items=at_night)
+    config.stash[LEFT_OUT] = len(at_night)
+    items[:] = [item for item in items if item.nodeid in kept]
+    return result
+
+
+def by_day(items):
+    """The cases in which a parameter has a value that is new to the test, or every n-th."""
     cases: Counter[str] = Counter()
     met: set[tuple[str, str, str]] = set()  # (test, parameter, value) of the cases so far
-    by_day, at_night = [], []
+    found = []
     for item in items:
         test, every = item.nodeid.split("[")[0], item.get_closest_marker("every")
         out = bool(item.get_closest_marker("nightly") or (every and cases[test] % every.args[0]))
@@ -90,9 +103,21 @@ def pytest_collection_modifyitems(config, items):
             values = {(test, name, repr(value)) for name, value in item.callspec.params.items()}
             out = values <= met
             met |= values
-        (at_night if out else by_day).append(item)
-    config.hook.pytest_deselected(items=at_night)
-    items[:] = by_day
+        if not out:
+            found.append(item)
+    return found
+
+
+def pytest_sessionfinish(session):
+    """A worker tells how many cases it left out: each collects all of them."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Where workers ran the tests, this process has collected none itself."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -110,17 +135,21 @@ def pytest_runtest_teardown():
     programs.let_go()
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Prints the seconds of each folder, the slowest first, added up over workers."""
+def pytest_terminal_summary(terminalreporter, config):
+    """Prints each folder's seconds, added up over workers, the slowest first; and how many cases ran of how many."""
     seconds = Counter()
+    cases = set()
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
+                cases.add(report.nodeid)
                 seconds[str(Path(report.location[0]).parent)] += report.duration
     if seconds:
         terminalreporter.section("seconds of each folder")
     for folder, of_folder in seconds.most_common():
         terminalreporter.write_line(f"{of_folder:8.1f}  {folder}")
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"{len(cases)} of {len(cases) + left_out} cases ran; --nightly runs the others too")
 
 
 @pytest.fixture(scope="session")

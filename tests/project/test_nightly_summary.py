@@ -35,6 +35,17 @@ import pytest
 def test_seed(seed): pass
 """
 
+OF_DAY_AND_NIGHT = """
+import pytest
+
+@pytest.mark.parametrize("x", [1, 2])
+@pytest.mark.parametrize("y", [1, 2, 3])
+def test_table(x, y): pass
+
+@pytest.mark.nightly
+def test_night(): pass
+"""
+
 
 def run(folder, paths, *options):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
@@ -50,6 +61,20 @@ def test_workers_draw_from_one_seed(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_run_by_day_says_how_many_cases_it_left_out(tmp_path, workers):
+    """Of six cases four have a new value; -k chooses before anything is left out."""
+    (tmp_path / "test_table.py").write_text(OF_DAY_AND_NIGHT)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = nightly\n")
+    paths = [ROOT / "tests", ROOT / "tests" / "support"]
+    done = run(tmp_path, paths, "-p", "conftest", "-n", workers)
+    assert "4 of 7 cases ran; --nightly runs the others too" in done.stdout, done.stdout + done.stderr
+    if workers == "0":
+        chosen = run(tmp_path, paths, "-p", "conftest", "-n", "0", "-k", "not night")
+        assert "4 of 6 cases ran" in chosen.stdout
+        assert "ran; --nightly" not in run(tmp_path, paths, "-p", "conftest", "-n", "0", "--nightly").stdout
+
+
 def test_programs_are_let_go_where_there_are_many(monkeypatch):
     double = jax.jit(lambda x: 2 * x)
     monkeypatch.setattr(programs, "SECONDS", 0)
@@ -61,7 +86,8 @@ def test_programs_are_let_go_where_there_are_many(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_summary_of_a_run_in_two_workers(tmp_path):
+def test_summary_of_a_run_in_two_workers(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX")
     (tmp_path / "test_few.py").write_text(TESTS)
     (tmp_path / "test_whole.py").write_text(WHOLE)
     (tmp_path / "conftest.py").write_text(CONFTEST)
@@ -79,3 +105,4 @@ def test_summary_of_a_run_in_two_workers(tmp_path):
     text = (tmp_path / "few-summary.md").read_text()
     for part in ("1 failed, 1 passed, 2 skipped", "- test_few.py::test_bad", "1 x Skipped: no such card", "seed 7`"):
         assert part in text
+    assert "XLA_FLAGS: `--xla_cpu_max_isa=AVX`" in text

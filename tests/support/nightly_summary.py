@@ -66,6 +66,7 @@ class Summary:
             "test_seconds": round(sum(self.seconds.values()), 1),
             "machine": f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}",
             "jax": version("jax"),
+            "xla_flags": os.environ.get("XLA_FLAGS", ""),
             "exit_code": exit_code,
             "outcomes": dict(Counter(self.outcomes.values())),
             "failed": sorted(test for test, outcome in self.outcomes.items() if outcome == "failed"),
@@ -84,6 +85,7 @@ def markdown(found: dict) -> str:
         f"{counts}; {found['wall_seconds'] / 60:.0f} minutes, {found['test_seconds'] / 60:.0f} minutes of tests. "
         f"Began {found['began']}. {found['machine']}, JAX {found['jax']}.",
     ]
+    lines += ["", f"XLA_FLAGS: `{found['xla_flags']}`"] if found["xla_flags"] else []
     for title, rows in (("Failed", found["failed"]), ("Skipped", [f"{n} x {r}" for r, n in found["skipped"].items()])):
         lines += ["", f"## {title}", "", *(f"- {row}" for row in rows)] if rows else []
     lines += ["", "## What ran", "", "| file | tests | seconds |", "|---|---|---|"]
