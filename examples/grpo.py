@@ -77,7 +77,7 @@ def update(mesh, state, batches):
         return jaxppo.policy_loss_from_hidden(*inputs, **options)
 
     model, reference = state["model"], state["reference"]
-    by_sample = advantages.grpo(batches.rewards, batches.group_ids, parallel=mesh)
+    by_sample = advantages.grpo(batches.rewards, **batches.groups, parallel=mesh)
     batches = replace(
         batches,
         advantages=advantages.spread(by_sample, batches, parallel=mesh),

@@ -76,7 +76,7 @@ def update(mesh, state, batches):
         return policy_loss + BALANCE * balance(own, scores, batch) / len(batches.tokens), metrics
 
     model = state["model"]
-    by_sample = advantages.grpo(batches.rewards, batches.group_ids, parallel=mesh)
+    by_sample = advantages.grpo(batches.rewards, **batches.groups, parallel=mesh)
     old = jaxppo.compute_log_probs(score, model, batches).log_probs
     spread = advantages.spread(by_sample, batches, parallel=mesh)
     batches = replace(batches, advantages=spread, old_log_probs=old)

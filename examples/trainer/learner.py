@@ -168,7 +168,7 @@ class Learner:
         sampler's log-probs stay in the batch, and `mismatch_*` says how far the two are apart.
         """
         old = self.token_stats(state.params, batch, "metric")
-        by_sample = advantages.grpo(batch.rewards, batch.group_ids, parallel=self.parallel)
+        by_sample = advantages.grpo(batch.rewards, **batch.groups, parallel=self.parallel)
         batch = dataclasses.replace(
             batch,
             old_log_probs=old.log_probs,
@@ -199,7 +199,7 @@ class Learner:
         mismatch = finalize_metrics(mismatch_metrics(batch, parallel=self.parallel))
         metrics |= {f"mismatch_{name}": mismatch[name] for name in _OF_SAMPLER}
         metrics |= finalize_metrics(entropy_metrics(old, batch, starts=_PLACES, parallel=self.parallel))
-        metrics |= finalize_metrics(advantages.pass_rates(batch.rewards, batch.group_ids, parallel=self.parallel))
+        metrics |= finalize_metrics(advantages.pass_rates(batch.rewards, **batch.groups, parallel=self.parallel))
         chosen = None
         if explained is not None:
             last = jax.tree.map(lambda x: x[-1], explained)

@@ -22,6 +22,9 @@ from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 
 Singletons = Literal["zero", "reward"]
 Found = TypeVar("Found")
+# what all parts of a cut rollout share
+OF_PARTS = {"rewards": "the reward of the whole rollout", "group_ids": "the group_id of its prompt"}
+OF_PARTS["among"] = "the same choice"
 Moments = tuple[Float[Array, " N"], Float[Array, " N"], Float[Array, " N"]]
 
 
@@ -214,7 +217,10 @@ def _check_samples(name: str, arrays: Mapping[str, Any]) -> None:
         of_first = each[first][inverse]
         for i in np.flatnonzero(~((each == of_first) | (np.isnan(each) & np.isnan(of_first))))[:1]:
             got = f"{of_first[i]:g} and {each[i]:g} in rollout {rollouts[inverse[i]]}"
-            raise ValueError(f"{what}: got {got}, expected equal ones for all parts of a rollout")
+            raise ValueError(
+                f"{what}: got {got}, expected equal ones for all parts of a rollout, which counts once: give each part "
+                f"{OF_PARTS[what]}, or leave rollout_ids out, and each part counts as a rollout of its own"
+            )
 
 
 def readable(x: Any) -> bool:

@@ -38,7 +38,7 @@ def grpo(
       among: `bool` of that shape, the samples that make the statistics, by default all; the others are compared with
         them.
       rollout_ids: `i32` of that shape, equal for the samples that were cut from one rollout. A rollout counts once, and
-        its parts get its advantage. By default each sample is a rollout.
+        its parts get its advantage. By default each sample is a rollout. `**batch.groups` gives both ids of a batch.
       scale_by_std: divide by the group's deviation, over n - 1; without it this is `dr_grpo`.
       epsilon: added to the deviation, at least 0. A deviation of 0 divides by 1.
       singletons: the advantage where fewer than two samples make a group's statistics: "zero", or a sample's own
@@ -51,7 +51,8 @@ def grpo(
 
     Raises:
       ValueError, TypeError: shapes that differ, ids that are no integers, an unknown `singletons`, a negative epsilon;
-        a call inside `accumulate_gradients`; parts of a rollout whose rewards, groups or `among` differ.
+        a call inside `accumulate_gradients`; parts of a rollout whose rewards, groups or `among` differ: each part has
+        the reward of the whole.
 
     Example:
       >>> grpo(jnp.array([[1.0, 0.0, 0.5]]), jnp.array([[7, 7, 8]])).round(3)

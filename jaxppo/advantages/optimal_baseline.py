@@ -6,10 +6,11 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo.advantages.by_group import Singletons
+from jaxppo.advantages.by_group import Singletons, readable
 from jaxppo.advantages.token_statistics import Parallel, on_rows, scan_rows
 from jaxppo.base.arrays import Coefficient, as_number, check_choice, check_ids, masked, sound
 from jaxppo.base.by_id import ById
@@ -30,6 +31,7 @@ def optimal_token_baseline(
     batch: RolloutBatch,
     *,
     among: Bool[Array, "*K R S"] | None = None,
+    rollout_ids: Int[Array, "*K R S"] | None = None,
     place: Place = "position",
     weights: Float[Array, "*K R T"] | None = None,
     singletons: Singletons = "reward",
@@ -47,6 +49,8 @@ def optimal_token_baseline(
       stats: log-probs p of the tokens and `sum_p2`, `[R, T]`, before the step: `compute_log_probs` of
         `log_probs_from_hidden(..., logit_stats=("sum_p2",))`.
       group_ids, among: see `grpo`.
+      rollout_ids: as in `grpo`, by default those of the batch; each rollout is one sample here, since places count from
+        a rollout's first loss token.
       batch, parallel: see `spread`.
       place: how t counts: "position" counts all tokens from a sample's first loss token on; "loss_token" counts loss
         tokens alone, so tokens that tools wrote count no place (verl's form for tool-integrated reasoning).
@@ -58,7 +62,8 @@ def optimal_token_baseline(
       `f32`, the shape of the loss mask, 0 where the mask is 0, and in samples without a group.
 
     Raises:
-      ValueError, TypeError: as `grpo`; statistics without `sum_p2`; one micro-batch of several.
+      ValueError, TypeError: as `grpo`; statistics without `sum_p2`; one micro-batch of several; a rollout that was cut
+        into several samples, for which all is NaN under `jit`.
 
     Example:
       >>> ids, one = jnp.array([[1, 2, 2]]), jnp.ones((1, 3))
@@ -75,12 +80,28 @@ def optimal_token_baseline(
     batch = checked(batch, stacked=True)
     check_stats(stats, batch.loss_mask.shape, "sum_p2", how="log_probs_from_hidden(logit_stats=['sum_p2'])")
     check_ids("group_ids", group_ids)
+    rollout_ids = batch.rollout_ids if rollout_ids is None else rollout_ids
+    if rollout_ids is not None:
+        _check_whole(rollout_ids)
     name, static = "optimal_token_baseline", (place, singletons)
     check_whole_step(name, batch)
     of_stats = {"stats.log_probs": stats.log_probs, "stats.sum_p2": stats.sum_p2}
-    tokens, samples = {"returns": returns, **of_stats, "weights": weights}, {"group_ids": group_ids, "among": among}
+    tokens = {"returns": returns, **of_stats, "weights": weights}
+    samples = {"group_ids": group_ids, "among": among, "rollout_ids": rollout_ids}
     given = tokens, samples, {"epsilon": as_number("epsilon", epsilon, least=0)}
-    return on_rows(name, _per_shard, parallel, batch, *given, optional=["weights", "among"], static=static)
+    optional = ["weights", "among", "rollout_ids"]
+    return on_rows(name, _per_shard, parallel, batch, *given, optional=optional, static=static)
+
+
+def _check_whole(rollout_ids: jax.Array) -> None:
+    """Raises where this host sees that a rollout is several samples."""
+    check_ids("rollout_ids", rollout_ids)
+    if readable(rollout_ids):
+        ids = np.asarray(rollout_ids)
+        rollouts, counts = np.unique(ids[ids >= 0], return_counts=True)
+        for rollout, count in zip(rollouts[counts > 1], counts[counts > 1], strict=True):
+            got = f"{count} samples of rollout {rollout}"
+            raise ValueError(f"rollout_ids: got {got}, expected one: places count from a rollout's first loss token")
 
 
 @of_rows
@@ -93,6 +114,7 @@ def _per_shard(
     weights: jax.Array | None,
     group_ids: jax.Array,
     among: jax.Array | None,
+    rollout_ids: jax.Array | None,
     epsilon: jax.Array,
     batch: RolloutBatch,
 ) -> jax.Array:
@@ -128,7 +150,12 @@ def _per_shard(
     whole = jnp.where(whole == 0, 1, whole)
     advantages = returns - largest * (denominator / whole) - numerator / whole
     alone = returns if singletons == "reward" else jnp.zeros_like(returns)
-    return lax.stop_gradient(jnp.where(counts, jnp.where(inside, advantages, alone), 0))
+    advantages = jnp.where(inside, advantages, alone)
+    if rollout_ids is not None:
+        rollouts = ById.of(axes, rollout_ids)
+        parts = rollouts.sum(rollouts.gather(rollouts.there.astype(jnp.float32)))
+        advantages = jnp.where((parts > 1).any(), jnp.nan, advantages)
+    return lax.stop_gradient(jnp.where(counts, advantages, 0))
 
 
 def _places(place: Place, axes: ShardAxes, batch: RolloutBatch, segments: Segments, mask: jax.Array) -> jax.Array:

@@ -302,7 +302,8 @@ def reinforce_plus_plus_baseline(
     """REINFORCE++ with the group's mean as baseline: A_t = whiten(r_i - mean_g - c * kl_t).
 
     Args:
-      rewards, group_ids, rollout_ids, singletons: see `grpo`, with `scale_by_std=False`.
+      rewards, group_ids, singletons: see `grpo`, with `scale_by_std=False`.
+      rollout_ids: see `grpo`; by default those of the batch.
       among: see `grpo`; the tokens of the other samples are whitened by those of these.
       batch, kl, kl_coef, parallel: see `token_rewards`, also for returns.
       whitened: whiten over all tokens of the step.
@@ -324,6 +325,7 @@ def reinforce_plus_plus_baseline(
     coef = _kl_coef(kl, kl_coef)
     check_flag("whitened", whitened)
     check_whole_step("reinforce_plus_plus_baseline", batch)
+    rollout_ids = batch.rollout_ids if rollout_ids is None else rollout_ids
     found = dr_grpo(rewards, group_ids, among=among, rollout_ids=rollout_ids, singletons=singletons, parallel=parallel)
     advantages = spread(found, batch, parallel=parallel)
     mask, counted = counted_tokens(rewards, group_ids, among, batch, parallel)

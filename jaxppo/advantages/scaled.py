@@ -92,7 +92,8 @@ def gdpo(
     Args:
       rewards: for each reward `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step. A sample that lacks one
         of them, NaN, has none.
-      group_ids, among, rollout_ids: see `grpo`.
+      group_ids, among: see `grpo`.
+      rollout_ids: see `grpo`; by default those of the batch.
       batch, parallel: see `spread`, also for returns.
       weights: w, a number for each reward; 1 by default.
       leave_one_out: use the mean and the deviation of the other samples, see `rloo` with `scale_by_std` (NeMo-RL).
@@ -128,6 +129,7 @@ def gdpo(
     batch = checked(batch, stacked=True)
     check_whole_step("gdpo", batch)
     given = jnp.stack([jnp.asarray(r, jnp.float32) for r in rewards])
+    rollout_ids = batch.rollout_ids if rollout_ids is None else rollout_ids
     options: dict[str, Any] = {"among": among, "rollout_ids": rollout_ids, "epsilon": epsilon, "parallel": parallel}
     each = jnp.where(jnp.isnan(given).any(0), jnp.nan, given)
     scaled = rloo if leave_one_out else grpo

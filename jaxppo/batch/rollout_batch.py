@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
@@ -32,6 +32,13 @@ FLAGS = ("real_last_targets", "weighted_denominators")
 _STATIC = ("context_layout", "context_shards", "micro_batches", "mtp_depths", *FLAGS)
 # To type checkers, arrays that a batch may lack are there: a function that is given None says which one is missing.
 _ABSENT: Any = None
+
+
+class GroupIds(TypedDict):
+    """What estimators that compare samples read of a batch, beside rewards: the arguments of these names."""
+
+    group_ids: Int[Array, "R S"]
+    rollout_ids: Int[Array, "R S"] | None
 
 
 @register(static=_STATIC)
@@ -117,6 +124,21 @@ class RolloutBatch(Constructors):
     def rollouts(self) -> Int[Array, "R S"]:
         """The rollout of each sequence."""
         return self.sample_ids if self.rollout_ids is None else self.rollout_ids
+
+    @property
+    def groups(self) -> GroupIds:
+        """The `group_ids` and `rollout_ids` that estimators take: `advantages.grpo(batch.rewards, **batch.groups)`.
+
+        With both, the parts of a rollout that was cut count once in their group.
+
+        Example:
+          >>> cut = [Sample([5, 6, 7], 1, reward=1.0, group_id=0, rollout_id=0) for _ in range(2)]
+          >>> other = Sample([5, 6, 8], 1, reward=0.0, group_id=0, rollout_id=1)
+          >>> batch = RolloutBatch.from_samples([*cut, other], row_length=9)
+          >>> advantages.dr_grpo(batch.rewards, **batch.groups)
+          Array([[ 0.5,  0.5, -0.5]], dtype=float32)
+        """
+        return {"group_ids": self.group_ids, "rollout_ids": self.rollout_ids}
 
     @property
     def paths(self) -> Paths:

@@ -1,5 +1,6 @@
 """Which samples make the statistics of a group: those with a reward, among the given ones, each rollout once."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxppo import RolloutBatch, TokenStats, advantages
+from jaxppo import RolloutBatch, Sample, TokenStats, advantages
 from sharding import make_parallel_mesh
 
 REWARDS, IDS = jnp.array([[1.0, 0.0, 0.5, 2.0, 0.0, 1.0]]), jnp.array([[7, 7, 7, 7, 8, 8]])
@@ -120,6 +121,94 @@ def test_parts_that_differ(name):
         with pytest.raises(ValueError, match=message):
             call(**good | changed)
         assert np.isnan(jitted(**good | changed)).any(), message
+
+
+# one prompt, three rollouts with rewards of 1, 0 and 0; the first was cut into two samples
+CUT_SAMPLES = [
+    Sample([5, 6, 7], 1, reward=reward, group_id=3, rollout_id=rollout)
+    for reward, rollout in ((1.0, 10), (1.0, 10), (0.0, 11), (0.0, 12))
+]
+# worked by hand: the mean of 1, 0, 0 is 1/3, its deviation sqrt(1/3)
+BY_HAND = {
+    "grpo": [2 / 3**0.5, -1 / 3**0.5],  # 1.155, -0.577; each part counted as a rollout: 0.866, -0.866
+    "dr_grpo": [2 / 3, -1 / 3],
+    "rloo": [1.0, -0.5],
+    "maxrl": [2.0, -1.0],
+    "gpg": [2.0, -1.0],  # 3 rollouts over the one that is not 0
+    "standardize": [2 / 3**0.5, -1 / 3**0.5],
+    "pass_at_k": [3**0.5, 0.0],
+}
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_groups_of_a_batch_count_a_cut_rollout_once(name, stacked):
+    """`grpo(batch.rewards, batch.group_ids)` did not know the rollouts, though the batch does."""
+    sizes = {"rows": 2, "micro_batches": 2, "row_length": 3} if stacked else {"row_length": 12}
+    batch = RolloutBatch.from_samples(CUT_SAMPLES, **sizes)
+    estimator = jax.jit(lambda batch: getattr(advantages, name)(batch.rewards, **batch.groups))
+    got, ids = estimator(batch), np.asarray(batch.sample_ids)
+    assert got.shape == batch.rewards.shape
+    of_first, of_others = BY_HAND[name]
+    by_sample = dict(zip(ids[ids >= 0].tolist(), np.asarray(got)[ids >= 0], strict=True))
+    expected = [of_first, of_first, of_others, of_others]
+    np.testing.assert_allclose([by_sample[i] for i in range(4)], expected, rtol=3e-5)
+
+
+def test_groups_of_batches_without_rollouts():
+    batch = RolloutBatch.from_samples([dataclasses.replace(s, rollout_id=None) for s in CUT_SAMPLES], row_length=12)
+    assert batch.groups["rollout_ids"] is None
+    np.testing.assert_allclose(advantages.dr_grpo(batch.rewards, **batch.groups), [[0.5, 0.5, -0.5, -0.5]])
+    no_groups = dataclasses.replace(batch, group_ids=None)
+    with pytest.raises(ValueError, match=r"group_ids: got None in grpo, expected .*give every Sample its group_id"):
+        advantages.grpo(batch.rewards, **no_groups.groups)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_estimators_that_take_the_batch_read_its_rollouts(jitted):
+    """Both took a cut rollout for two: 0.5 for 2/3."""
+    compiled = jax.jit if jitted else lambda f: f
+    batch = RolloutBatch.from_samples(CUT_SAMPLES, row_length=12)
+    on_tokens = np.asarray(batch.loss_mask) > 0
+
+    def of_mean(batch):
+        return advantages.reinforce_plus_plus_baseline(batch.rewards, batch.group_ids, batch, whitened=False)
+
+    def of_several(batch):
+        return advantages.gdpo([batch.rewards], batch.group_ids, batch, whitened=None)
+
+    (a, b), (c, d) = BY_HAND["dr_grpo"], BY_HAND["grpo"]
+    dr_grpo, grpo = np.repeat([a, a, b, b], 2), np.repeat([c, c, d, d], 2)
+    np.testing.assert_allclose(compiled(of_mean)(batch)[on_tokens], dr_grpo, rtol=1e-6)
+    np.testing.assert_allclose(compiled(of_several)(batch)[on_tokens], grpo, rtol=1e-5)
+
+
+def test_the_optimal_token_baseline_takes_no_cut_rollout():
+    """Its places count from a rollout's first token: a part that begins in the middle was compared at other places."""
+    batch = RolloutBatch.from_samples(CUT_SAMPLES, row_length=12)
+    stats = TokenStats(-batch.loss_mask, sum_p2=0.5 * batch.loss_mask)
+
+    def call(batch, **ids):
+        return advantages.optimal_token_baseline(batch.loss_mask, stats, batch=batch, **ids)
+
+    with pytest.raises(ValueError, match=r"rollout_ids: got 2 samples of rollout 10, expected one"):
+        call(batch, **batch.groups)
+    with pytest.raises(ValueError, match=r"rollout_ids: got 2 samples of rollout 10, expected one"):
+        call(batch, group_ids=batch.group_ids)
+    jitted = jax.jit(lambda batch: call(batch, **batch.groups))
+    assert np.isnan(jitted(batch)[batch.loss_mask > 0]).all()
+    apart = dataclasses.replace(batch, rollout_ids=batch.sample_ids)
+    expected = jax.jit(call)(dataclasses.replace(batch, rollout_ids=None), group_ids=batch.group_ids)
+    assert np.isfinite(expected).all()
+    np.testing.assert_array_equal(jitted(apart), expected)
+
+
+def test_parts_that_differ_are_told_what_to_do():
+    unequal = [dataclasses.replace(CUT_SAMPLES[0], reward=0.5), *CUT_SAMPLES[1:]]
+    batch = RolloutBatch.from_samples(unequal, row_length=12)
+    advice = "give each part the reward of the whole rollout, or leave rollout_ids out"
+    with pytest.raises(ValueError, match=f"rewards: got 0.5 and 1 in rollout 10, .*: {advice}"):
+        advantages.grpo(batch.rewards, **batch.groups)
 
 
 NUMBERS = dict.fromkeys(("grpo", "standardize", "pass_at_k", "maxrl", "rloo, scaled", "gdpo"), ("epsilon", -1.0))

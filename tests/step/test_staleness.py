@@ -178,7 +178,7 @@ def learn(table, batch, prompts, version, corrected):
     batch = dataclasses.replace(
         batch,
         advantages=advantages.spread(
-            advantages.grpo(batch.rewards, batch.group_ids, parallel=PARALLEL), batch, parallel=PARALLEL
+            advantages.grpo(batch.rewards, **batch.groups, parallel=PARALLEL), batch, parallel=PARALLEL
         ),
     )
 

@@ -194,5 +194,5 @@ def mesh() -> ParallelMesh:
 def group_advantages(batch: RolloutBatch, parallel: ParallelMesh) -> jax.Array:
     batch.validate(V - 3)
     return advantages.spread(
-        advantages.grpo(batch.rewards, batch.group_ids, parallel=parallel), batch, parallel=parallel
+        advantages.grpo(batch.rewards, **batch.groups, parallel=parallel), batch, parallel=parallel
     )
