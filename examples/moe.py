@@ -14,7 +14,9 @@ from jax import lax
 import jaxppo
 from examples.grpo import HEADS, LONGEST, PROMPT, PROMPTS, SAMPLES, WIDTH, Decoder, pack
 from jaxppo import PPO, Normalizer, PolicyLossConfig, Sample, advantages
+from jaxppo.base.metrics import collapse_metrics
 from jaxppo.mismatch.routing import routed_experts, routing_metrics
+from jaxppo.step.terms import StepTerm
 
 EXPERTS, TOP_K, BALANCE, UPDATES = 8, 2, 0.01, 150
 CONFIG = PolicyLossConfig(PPO(clip_high=0.28))
@@ -52,43 +54,53 @@ def forward(model, batch, *, replay=True):
     return model(batch.tokens, batch.positions, sees, replayed)
 
 
-def balance(own, scores, batch):
-    """1 where experts are used evenly, more where not (Fedus et al. 2021, https://arxiv.org/abs/2101.03961)."""
+def sums(own, scores, batch):
+    """What `balance` takes the means of, summed over the tokens of a micro-batch: uses and scores, `[experts]` each."""
     read = (batch.segment_ids > 0)[..., None]
     chosen = jax.nn.one_hot(own[:, :, 0], EXPERTS).mean(-2)
-    used, score = (jnp.sum(x * read, (0, 1)) / jnp.sum(read) for x in (chosen, scores))
-    return EXPERTS * jnp.sum(used * score)
+    return {"used": jnp.sum(chosen * read, (0, 1)), "score": jnp.sum(scores * read, (0, 1))}
+
+
+def balance(means):
+    """1 where experts are used evenly, more where not (Fedus et al. 2021, https://arxiv.org/abs/2101.03961)."""
+    return EXPERTS * jnp.sum(means["used"] * means["score"])
 
 
 def update(mesh, state, batches):
     """One optimizer update on K micro-batches, and how far the sampler is with replay and without."""
 
-    def score(model, batch, replay=True):
-        hidden, _, _ = forward(model, batch, replay=replay)
+    def log_probs(hidden, batch):
         head = jaxppo.Head.of(model.head)
-        return jaxppo.log_probs_from_hidden(hidden, head, batch.targets, parallel=mesh)
+        return jaxppo.log_probs_from_hidden(hidden, head, batch.targets, parallel=mesh).log_probs
+
+    def before(batch):
+        """All that the step needs to know of a micro-batch before its first gradient."""
+        hidden, own, scores = forward(model, batch)
+        old = log_probs(hidden, batch)
+        alone, chosen, _ = forward(model, batch, replay=False)
+        gaps = {"log_probs": log_probs(alone, batch), "replayed_log_probs": old}
+        return old, sums(own, scores, batch), routing_metrics(chosen, batch, **gaps, parallel=mesh)
 
     def loss(model, part):
-        batch, whole = part
+        batch, whole, balanced = part
         hidden, own, scores = forward(model, batch)
         inputs = hidden, jaxppo.Head.of(model.head), batch, CONFIG
         policy_loss, metrics = jaxppo.policy_loss_from_hidden(*inputs, normalizer=whole, parallel=mesh)
-        return policy_loss + BALANCE * balance(own, scores, batch) / len(batches.tokens), metrics
+        metrics |= {"balance": balanced.metric}
+        return policy_loss + BALANCE * balanced.of_part(sums(own, scores, batch)), metrics
 
     model = state["model"]
     by_sample = advantages.grpo(batches.rewards, **batches.groups, parallel=mesh)
-    old = jaxppo.compute_log_probs(score, model, batches).log_probs
     spread = advantages.spread(by_sample, batches, parallel=mesh)
+    old, uses, routing = lax.map(before, batches)
     batches = replace(batches, advantages=spread, old_log_probs=old)
     whole = Normalizer.of(CONFIG, batches, parallel=mesh)
-    (_, metrics), gradients = jaxppo.accumulate_gradients(loss, (batches, whole))(model)
+    balanced = StepTerm.of(balance, uses, (batches.segment_ids > 0).sum((1, 2)))
+    step = jaxppo.accumulate_gradients(loss, (batches, whole, balanced))
+    (_, metrics), gradients = step(model)
     updates, optimizer = OPTIMIZER.update(gradients, state["optimizer"], model)
-    first = jax.tree.map(lambda x: x[0], batches)  # of the micro-batches
-    own = forward(model, first, replay=False)[1]
-    gaps = {"log_probs": score(model, first, replay=False).log_probs, "replayed_log_probs": old[0]}
-    metrics |= routing_metrics(own, first, **gaps, parallel=mesh)
     state = {"model": optax.apply_updates(model, updates), "optimizer": optimizer}
-    return state, jaxppo.finalize_metrics(metrics)
+    return state, jaxppo.finalize_metrics(metrics | collapse_metrics(routing))
 
 
 @jax.jit

@@ -108,7 +108,9 @@ def assert_trees_close(
 
 
 def _widened(x: Any) -> np.ndarray[Any, Any]:
-    """A leaf as a numpy array, floats in f64."""
+    """A leaf as a numpy array, floats in f64; of keys of `jax.random` their bits."""
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
     x = np.asarray(x)
     return x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 

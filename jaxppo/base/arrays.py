@@ -206,7 +206,8 @@ def check_array(
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         got, shown = "None" if x is None else type(x).__name__, kind.expected.partition(":")[0]
         raise TypeError(f"{what}: got {got}, expected an array of {shown}")
-    sized = x.dtype != object and jnp.dtype(x.dtype).itemsize >= kind.narrowest
+    plain = x.dtype != object and not jnp.issubdtype(x.dtype, jax.dtypes.extended)  # keys of jax.random are extended
+    sized = plain and jnp.dtype(x.dtype).itemsize >= kind.narrowest
     if not sized or not any(jnp.issubdtype(x.dtype, dtype) for dtype in kind.dtypes):
         raise TypeError(f"{what}: got dtype {x.dtype}, expected {kind.expected}")
     if shape is not None and x.shape != shape:

@@ -136,7 +136,7 @@ class RolloutBatch(Constructors):
           >>> other = Sample([5, 6, 8], 1, reward=0.0, group_id=0, rollout_id=1)
           >>> batch = RolloutBatch.from_samples([*cut, other], row_length=9)
           >>> advantages.dr_grpo(batch.rewards, **batch.groups)
-          Array([[ 0.5,  0.5, -0.5]], dtype=float32)
+          Array([[ 0.5,  0.5, -0.5,  0. ]], dtype=float32)
         """
         return {"group_ids": self.group_ids, "rollout_ids": self.rollout_ids}
 

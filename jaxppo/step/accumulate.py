@@ -21,6 +21,10 @@ from jaxppo.step.once_a_step import Split, gradients_of_originals, rounded, spli
 # What is differentiated in each micro-batch: the parameters that it reads, None for others, and the copies.
 Wanted = tuple[list[Float[Array, "..."] | None], list[Float[Array, "D ..."]]]
 Found = tuple[Float[Array, ""], Metrics]
+_LEARNS = KINDS["params"]._replace(
+    expected="floats, which learn; keys, counts and all else that does not learn go to loss_fn another way, such as "
+    "nnx.split(model, nnx.Param, ...)"
+)
 
 
 def accumulate_gradients(
@@ -50,7 +54,8 @@ def accumulate_gradients(
       over the micro-batches, gradients in the dtypes of params.
 
     Raises:
-      TypeError: parameters that are not floating-point arrays; a `loss_fn` that does not return a scalar and metrics.
+      TypeError: parameters that are not floating-point arrays, such as the random state of a model with dropout; a
+        `loss_fn` that does not return a scalar and metrics.
       ValueError: arrays without a common leading K, or with K = 0; in loss_fn, a loss of this package without a
         `Normalizer` or with one of another number of micro-batches, or a statistic of the step; with `parallel`, a loss
         that is not summed over the data and context axes.
@@ -73,7 +78,7 @@ def accumulate_gradients(
 
     def run(params: Any) -> tuple[Found, Any]:
         for path, x in jax.tree.leaves_with_path(params):
-            check_array(f"params{jax.tree_util.keystr(path)}", x, kind=KINDS["params"])
+            check_array(f"params{jax.tree_util.keystr(path)}", x, kind=_LEARNS)
         given, structure = jax.tree.flatten(params)
         leaves = [vary(x, names) for x in given]
         parts, result = _split_loss(loss_fn, jax.tree.unflatten(structure, leaves), micro_batches, count, names)

@@ -116,7 +116,9 @@ OF_NAME = {
     **_rows("choice", "layout level logit_stats logits_dtype masked mean metric_aggregation name nll objective"),
     **_rows("choice", "opsm_compares opsm_fraction outside place precision reduce rounded_to singletons statistic std"),
     **_rows("choice", "tail truncated implementation link ranks ratio_to impossible_tokens dtype"),
-    **_rows("object", "apply args batch chosen config first hidden_spec key loss loss_fn lora margins masks metrics"),
+    **_rows(
+        "object", "apply args batch chosen config first fn hidden_spec key loss loss_fn lora margins masks metrics"
+    ),
     **_rows("object", "micro_batches mismatched module normalizer normalizers off_policy output parallel parts"),
     **_rows("object", "prompts quantiles recorded rejected rejections rollout_hidden_spec spec stacked starts state"),
     **_rows("object", "extras positive negative losses numbers"),
@@ -177,6 +179,8 @@ OF_FUNCTION = {  # where a name has another kind than elsewhere, or a value that
     ("draft_ids_of_d2t", "d2t"): "sizes",
     ("draft_targets", "draft_ids"): "sizes",
     ("accumulate_gradients", "micro_batches"): "held",
+    ("StepTerm.of", "counts"): "where",
+    ("StepTerm.of", "sums"): "floats",
 }
 FREE = {"params": "any pytree: apply reads it"}
 

@@ -138,6 +138,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "accumulate_gradients": {
         **SOFT, "loss_fn": lambda w, x: ((w * x).sum(), {}), "micro_batches": jnp.ones((2, 3)),
     },
+    "StepTerm.of": {"fn": lambda means: means**2, "sums": jnp.ones(2), "counts": jnp.ones(2)},
     "finalize_metrics": {"metrics": {"a": jaxppo.base.metrics.Metric(jnp.float32(1), jnp.float32(1))}},
     "explain_broken_rules": {"broken_rules": 3},
     "PolicyLossConfig": {
@@ -202,7 +203,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "opo": {**GROUPED, **ALONE, "lengths": REWARDS + 1},
     "optimal_token_baseline": {
         **SOFT, "returns": LOG, "stats": STATS, "group_ids": GROUPS, "batch": BATCH, "place": "position",
-        "weights": -LOG, "among": AMONG, "singletons": "reward", "epsilon": 1e-8,
+        "weights": -LOG, "among": AMONG, "rollout_ids": BATCH.rollout_ids, "singletons": "reward", "epsilon": 1e-8,
     },
     "overlong_penalty": {"lengths": REWARDS, "max_length": 4, "buffer": 2, "factor": 1.0},
     "pass_at_k": {**GROUPED, **SCALED},
@@ -295,8 +296,8 @@ CALLS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 CONTAINERS = {  # of arrays, which the functions that read them check; and what a model reads, not a loss
-    "TokenStats", "RolloutBatch", "Normalizer", "Composite", "MismatchReport", "TokenMismatch", "Paths", "Paths.of",
-    "check_recurrent", "Asks",
+    "TokenStats", "RolloutBatch", "Normalizer", "StepTerm", "Composite", "MismatchReport", "TokenMismatch", "Paths",
+    "Paths.of", "check_recurrent", "Asks",
 }  # fmt: skip
 
 
