@@ -19,7 +19,7 @@ The CPU then appears as that many devices, even to the first conftest.py. Tests 
 - `context_layout`: the name of a context layout; the test runs for each.
 - `assert_mesh_invariant`: `jaxppo.sharding.testing.assert_mesh_invariant`, over every dp x cp x tp of JAX's devices
   unless `meshes=` names others.
-- `assert_packing_invariant`: `jaxppo.sharding.testing.assert_packing_invariant`, for the model in front of a loss. It
+- `assert_packing_invariant`: `jaxppo.assert_packing_invariant`, for the model in front of a loss. It
   needs no devices and no option:
 
     def test_my_model(assert_packing_invariant):
@@ -151,8 +151,8 @@ def _fixtures(count: int | None, sample: str) -> object:
 
         @pytest.fixture
         def assert_packing_invariant(self) -> Callable[..., Any]:
-            """jaxppo.sharding.testing.assert_packing_invariant: a model keeps packed samples apart."""
-            from jaxppo.sharding.testing import assert_packing_invariant
+            """jaxppo.assert_packing_invariant: a model keeps packed samples apart."""
+            from jaxppo import assert_packing_invariant
 
             return assert_packing_invariant
 

@@ -16,7 +16,7 @@ from flax import nnx
 import jaxppo
 from jaxppo import Normalizer, PolicyLossConfig, RolloutBatch, Sample, advantages
 
-VOCAB, WIDTH, HEADS, PROMPT, LONGEST = 16, 64, 4, 2, 8
+VOCAB, WIDTH, HEADS, PLACES, PROMPT, LONGEST = 16, 64, 4, 32, 2, 8
 PROMPTS, SAMPLES, UPDATES = 16, 8, 150
 pack = partial(RolloutBatch.from_samples, row_length=16, rows=16, micro_batches=4, num_segments=5)
 CONFIG = PolicyLossConfig(jaxppo.PPO(clip_high=0.28), kl=jaxppo.KL(0.001))
@@ -34,7 +34,7 @@ class Decoder(nnx.Module):
 
         tensor = mesh.logits_spec[2]  # the axis that divides heads, MLP, vocabulary
         self.tokens = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.positions = nnx.Embed(LONGEST, WIDTH, rngs=rngs)
+        self.positions = nnx.Embed(PLACES, WIDTH, rngs=rngs)
         self.norms = nnx.List([nnx.RMSNorm(WIDTH, rngs=rngs) for _ in range(3)])
         self.qkv = linear(WIDTH, 3 * WIDTH, None, tensor)
         self.out = linear(WIDTH, WIDTH, tensor, None)
@@ -127,6 +127,8 @@ def train(mesh, folder):
     options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=10)
     with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
         state, newest = start(), manager.latest_step()
+        hidden = jax.jit(lambda model, batch: hidden_and_head(model, batch)[0])
+        jaxppo.assert_packing_invariant(hidden, state["model"], vocab_size=VOCAB, parallel=mesh)
         if newest is not None:  # the arrays of the checkpoint, placed as those of `start`
             graph, arrays = nnx.split(state)
             arrays = manager.restore(newest, args=ocp.args.StandardRestore(arrays))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxppo.base.kl import KL
     from jaxppo.base.metrics import finalize_metrics
     from jaxppo.batch.broken_rules import explain_broken_rules
+    from jaxppo.batch.packing_check import assert_packing_invariant
     from jaxppo.batch.rollout_batch import RolloutBatch
     from jaxppo.batch.samples import Sample
     from jaxppo.head import Head, LoRA, TokenStats, log_probs_from_hidden, log_probs_from_logits
@@ -37,6 +38,7 @@ else:
             "jaxppo.base.kl": ["KL"],
             "jaxppo.base.metrics": ["finalize_metrics"],
             "jaxppo.batch.broken_rules": ["explain_broken_rules"],
+            "jaxppo.batch.packing_check": ["assert_packing_invariant"],
             "jaxppo.batch.rollout_batch": ["RolloutBatch"],
             "jaxppo.batch.samples": ["Sample"],
             "jaxppo.head": ["Head", "LoRA", "TokenStats", "log_probs_from_hidden", "log_probs_from_logits"],
@@ -61,5 +63,5 @@ __all__ += ["Normalizer", "RolloutBatch", "Sample", "accumulate_gradients", "exp
 __all__ += ["CISPO", "GSPO", "KL", "PPO", "SAPO", "OffPolicyConfig", "PolicyLossConfig", "Rejection"]
 __all__ += ["policy_loss", "policy_loss_from_hidden"]
 __all__ += ["SFT", "TokenLoss", "Value", "loss_from_hidden", "loss_from_stats"]
-__all__ += ["ParallelMesh", "ShardAxes", "make_parallel_mesh"]
+__all__ += ["ParallelMesh", "ShardAxes", "assert_packing_invariant", "make_parallel_mesh"]
 __all__ += ["advantages", "mismatch", "policy_losses", "presets", "sharding"]

@@ -32,6 +32,7 @@ from examples.trainer.tasks import Task
 from jaxppo import KL, ParallelMesh, PolicyLossConfig, Sample, make_parallel_mesh, policy_losses
 from jaxppo.sharding import multihost
 
+CHECKED = 32  # the positions that the check of packing needs on eight context shards
 TEMPERATURE = 1.0  # of sampling; at 1 the trainer need not divide its logits by it
 
 
@@ -142,7 +143,7 @@ def _create(args: argparse.Namespace, parallel: ParallelMesh) -> _Model:
     """The toy decoder, with the tokenizer of its task."""
     task = Task(args.task, args.seed, args.held_out)
     longest = task.prompt_length + task.response_length
-    config = ModelConfig(task.tokenizer.size, longest, width=args.width, layers=args.layers)
+    config = ModelConfig(task.tokenizer.size, max(longest, CHECKED), width=args.width, layers=args.layers)
     return task, config, *create_model(config, parallel, args.seed)
 
 
@@ -259,6 +260,8 @@ def _begin_to_end(args: argparse.Namespace, asked: list[str]) -> int:
     began = time.perf_counter()
     run = set_up(args)
     run.asked = asked
+    if run.accuracy_after_sft is None:  # a run that goes on has passed it
+        run.learner.check_packing(run.state.params)
     train(run, args)
     if asked and run.step < args.steps:
         print(f"stopped by {asked[0]} after step {run.step} of {args.steps} and saved; --resume goes on")

@@ -97,6 +97,11 @@ class Learner:
         head = Head.of(model.head, vocab_size=self.model.vocab_size)
         return model(batch.tokens, batch.positions, attend), head
 
+    def check_packing(self, params: nnx.State) -> None:
+        """Raises AssertionError where hidden states of a sample depend on how it is packed, which no loss shows."""
+        hidden = jax.jit(lambda params, batch: self._head(params, batch)[0])
+        jaxppo.assert_packing_invariant(hidden, params, vocab_size=self.model.vocab_size, parallel=self.parallel)
+
     def token_stats(
         self, params: nnx.State, batch: RolloutBatch, entropy: Literal["none", "metric"] = "none"
     ) -> TokenStats:

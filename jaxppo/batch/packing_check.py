@@ -1,17 +1,18 @@
-"""`jaxppo.sharding.testing.assert_packing_invariant`, which lies here because it makes batches."""
+"""A check before the first step: a model keeps the samples of a row apart."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import check
+from jaxppo.base.arrays import check, check_count, check_number, check_type
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.sharding import LAYOUTS, Packed, ParallelMesh, check_parallel, logical_positions, unpack
+from jaxppo.sharding import LAYOUTS, Packed, ParallelMesh, check_parallel, logical_positions, multihost, unpack
 
 _ADVICE = (
     "none of these; attention must stay within a segment and positions begin anew in each: follow batch.paths and "
@@ -31,11 +32,12 @@ def assert_packing_invariant(
 ) -> dict[str, float]:
     """Checks that a model's hidden states of a sample do not depend on how the sample is packed.
 
-    It packs a sample of random tokens beside other samples, at another place in the row, in a row of twice the length,
-    in each context layout, and beside padding with other ids, and compares the hidden states of its tokens. A model
-    that is blind to segments fails. Its loss does not show it: `ppo_kl` is 0 and `ratio_mean` is 1, since old and new
-    log-probs are equally wrong. For each context shard, or two without a mesh, rows have 8 or 16 tokens, and positions
-    are below 4.
+    Call it before the first step; on a mesh it runs two small programs. It packs a sample of random tokens beside other
+    samples, at another place in the row, in a row of twice the length, in each context layout, and beside padding with
+    other ids, and compares the hidden states of its tokens. A model that is blind to segments fails. Its loss does not
+    show it: `ppo_kl` is 0 and `ratio_mean` is 1, since old and new log-probs are equally wrong. For each context shard,
+    or two without a mesh, rows have 8 or 16 tokens, and positions are below 4. Where the mesh spans processes, all must
+    call it together.
 
     Args:
       hidden_fn: `hidden_fn(params, batch)` gives the final hidden states `[R, T, H]`, in the batch's order; jitted, if
@@ -53,10 +55,10 @@ def assert_packing_invariant(
 
     Raises:
       AssertionError: names everything that the hidden states depend on, and by how much.
-      TypeError, ValueError: another `parallel`; hidden states of another shape, or that are not finite.
+      TypeError, ValueError: arguments that are none of these; hidden states of another shape, or that are not finite.
 
     Example:
-      >>> from jaxppo.sharding.testing import assert_packing_invariant
+      >>> from jaxppo import assert_packing_invariant
       >>> table = jax.random.normal(jax.random.key(0), (50, 8))
       >>> def right(table, batch):                              # attention with equal weights, along batch.paths
       ...     seen = batch.paths.attends(batch.paths).astype(float)
@@ -71,7 +73,12 @@ def assert_packing_invariant(
       ...
       AssertionError: hidden_fn: got hidden states of a sample that depend on what is packed beside it (...
     """
+    check_type("hidden_fn", hidden_fn, callable(hidden_fn), "a function of (params, batch)")
     check_parallel(parallel, "ParallelMesh or None")
+    check_count("vocab_size", vocab_size, least=1)
+    check_count("seed", seed)
+    if tolerance is not None:
+        check_number("tolerance", tolerance, least=0)
     rng, shards = np.random.default_rng(seed), parallel.context_size if parallel else 2
     unit = 2 * shards  # what every layout divides rows and segments by
 
@@ -90,11 +97,12 @@ def assert_packing_invariant(
         # the rows after the first hold a sequence each, which is other in each comparison of what lies beside
         beside = [(other_before, other_after)[others % 2], ours]
         batch, placed = _batch([pieces, *[beside] * (rows - 1)], padding, layout, shards)
-        found = hidden_fn(params, batch.put(parallel) if parallel else batch)
+        found = hidden_fn(params, _put(batch, parallel) if parallel else batch)
         good = found.ndim == 3 and found.shape[:2] == batch.tokens.shape
         check("hidden_fn", f"shape {found.shape}", good, f"{batch.tokens.shape} and the hidden size")
         dtypes.add(jnp.dtype(found.dtype))
         at = next(i for i, piece in enumerate(pieces) if piece is ours)
+        found = multihost.whole(found)
         states = unpack(found.astype(jnp.float32), placed)[at].astype(np.float64)
         check("hidden_fn", "hidden states that are not finite", bool(np.isfinite(states).all()), "finite ones")
         return states
@@ -122,6 +130,13 @@ def assert_packing_invariant(
             f"{_ADVICE}"
         )
     return differences
+
+
+def _put(batch: RolloutBatch, parallel: ParallelMesh) -> RolloutBatch:
+    """The batch on the mesh, of which each process brings the two rows of each of its own data shards."""
+    own = np.repeat(2 * np.array(multihost.local_data_shards(parallel)), 2)
+    own[1::2] += 1
+    return jax.tree.map(lambda x: x[own], batch).put(parallel)
 
 
 def _batch(

@@ -1,9 +1,8 @@
-"""`sharding/testing.py` under the name that users import, and the assertion about packing, which knows batches."""
+"""`sharding/testing.py` under the name that users import."""
 
 import functools
 from typing import TYPE_CHECKING, Any
 
-from jaxppo.batch.packing_check import assert_packing_invariant
 from jaxppo.sharding import _submodule
 
 if TYPE_CHECKING:
@@ -17,7 +16,6 @@ else:
 
 __all__ = [  # noqa: F405  the star is for type checkers
     "assert_mesh_invariant",
-    "assert_packing_invariant",
     "assert_trees_close",
     "emulate_devices",
     "factorings",

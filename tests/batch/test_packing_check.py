@@ -12,12 +12,12 @@ from jaxppo import (
     PolicyLossConfig,
     RolloutBatch,
     Sample,
+    assert_packing_invariant,
     finalize_metrics,
     log_probs_from_hidden,
     policy_loss_from_hidden,
 )
 from jaxppo.sharding import make_parallel_mesh
-from jaxppo.sharding.testing import assert_packing_invariant
 
 V, H, MOST = 40, 16, 512
 

@@ -15,8 +15,7 @@ from flax import nnx
 from programs import xla_flags
 
 from examples import grpo
-from jaxppo import make_parallel_mesh
-from jaxppo.sharding.testing import assert_packing_invariant
+from jaxppo import assert_packing_invariant, make_parallel_mesh
 
 ROOT = Path(__file__).parents[2]
 STEPS = 25
@@ -68,8 +67,7 @@ def test_every_parameter_has_its_place():
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
-def test_samples_do_not_see_each_other(mesh, monkeypatch):
-    monkeypatch.setattr(grpo, "LONGEST", 64)  # the longest positions that the check makes
+def test_samples_do_not_see_each_other(mesh):
     parallel = make_parallel_mesh(mesh) if mesh else None
     model = grpo.Decoder(parallel or make_parallel_mesh("dp=1", devices=jax.devices()[:1]), nnx.Rngs(0))
     hidden = jax.jit(lambda model, batch: grpo.hidden_and_head(model, batch)[0])

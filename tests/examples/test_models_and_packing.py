@@ -12,8 +12,8 @@ from examples.flax_linen import VOCAB
 from examples.trainer.attention import context_attention
 from examples.trainer.model import ModelConfig, create_model
 from examples.trainer.qwen3 import Qwen3Config, load_model
+from jaxppo import assert_packing_invariant
 from jaxppo.sharding import LAYOUTS, make_parallel_mesh
-from jaxppo.sharding.testing import assert_packing_invariant
 
 MESHES = [None, *(("dp=2,cp=2,tp=2", layout) for layout in LAYOUTS)]
 

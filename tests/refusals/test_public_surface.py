@@ -106,7 +106,9 @@ OF_NAME = {
     **_rows("number", "opsm_delta pull ratio_cap reference_point reward samples scale share softcap step target"),
     **_rows("number", "tau_negative tau_positive undesirable_weight value_lam veto z_loss low high limit"),
     **_rows("number", "step_coef entropy_coef aggregation_norm temperature lora_scale gain"),
-    **_rows("count", "bins by columns depths first_id group_id rollout_id sample_id response_start top_k vocab_size"),
+    **_rows(
+        "count", "bins by columns seed depths first_id group_id rollout_id sample_id response_start top_k vocab_size"
+    ),
     **_rows("count", "width memory row_length rows max_tokens num_segments mtp_depths choice version proximal_version"),
     **_rows("ids", "cu_seqlens cu_seqlens_padded draft_ids d2t counts"),
     **_rows("count", "size"),
@@ -117,7 +119,8 @@ OF_NAME = {
     **_rows("choice", "opsm_compares opsm_fraction outside place precision reduce rounded_to singletons statistic std"),
     **_rows("choice", "tail truncated implementation link ranks ratio_to impossible_tokens dtype"),
     **_rows(
-        "object", "apply args batch chosen config first fn hidden_spec key loss loss_fn lora margins masks metrics"
+        "object",
+        "apply args batch chosen config first fn hidden_fn hidden_spec key loss loss_fn lora margins masks metrics",
     ),
     **_rows("object", "micro_batches mismatched module normalizer normalizers off_policy output parallel parts"),
     **_rows("object", "prompts quantiles recorded rejected rejections rollout_hidden_spec spec stacked starts state"),

@@ -133,6 +133,27 @@ def packed_while_devices_work(rank, parallel):
     return [*batch.tokens.shape, not running.is_ready()]
 
 
+def check_packing(table, parallel):
+    """What the check says of a model that follows `batch.paths`, and of one that is blind to segments."""
+    from jaxppo import assert_packing_invariant
+
+    def right(table, batch):
+        seen = batch.paths.attends(batch.paths).astype(np.float32)
+        return seen / seen.sum(-1, keepdims=True) @ table[batch.tokens]
+
+    def blind(table, batch):
+        seen = np.tri(batch.tokens.shape[1], dtype=np.float32)
+        return seen / seen.sum(-1, keepdims=True) @ table[batch.tokens]
+
+    options = {"vocab_size": len(TABLE), "parallel": parallel}
+    found = assert_packing_invariant(jax.jit(right), table, **options)
+    try:
+        assert_packing_invariant(jax.jit(blind), table, **options)
+    except AssertionError as error:
+        return [max(found.values()), str(error)]
+    return [max(found.values()), "passed"]
+
+
 def main(rank, count, port, mesh, layout, event=None):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8 // count)
@@ -159,7 +180,18 @@ def main(rank, count, port, mesh, layout, event=None):
     whole = jax.jit(lambda x: x, out_shardings=parallel.sharding(jax.P()))  # for every process to read
     gradients = [np.asarray(whole(g).addressable_data(0)).tolist() for g in gradients]
     found = {name: float(x) for name, x in found.items()}
-    print(json.dumps({"loss": float(value), "metrics": found, "gradients": gradients, "rows": batch.tokens.shape[0]}))
+    packing = check_packing(table, parallel)
+    print(
+        json.dumps(
+            {
+                "loss": float(value),
+                "metrics": found,
+                "gradients": gradients,
+                "rows": batch.tokens.shape[0],
+                "packing": packing,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -138,6 +138,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "accumulate_gradients": {
         **SOFT, "loss_fn": lambda w, x: ((w * x).sum(), {}), "micro_batches": jnp.ones((2, 3)),
     },
+    "assert_packing_invariant": {
+        **SOFT, "hidden_fn": lambda params, batch: jnp.ones((*batch.tokens.shape, 2)), "params": {}, "vocab_size": 9,
+        "tolerance": 1e-4, "seed": 0,
+    },
     "StepTerm.of": {"fn": lambda means: means**2, "sums": jnp.ones(2), "counts": jnp.ones(2)},
     "finalize_metrics": {"metrics": {"a": jaxppo.base.metrics.Metric(jnp.float32(1), jnp.float32(1))}},
     "explain_broken_rules": {"broken_rules": 3},
