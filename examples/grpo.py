@@ -45,8 +45,7 @@ class Decoder(nnx.Module):
     def __call__(self, tokens, positions, sees):
         x = self.tokens(tokens) + self.positions(positions)
         qkv = self.qkv(self.norms[0](x)).reshape(*tokens.shape, HEADS, -1)
-        q, k, v = jnp.split(qkv, 3, -1)
-        y = jax.nn.dot_product_attention(q, k, v, mask=sees[:, None])
+        y = jax.nn.dot_product_attention(*jnp.split(qkv, 3, 3), mask=sees[:, None])
         x = x + self.out(y.reshape(x.shape))
         return self.norms[2](x + self.down(nnx.gelu(self.up(self.norms[1](x)))))
 
@@ -63,33 +62,38 @@ def hidden_and_head(model, batch):
     return model(batch.tokens, batch.positions, sees), jaxppo.Head.of(model.head)
 
 
-def update(mesh, state, batches):
-    """One optimizer update on K micro-batches, arrays [K, R, T]."""
+def score(mesh, model, batch):
+    inputs = *hidden_and_head(model, batch), batch.targets
+    return jaxppo.log_probs_from_hidden(*inputs, parallel=mesh)
 
-    def score(model, batch):
-        inputs = *hidden_and_head(model, batch), batch.targets
-        return jaxppo.log_probs_from_hidden(*inputs, parallel=mesh)
 
-    def loss(model, part):
-        batch, whole = part
-        inputs = *hidden_and_head(model, batch), batch, CONFIG
-        options = {"normalizer": whole, "parallel": mesh}
-        return jaxppo.policy_loss_from_hidden(*inputs, **options)
+def loss(mesh, model, part):
+    batch, whole = part
+    inputs = *hidden_and_head(model, batch), batch, CONFIG
+    return jaxppo.policy_loss_from_hidden(*inputs, normalizer=whole, parallel=mesh)
 
-    model, reference = state["model"], state["reference"]
+
+def prepare(mesh, state, batches):
+    """What the loss reads beside tokens, for the whole step, arrays [K, R, T]."""
+    find = partial(jaxppo.compute_log_probs, partial(score, mesh))
+    old, ref = (find(state[x], batches).log_probs for x in ("model", "reference"))
     by_sample = advantages.grpo(batches.rewards, **batches.groups, parallel=mesh)
-    batches = replace(
-        batches,
-        advantages=advantages.spread(by_sample, batches, parallel=mesh),
-        old_log_probs=jaxppo.compute_log_probs(score, model, batches).log_probs,
-        ref_log_probs=jaxppo.compute_log_probs(score, reference, batches).log_probs,
-    )
-    whole = Normalizer.of(CONFIG, batches, parallel=mesh)
-    step = jaxppo.accumulate_gradients(loss, (batches, whole))
+    spread = advantages.spread(by_sample, batches, parallel=mesh)
+    return replace(batches, advantages=spread, old_log_probs=old, ref_log_probs=ref)
+
+
+def learn(mesh, state, batches):
+    """One optimizer update on K micro-batches."""
+    model, whole = state["model"], Normalizer.of(CONFIG, batches, parallel=mesh)
+    step = jaxppo.accumulate_gradients(partial(loss, mesh), (batches, whole))
     (_, metrics), gradients = step(model)
     updates, optimizer = OPTIMIZER.update(gradients, state["optimizer"], model)
-    state |= {"model": optax.apply_updates(model, updates), "optimizer": optimizer}
+    state = state | {"model": optax.apply_updates(model, updates), "optimizer": optimizer}
     return state, jaxppo.finalize_metrics(metrics)
+
+
+def update(mesh, state, batches):
+    return learn(mesh, state, prepare(mesh, state, batches))
 
 
 @jax.jit

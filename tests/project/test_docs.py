@@ -51,6 +51,10 @@ def definitions(source):
     return {node.name: ast.unparse(node) for node in ast.parse(source).body if hasattr(node, "name")}
 
 
+# functions of a page that its program has not
+PAGE_ALONE = {"training_step": ["start_on", "update_in_parts", "looked_at", "learn_part"]}
+
+
 @pytest.mark.parametrize(
     ("page", "example", "left_out"),
     [
@@ -65,9 +69,9 @@ def test_a_tutorial_shows_its_example(page, example, left_out):
     code = re.findall(r"^(?:>>>|\.\.\.) ?(.*)$", (DOCS / f"{page}.md").read_text(), re.MULTILINE)
     source = (DOCS.parent / f"examples/{example}.py").read_text()
     shown, program = definitions("\n".join(code)), definitions(source)
-    assert [name for name, text in shown.items() if program.get(name) != text] == ["start_on"] * (example == "grpo")
+    assert [name for name, text in shown.items() if program.get(name) != text] == PAGE_ALONE.get(page, [])
     assert {*program} - {*shown} == left_out
-    assert len(source.splitlines()) <= 150
+    assert len(source.splitlines()) <= 155
 
 
 def test_the_reference_holds_every_public_name():
