@@ -88,8 +88,8 @@ def learn(mesh, state, batches):
     step = jaxppo.accumulate_gradients(partial(loss, mesh), (batches, whole))
     (_, metrics), gradients = step(model)
     updates, optimizer = OPTIMIZER.update(gradients, state["optimizer"], model)
-    state = state | {"model": optax.apply_updates(model, updates), "optimizer": optimizer}
-    return state, jaxppo.finalize_metrics(metrics)
+    new = {"model": optax.apply_updates(model, updates), "optimizer": optimizer}
+    return state | new, jaxppo.finalize_metrics(metrics)
 
 
 def update(mesh, state, batches):
