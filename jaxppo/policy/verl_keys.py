@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxppo.policy.options import by_name
 
-VERSION = "1dda039b"
+VERSION = "0.9.1"
 ACTOR = "actor_rollout_ref.actor."
 LOSS = "actor_rollout_ref.actor.policy_loss."
 CORRECTION = "algorithm.rollout_correction."
@@ -69,7 +69,7 @@ ELSEWHERE = by_name(
         "profiling": "profile profiler.",
         "the training loop": "checkpoint. data_loader_seed ppo_epochs shuffle",
         "the model": """
-            freeze_vision_tower model_config qat. router_replay. use_fused_kernels use_prefix_grouper use_torch_compile
+            freeze_vision_tower model_config qat. use_fused_kernels use_prefix_grouper use_torch_compile
         """,
         "the training engine": """
             engine fsdp_config. global_batch_info megatron. pad_to_length strategy torchtitan.

@@ -1,6 +1,7 @@
 """The configuration of verl's trainers, read as the fields of a `PolicyLossConfig`.
 
-If verl's loss and its documentation differ, this module follows the loss.
+If verl's loss and its documentation differ, this module follows the loss, as verl 0.9.1 computes it. Before 0.9.1 verl
+took the mean of sequence means for "gspo", whatever loss_agg_mode said.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jaxppo.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, PPO, SAPO, ClipCo
 _AGGREGATIONS: dict[str, Aggregation] = {
     name.replace("sequence", "seq").replace("_", "-"): name for name in get_args(Aggregation) if name != "rollout_mean"
 }
-_OWN_AGGREGATION = ("gspo", "sapo", "geo_mean")  # always a mean of sequence means
+_OWN_AGGREGATION = ("sapo", "geo_mean")  # always a mean of sequence means
 _ESTIMATORS = {"kl": "k1", "mse": "k2", "k3": "low_var_kl"} | {x: x for x in ("k1", "abs", "k2", "low_var_kl")}
 _ESTIMATORS |= {f"{name}+": f"{ours}+" for name, ours in _ESTIMATORS.items()}
 _STATISTICS = [f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3")]
