@@ -1,4 +1,4 @@
-"""Tunix (google-tunix 0.1.7, and its main branch of August 2026): policy losses and forward passes without logits.
+"""Tunix (google-tunix 0.1.7, and its main branch of September 2026): policy losses and forward passes without logits.
 
 docs/frameworks.md says how it plugs in. What uses no logits stays Tunix's (advantages, rewards, the value loss of PPO),
 and so do the losses of its supervised and DPO trainers.
@@ -11,9 +11,9 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from jaxppo.base.arrays import check
+from jaxppo.base.arrays import check, check_flag
 from jaxppo.head.call import HeadOptions
-from jaxppo.integrations.tunix_loss import MeshOrMaker, check_head_options
+from jaxppo.integrations.tunix_loss import OF_THEIR_HEAD, MeshOrMaker, check_head_options
 from jaxppo.integrations.tunix_loss import batch_of as batch_of
 from jaxppo.integrations.tunix_loss import config_of as config_of
 from jaxppo.integrations.tunix_loss import loss_fn as loss_fn
@@ -21,6 +21,7 @@ from jaxppo.integrations.tunix_models import check_unread
 from jaxppo.integrations.tunix_models import head_of as head_of
 from jaxppo.integrations.tunix_models import hidden_states as hidden_states
 from jaxppo.integrations.tunix_models import log_probs as log_probs
+from jaxppo.integrations.tunix_sampler import check_served
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.sharding import ParallelMesh
 
@@ -30,6 +31,7 @@ def register(
     parallel: MeshOrMaker = None,
     *,
     name: str = "jaxppo",
+    agentic: bool = False,
     lora_scale: float | None = None,
     num_segments: int | None = None,
     **options: Unpack[HeadOptions],
@@ -37,23 +39,29 @@ def register(
     """Puts a policy loss into Tunix's registry; a learner takes it with `GRPOConfig(policy_loss_fn=name)`.
 
     Tunix's learner still decides which log-probs are computed before the loss. For reference log-probs it needs a
-    `GRPOConfig(beta=...)` other than 0; for old log-probs it needs `num_iterations` above 1.
+    `GRPOConfig(beta=...)` other than 0. For old log-probs the plain learner needs `num_iterations` above 1; the agentic
+    one hands over the sampler's in their place, unless its `use_rollout_logps` is False.
 
     Args:
       config, parallel, lora_scale, num_segments, **options: see `loss_fn`.
       name: the loss's name in the registry; an existing name is replaced, "grpo" and "ppo" too.
+      agentic: whether the learner is that of `tunix.rl.agentic`, whose batches have the sampler's log-probs. Those of
+        the plain `GRPOLearner` of Tunix 0.1.7 have none.
 
     Returns:
       The name.
 
     Raises:
       ModuleNotFoundError: Tunix is not installed.
-      TypeError, ValueError: a wrong config or option.
+      TypeError, ValueError: a wrong config or option; a config that reads what no batch of that learner has.
     """
+    check_flag("agentic", agentic)
     check("name", repr(name), isinstance(name, str) and name != "", "a text")
     from tunix.rl import function_registry
 
     loss = loss_fn(config, parallel, lora_scale=lora_scale, num_segments=num_segments, **options)
+    if config is not None:
+        check_served(config, agentic)
     function_registry.register_policy_loss_fn(name)(loss)
     return name
 
@@ -96,9 +104,9 @@ def _without_logits(theirs: Any, lora_scale: float | None, options: HeadOptions)
         **more: Any,
     ) -> jax.Array:
         """The log-probs of prompts and completions, some rows at a time; by default at the sampler's temperature."""
-        names = "segment_ids", "segment_positions", "routed_experts"
+        names = "segment_ids", "segment_positions", "routed_experts", "token_mask"
         arrays = {name: more.pop(name, None) for name in names}
-        check_unread("a pass for log-probs", more)
+        check_unread("a pass for log-probs", {name: x for name, x in more.items() if name not in OF_THEIR_HEAD})
         if temperature is None:
             temperature = cluster.get_rollout_config(mode=theirs.Mode.TRAIN).temperature
         rows = rows or len(tokens[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,14 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.prepare import check_options
 from jaxppo.integrations.tunix_models import check_unread, head_of, hidden_of_example
+from jaxppo.integrations.tunix_sampler import (
+    asked_for,
+    check_options_of,
+    check_weights,
+    left_to_loss,
+    with_options,
+    with_sampler_log_probs,
+)
 from jaxppo.losses.doors import policy_loss_from_hidden
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses import GSPO, PPO, PolicyLoss
@@ -32,14 +40,22 @@ _AGGREGATIONS: dict[str, Aggregation] = {
 }
 _ESTIMATORS: dict[str, Estimator] = {"kl": "k1", "mse_kl": "k2", "low_var_kl": "k3"}
 # options of newer branches that change their loss or its metrics
-_UNREAD = ["overlong_loss_masking", "seq_logprob_error_threshold", "truncated_importance_sampling_type"]
-_UNREAD += ["sampler_is_length_buckets"]
+_UNREAD = ["overlong_loss_masking", "truncated_importance_sampling_type", "sampler_is_length_buckets"]
 # fields of Tunix's TrainExamples and payloads that `batch_of` and the loss read, or that change no loss; a sampler's
 # verdict `overlong` changes one under an option that is refused
 _OF_EXAMPLES = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "old_per_token_logps"}
 _OF_EXAMPLES |= {"ref_per_token_logps", "segment_ids", "segment_positions", "num_segments", "sampler_is_weights"}
 _OF_EXAMPLES |= {"is_update_step", "policy_version", "returns", "old_values", "rollout_per_token_logps", "overlong"}
-_OF_EXAMPLES |= {"metadata", "routed_experts"}
+_OF_EXAMPLES |= {"metadata", "routed_experts", "sampler_agreement_applied", "completion_attention_mask"}
+# bounds of Tunix's own head, on the tokens or the positions of a row at a time: ours follows the loss mask and memory=
+OF_THEIR_HEAD = ("compute_logps_chunk_size", "max_logp_positions_per_packed_row")
+
+# the metrics that Tunix's learners log, by our names; its agentic learner stops where one is missing
+_THEIR_NAMES = {"kl": "kl", "kl_loss": "kl", "pg_clipfrac": "clip_fraction", "pg_clipfrac_lower": "clip_fraction_lower"}
+_THEIR_NAMES |= {f"is_ratio/{name}": f"ratio_{name}" for name in ("mean", "min", "max")}
+_OF_CORRECTIONS = {"sampler_is/frac_clipped_at_threshold": "tis_clipfrac"}
+_OF_CORRECTIONS |= {"sampler_rs/rejected_fraction": "rejected_fraction"}
+_NOT_COMPUTED = ("log_ratio/abs_mean", "pg_loss/unclipped_mean", "pg_loss/clipped_mean")  # NaN in Tunix's logs
 
 MeshOrMaker = ParallelMesh | Callable[[], ParallelMesh | None] | None
 
@@ -114,25 +130,20 @@ class _Loss:
     options: HeadOptions
 
     def __call__(self, model: Any, train_example: Any, algo_config: Any, pad_id: int, eos_id: int, **more: Any) -> Any:
-        more.pop("compute_logps_chunk_size", None)  # of Tunix's own log-probs; memory= bounds ours
-        check_unread("the loss", more)
+        check_unread("the loss", {name: value for name, value in more.items() if name not in OF_THEIR_HEAD})
         x = train_example
         parallel = self.parallel() if callable(self.parallel) else self.parallel
         if parallel is not None and not isinstance(parallel, ParallelMesh):
             raise TypeError(f"parallel: got {type(parallel).__name__} from the function, expected ParallelMesh or None")
         batch = batch_of(x, pad_id, parallel=parallel, num_segments=self.num_segments)
-        length = x.completion_ids.shape[1]
-        config = config_of(algo_config, length) if self.config is None else agreed(self.config, algo_config)
-        if getattr(x, "sampler_is_weights", None) is not None:
-            got = "got weights of Tunix's sampler correction"
-            raise NotImplementedError(f"sampler_is_weights: {got}, expected None (sampler_is=None)")
-        if batch.old_log_probs is None and config.ratio_to == "old":
-            config = dataclasses.replace(config, ratio_to="current")
+        asked = left_to_loss(algo_config, x)
+        config = self._config_for(x, algo_config, asked)
+        batch = with_sampler_log_probs(batch, config, algo_config, asked)
         normalizer = Normalizer.of(config, batch, parallel=parallel)
         names = "segment_ids", "segment_positions", "routed_experts"
         its = [getattr(x, name, None) for name in names]
         loss, metrics = policy_loss_from_hidden(
-            hidden_of_example(model, x.prompt_ids, x.completion_ids, pad_id, *its),
+            hidden_of_example(model, x.prompt_ids, x.completion_ids, pad_id, *its, token_mask=token_mask_of(x)),
             head_of(model, lora_scale=self.lora_scale),
             batch,
             config,
@@ -141,7 +152,18 @@ class _Loss:
             temperature=getattr(algo_config, "temperature", 1.0) or 1.0,
             **self.options,
         )
-        return _output(loss, metrics, normalizer)
+        return _output(loss, metrics | _of_batch(x, weighs=not asked), normalizer)
+
+    def _config_for(self, x: Any, algo_config: Any, asked: dict[str, Any]) -> PolicyLossConfig:
+        """The loss of this batch, whose learner left the corrections `asked` to the loss."""
+        if self.config is None:
+            config = with_options(_base_config(algo_config, x.completion_ids.shape[1]), algo_config, asked)
+        else:
+            config = agreed(self.config, algo_config)
+            check_options_of(config, algo_config, asked)
+        check_weights(config, x)
+        alone = x.old_per_token_logps is None and config.ratio_to == "old"
+        return dataclasses.replace(config, ratio_to="current") if alone else config
 
 
 def config_of(algo_config: Any, completion_length: int | None = None) -> PolicyLossConfig:
@@ -152,7 +174,9 @@ def config_of(algo_config: Any, completion_length: int | None = None) -> PolicyL
       completion_length: C, the denominator of "sequence-mean-token-scale".
 
     Returns:
-      The config. Its entropy is a metric, as in Tunix.
+      The config. Its entropy is a metric, as in Tunix. `sampler_is`, `sampler_rs` and `force_on_policy_ratio` become a
+      ratio of 1 and an `off_policy` over the sampler; a learner that has applied them says so in its batch, and the
+      loss leaves them out.
 
     Raises:
       ValueError: a value without an equivalent here, or a PPOConfig: pass its loss to `register` as a config.
@@ -163,6 +187,11 @@ def config_of(algo_config: Any, completion_length: int | None = None) -> PolicyL
       >>> config_of(grpo).loss
       PPO(clip_low=0.2, clip_high=0.28, dual_clip=None)
     """
+    return with_options(_base_config(algo_config, completion_length), algo_config, asked_for(algo_config))
+
+
+def _base_config(algo_config: Any, completion_length: int | None) -> PolicyLossConfig:
+    """`config_of` without the options that correct for the sampler."""
     _check_options(algo_config)
     algorithm = getattr(algo_config, "loss_algo", None)
     if algorithm not in ("grpo", "gspo-token"):
@@ -226,7 +255,8 @@ def batch_of(
       train_example: prompt_ids `[B, P]`, completion_ids and completion_mask `[B, C]`, advantages `[B]` or `[B, C]`,
         old_per_token_logps, ref_per_token_logps and the sampler's rollout_per_token_logps `[B, C]` or None; packed,
         segment_ids and segment_positions `[B, C]`, and empty prompts. routed_experts `[B, P + C, layers, k]` become
-        the extra of that name.
+        the extra of that name. sampler_is_weights `[B, C]` multiply the advantages. completion_attention_mask `[B, C]`,
+        with prompt_mask, says which ids are tokens; without it these are the ids other than `pad_id`.
       pad_id: of the tokenizer.
       parallel: the mesh.
       num_segments: S of a packed batch; by default its own num_segments, or C.
@@ -246,7 +276,7 @@ def batch_of(
     slots = (name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()))
     fields = {name: getattr(x, name) for name in {*getattr(x, "__dict__", ()), *slots} if hasattr(x, name)}
     check_unread("a TrainExample", {name: value for name, value in fields.items() if name not in _OF_EXAMPLES})
-    given = {"advantages": x.advantages, "rollout_log_probs": fields.get("rollout_per_token_logps")}
+    given = {"advantages": _weighed_advantages(x), "rollout_log_probs": fields.get("rollout_per_token_logps")}
     given |= {"old_log_probs": x.old_per_token_logps, "ref_log_probs": x.ref_per_token_logps}
     arrays: dict[str, Any] = {name: jnp.asarray(v) for name, v in given.items() if v is not None}
     experts = fields.get("routed_experts")
@@ -254,6 +284,10 @@ def batch_of(
         arrays["extras"] = {"routed_experts": Extra(jnp.asarray(experts, jnp.int32), at="input", fill=-1)}
     mask = jnp.asarray(x.completion_mask, jnp.float32)
     segments = getattr(x, "segment_ids", None)
+    if (token_mask := token_mask_of(x)) is not None:
+        return RolloutBatch.from_padded(
+            x.prompt_ids, x.completion_ids, mask, attention_mask=token_mask, parallel=parallel, **arrays
+        )
     if segments is None:
         found = jnp.concatenate([x.prompt_ids != pad_id, (x.completion_ids != pad_id) | (mask > 0)], axis=1)
         # a sampled padding id is a token too: as in Tunix, the next token is predicted at its position
@@ -268,6 +302,51 @@ def batch_of(
     )
 
 
+def token_mask_of(train_example: Any) -> jax.Array | None:
+    """`bool[B, P + C]`, which ids are tokens, if the batch says so itself: then an id like the padding's may be one."""
+    of_completions = getattr(train_example, "completion_attention_mask", None)
+    if of_completions is None:
+        return None
+    if getattr(train_example, "segment_ids", None) is not None:
+        expected = "None in a packed batch, whose segment_ids say which ids are tokens"
+        raise ValueError(f"completion_attention_mask: got a mask beside segment_ids, expected {expected}")
+    masks = [jnp.asarray(mask, bool) for mask in (train_example.prompt_mask, of_completions)]
+    return jnp.concatenate(masks, axis=1)
+
+
+def _weighed_advantages(x: Any) -> Any:
+    """The advantages, times the weights of Tunix's own correction, which multiply the policy loss and no penalty."""
+    if (weights := getattr(x, "sampler_is_weights", None)) is None:
+        return x.advantages
+    advantages = jnp.asarray(x.advantages, jnp.float32)
+    return (advantages if advantages.ndim == 2 else advantages[:, None]) * weights
+
+
+def _of_batch(x: Any, weighs: bool) -> Metrics:
+    """Metrics of Tunix's that say something of the batch alone; with `weighs` those of the learner's weights too."""
+    mask = jnp.asarray(x.completion_mask, jnp.float32)
+    a = jnp.asarray(x.advantages, jnp.float32)
+    a = jnp.broadcast_to(a if a.ndim == 2 else a[:, None], mask.shape)
+    found = {"advantage/abs_mean": _mean(jnp.abs(a), mask), "advantage/max": _extreme(a, mask, "max")}
+    found |= {"advantage/min": _extreme(a, mask, "min")}
+    found |= {"advantage/nonzero_frac": _mean((jnp.abs(a) > 1e-8).astype(jnp.float32), mask)}
+    if not weighs:
+        return found
+    weights = getattr(x, "sampler_is_weights", None)
+    weights = jnp.ones_like(mask) if weights is None else jnp.asarray(weights, jnp.float32)
+    means = {"sampler_is/weight_mean": _mean(weights, mask), "sampler_is/weight_min": _extreme(weights, mask, "min")}
+    return found | means
+
+
+def _mean(x: jax.Array, mask: jax.Array) -> Metric:
+    return Metric(jnp.where(mask > 0, x, 0).sum(), mask.sum())
+
+
+def _extreme(x: jax.Array, mask: jax.Array, of: Literal["min", "max"]) -> Metric:
+    bound, extreme = (jnp.inf, jnp.min) if of == "min" else (-jnp.inf, jnp.max)
+    return Metric(extreme(jnp.where(mask > 0, x, bound)), mask.sum(), of)
+
+
 def _output(loss: jax.Array, metrics: Metrics, normalizer: Normalizer) -> Any:
     """What Tunix expects of a policy loss: the loss, and metrics with the names that its learners log.
 
@@ -276,10 +355,10 @@ def _output(loss: jax.Array, metrics: Metrics, normalizer: Normalizer) -> Any:
     """
     from tunix.sft import utils
 
-    nothing, one = Metric(jnp.float32(0), jnp.float32(1)), Metric(jnp.float32(1), jnp.float32(1))
-    kl = metrics.get("kl", nothing)
-    theirs = {"kl": kl, "kl_loss": kl, "pg_clipfrac": metrics.get("clip_fraction", nothing)}
-    aux = metrics | theirs | {"sampler_is/weight_mean": one, "sampler_is/weight_min": one}
+    nothing, unknown = Metric(jnp.float32(0), jnp.float32(1)), Metric(jnp.float32(jnp.nan), jnp.float32(1))
+    theirs = {name: metrics.get(own, nothing) for name, own in _THEIR_NAMES.items()}
+    theirs |= {name: metrics[own] for name, own in _OF_CORRECTIONS.items() if own in metrics}
+    aux = metrics | theirs | dict.fromkeys(_NOT_COMPUTED, unknown)
     if not hasattr(utils, "LossOutput"):
         return loss, {name: metric.value for name, metric in aux.items()}
     counts = {"token_mean": normalizer.tokens, "token_sum": jnp.float32(1)}

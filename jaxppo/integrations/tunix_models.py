@@ -9,8 +9,9 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxppo.base.arrays import check
 from jaxppo.head.api import log_probs_from_hidden
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.head import Head
@@ -128,7 +129,7 @@ def check_unread(where: str, given: Mapping[str, Any]) -> None:
     if unread:
         raise TypeError(
             f"{unread[0]}: got it in {where}, which does not read it, expected None; the passes and losses of "
-            "jaxppo.integrations.tunix read no masks of log-probs"
+            "jaxppo.integrations.tunix read masks of attention, and none of log-probs"
         )
 
 
@@ -146,20 +147,32 @@ def hidden_of_example(
     segment_ids: Int[Array, "B C"] | None = None,
     segment_positions: Any = None,
     routed_experts: Int[Array, "B T L k"] | None = None,
+    *,
+    token_mask: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H"]:
     """The hidden states of prompts and completions, `[B, P + C, H]`, padded or packed as Tunix's TrainExample is.
 
-    Packed rows (`segment_ids`; the prompts are empty) also get an attention mask by segment. Tunix gives them no mask,
-    so without flash attention its models would attend to everything.
+    In padded rows tokens attend to the tokens before them, and positions count tokens: those of `token_mask`, by
+    default the ids other than `pad_id`. Packed rows (`segment_ids`; the prompts are empty) get an attention mask by
+    segment. Tunix gives them no mask, so without flash attention its models would attend to everything.
     """
-    from tunix.rl import common
-
-    if segment_ids is None:
-        tokens, positions, mask, segments = common.process_ids(prompt_ids, completion_ids, pad_id, pad_id)
-        return hidden_states(model, tokens, positions, mask, segments, routed_experts)
     tokens = jnp.concatenate([prompt_ids, completion_ids], axis=1)
+    if segment_ids is None:
+        are_tokens = (tokens != pad_id) if token_mask is None else checked_mask(token_mask, tokens, segment_ids)
+        counted = jnp.cumsum(are_tokens, axis=1)
+        positions = jnp.maximum(counted - 1, 0)
+        attended = jnp.tril(jnp.ones((1, *(tokens.shape[1],) * 2), bool)) & are_tokens[:, None, :]
+        return hidden_states(model, tokens, positions, attended, are_tokens.astype(jnp.int32), routed_experts)
     same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids > 0)[:, None, :]
     return hidden_states(model, tokens, segment_positions, jnp.tril(same), segment_ids, routed_experts)
+
+
+def checked_mask(token_mask: Any, tokens: Any, segment_ids: Any) -> Bool[Array, "B T"]:
+    """The mask as booleans. Raises ValueError for another shape, and for packed rows, whose segments say the same."""
+    got, expected = f"{jnp.shape(token_mask)}", f"{tokens.shape}, prompts and completions"
+    check("token_mask", got, jnp.shape(token_mask) == tokens.shape, expected)
+    check("token_mask", "a mask beside segment_ids", segment_ids is None, "None for packed rows")
+    return jnp.asarray(token_mask, bool)
 
 
 def log_probs(
@@ -172,6 +185,7 @@ def log_probs(
     segment_ids: Int[Array, "B C"] | None = None,
     segment_positions: Int[Array, "B C"] | None = None,
     routed_experts: Int[Array, "B T L k"] | None = None,
+    token_mask: Bool[Array, "B T"] | None = None,
     parallel: ParallelMesh | None = None,
     lora_scale: float | None = None,
     **options: Unpack[HeadOptions],
@@ -187,6 +201,7 @@ def log_probs(
       segment_ids: of packed rows, 0 is padding.
       segment_positions: of packed rows.
       routed_experts: of prompts and completions, T = P + C; see `hidden_states`.
+      token_mask: `bool[B, T]`, which ids of padded rows are tokens; by default those other than `pad_id`.
       parallel: the mesh of the model.
       lora_scale: see `head_of`.
       **options: see `HeadOptions`.
@@ -196,7 +211,7 @@ def log_probs(
     """
     from flax import nnx
 
-    its = segment_ids, segment_positions, routed_experts
+    its = segment_ids, segment_positions, routed_experts, token_mask
     static = (pad_id, float(temperature), parallel, lora_scale, tuple(sorted(options.items())))
     found: Float[Array, "B C"] = _log_probs(*nnx.split(model), prompt_ids, completion_ids, its, static)
     return found
@@ -208,10 +223,12 @@ def _log_probs(graph: Any, state: Any, prompt_ids: Any, completion_ids: Any, its
 
     pad_id, temperature, parallel, lora_scale, options = static
     model = nnx.merge(graph, state)
-    hidden = hidden_of_example(model, prompt_ids, completion_ids, pad_id, *its)
+    segments, token_positions, experts, token_mask = its
+    of_rows = segments, token_positions, experts
+    hidden = hidden_of_example(model, prompt_ids, completion_ids, pad_id, *of_rows, token_mask=token_mask)
     tokens = jnp.concatenate([prompt_ids, completion_ids], axis=1)
-    is_next = tokens != pad_id
-    if (segments := its[0]) is not None:
+    is_next = (tokens != pad_id) if token_mask is None else checked_mask(token_mask, tokens, segments)
+    if segments is not None:
         is_next = (segments > 0) & (segments == jnp.roll(segments, 1, axis=1))
     first = jnp.arange(tokens.shape[1]) < max(prompt_ids.shape[1], 1)  # nothing predicts the first token of a row
     where = jnp.roll(is_next & ~first[None], -1, axis=1)

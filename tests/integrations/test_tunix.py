@@ -128,13 +128,24 @@ def test_what_contradicts_the_learner_is_refused_by_name():
         losses(qwen(), name, grpo(), example())
     with pytest.raises(ValueError, match=r"batch.ref_log_probs: got None"):
         losses(qwen(), name, grpo(beta=0.01), example(ref_per_token_logps=None))
-    weighted = example().replace(sampler_is_weights=jnp.ones((4, 7)))
-    with pytest.raises(NotImplementedError, match=r"sampler_is_weights: got weights"):
-        losses(qwen(), ours.register(), grpo(), weighted)
+    with pytest.raises(ValueError, match=r"config: got a config that reads log-probs of the sampler"):
+        ours.register(PolicyLossConfig(ratio_to="rollout"))
     with pytest.raises(TypeError, match=r"config: got str, expected PolicyLossConfig or None"):
         ours.register("grpo")
     with pytest.raises(ValueError, match=r"kl_clamp_value: got 5.0 with 'kl'"):
         ours.config_of(grpo(kl_clamp_value=5.0))
+
+
+def test_weights_of_the_learner_multiply_the_policy_loss():
+    """As in Tunix's own loss, and not its penalty; those of the agentic learner with `sampler_is="token"`."""
+    weights = jnp.asarray(np.random.default_rng(1).uniform(0, 2, (4, 7)), jnp.float32)
+    weighted, model, config = example().replace(sampler_is_weights=weights), qwen(), grpo()
+    (theirs, _), gradient = losses(model, "grpo", config, weighted)
+    (found, metrics), mine = losses(model, ours.register(), config, weighted)
+    np.testing.assert_allclose(found, theirs, rtol=2e-5, atol=1e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-6), mine, gradient)
+    where = np.asarray(weighted.completion_mask)
+    np.testing.assert_allclose(metrics["sampler_is/weight_mean"], weights[where].mean(), rtol=1e-6)
 
 
 class Routed(nnx.Module):

@@ -19,7 +19,6 @@ from jaxppo.integrations import tunix
 
 # of Tunix's branches after August 2026
 UNREAD = {
-    "token_mask": np.ones((1, 6), bool),
     "logps_mask": np.ones((1, 6), bool),
     "max_logp_positions": 4,
     "something new": 0,
@@ -143,7 +142,7 @@ def test_an_example_with_a_field_that_no_loss_reads(name):
 class Slots:
     """A payload that keeps its fields elsewhere than in its `__dict__`, as dataclasses with slots do."""
 
-    __slots__ = tuple(vars(example(token_mask=0)))
+    __slots__ = tuple(vars(example(logps_mask=0)))
 
     def __init__(self, **fields):
         for name, value in fields.items():
@@ -151,8 +150,8 @@ class Slots:
 
 
 def test_fields_in_slots_are_read_too():
-    with pytest.raises(TypeError, match=r"^token_mask: got it in a TrainExample"):
-        tunix.batch_of(Slots(**vars(example(token_mask=UNREAD["token_mask"]))), 0)
+    with pytest.raises(TypeError, match=r"^logps_mask: got it in a TrainExample"):
+        tunix.batch_of(Slots(**vars(example(logps_mask=UNREAD["logps_mask"]))), 0)
 
 
 class Routed(Model):
@@ -237,7 +236,6 @@ def test_the_loss_refuses_arguments_that_it_does_not_read(name):
     ("option", "value"),
     [
         ("overlong_loss_masking", True),
-        ("seq_logprob_error_threshold", 2.0),
         ("truncated_importance_sampling_type", "seq-mask-tis"),
         ("sampler_is_length_buckets", (256,)),
     ],
