@@ -13,13 +13,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo.base.arrays import check, check_array, check_count, check_floating
-from jaxppo.head import reductions
-from jaxppo.head.border import Window, flat_tokens, slice_of, unless
+from jaxppo.head import statistics
+from jaxppo.head.arguments import as_asked, as_token_arrays, prepare_head, token_specs
 from jaxppo.head.call import Asked, HeadOptions, Names, Tokens
+from jaxppo.head.door import columns_of, flat_tokens, own_columns
 from jaxppo.head.gradient import in_rows, stats_of_tokens
 from jaxppo.head.head import Entropy, Head, LogitStat, TokenStats, Transform
-from jaxppo.head.prepare import as_asked, as_token_arrays, prepare_head, token_specs
-from jaxppo.head.reductions import Columns
+from jaxppo.head.order import unless
+from jaxppo.head.statistics import Columns
 from jaxppo.head.tile import LOW
 from jaxppo.head.tile import logits as to_logits
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary, varying
@@ -82,12 +83,28 @@ def log_probs_from_hidden(
       Array([[1.3863, 1.3863]], dtype=float32)
     """
     check_array("targets", targets)  # here, because prepare_head accepts None
-    given: dict[str, Any] = {"nucleus_ids": nucleus_ids, "ids": ids, "where": where, "adapter_ids": adapter_ids}
-    given |= {"entropy": entropy, "logit_stats": logit_stats, "top_k": top_k, "temperature": temperature}
-    call, inputs, specs, _ = prepare_head(hidden, head, targets, parallel=parallel, options=options, **given)
-    of_head = {"head": inputs}, lambda p: ([specs], p.tokens_spec), call
-    found: TokenStats = shard_call("log_probs_from_hidden", stats_of_tokens, parallel, *of_head)
-    return dataclasses.replace(found, ids=inputs.tokens.ids)
+    prepared = prepare_head(
+        hidden,
+        head,
+        targets,
+        parallel=parallel,
+        temperature=temperature,
+        entropy=entropy,
+        logit_stats=logit_stats,
+        top_k=top_k,
+        nucleus_ids=nucleus_ids,
+        ids=ids,
+        where=where,
+        adapter_ids=adapter_ids,
+        options=options,
+    )
+
+    def specs(parallel: ParallelMesh) -> tuple[list[Any], P]:
+        return [prepared.specs], parallel.tokens_spec
+
+    args = {"head": prepared.inputs}
+    stats: TokenStats = shard_call("log_probs_from_hidden", stats_of_tokens, parallel, args, specs, prepared.call)
+    return dataclasses.replace(stats, ids=prepared.inputs.tokens.ids)
 
 
 def log_probs_from_logits(
@@ -133,23 +150,27 @@ def log_probs_from_logits(
     tokens, where = as_token_arrays("logits", logits.shape[:2], targets, nucleus_ids, ids, where, temperature)
     args = {"logits": logits, "tokens": tokens, "where": where}
 
-    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        # JAX cannot shard a dimension that an axis does not divide: such logits arrive whole
-        t = p.tokens_spec
-        of_logits = P(*t, None) if logits.shape[2] % p.tensor_size else p.logits_spec
-        return [of_logits, token_specs(p, tokens), t], t
+    def specs(parallel: ParallelMesh) -> tuple[list[Any], P]:
+        spec = parallel.logits_spec
+        if logits.shape[2] % parallel.tensor_size:  # JAX cannot shard what an axis does not divide: it arrives whole
+            spec = P(*parallel.tokens_spec, None)
+        return [spec, token_specs(parallel, tokens), parallel.tokens_spec], parallel.tokens_spec
 
-    found: TokenStats = shard_call("log_probs_from_logits", _of_logits, parallel, args, specs, (asked, vocab_size))
-    return dataclasses.replace(found, ids=tokens.ids)
+    stats: TokenStats = shard_call("log_probs_from_logits", _of_logits, parallel, args, specs, (asked, vocab_size))
+    return dataclasses.replace(stats, ids=tokens.ids)
 
 
 def _of_logits(
     axes: ShardAxes, static: tuple[Asked, int | None], logits: jax.Array, tokens: Tokens, where: jax.Array | None
 ) -> TokenStats:
-    (asked, vocab_size), (R, T, V_local) = static, logits.shape
-    v_names = axes.tensor if set(axes.tensor) & varying(logits) else ()  # none if each device holds all columns
+    asked, vocab_size = static
+    R, T, V_local = logits.shape
+    v_names: Names = ()
+    if set(axes.tensor) & varying(logits):  # else each device holds all columns
+        v_names = axes.tensor
     columns = V_local * axes.size(v_names)
-    vocab_size = columns if vocab_size is None else vocab_size
+    if vocab_size is None:
+        vocab_size = columns
     check("vocab_size", vocab_size, vocab_size <= columns, f"1 to {columns}, the columns there are")
     call = _Call(axes, asked, v_names, vocab_size)
     tokens, where = flat_tokens(tokens, where, R * T, call.vocab_size)
@@ -165,42 +186,44 @@ class _Call(NamedTuple):
     vocab_size: int
 
 
-def _z(call: _Call, x: jax.Array, tokens: Tokens) -> tuple[jax.Array, Columns]:
-    """The logits of the columns on which this device works, after temperature, and these columns."""
-    window = Window.of(call.axes, call.v_names, x.shape[1], call.vocab_size, stored=True)
-    start, columns = window.block(0, window.total)
-    x = slice_of(x, start, window.total, 1).astype(jnp.float32)
-    return to_logits(Transform(), x, tokens.temperature, columns.valid), columns
+def _z(call: _Call, stored: jax.Array, tokens: Tokens) -> tuple[jax.Array, Columns]:
+    """The logits of the columns on which this device works, f32[N, V] after temperature, and these columns."""
+    stored = own_columns(call.axes, call.v_names, call.vocab_size, stored, dim=1)
+    columns = columns_of(call.axes, call.vocab_size, stored.shape[1])
+    return to_logits(Transform(), stored.astype(jnp.float32), tokens.temperature, columns.valid), columns
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _statistics(call: _Call, x: jax.Array, tokens: Tokens, where: jax.Array | None) -> TokenStats:
-    return _forward(call, x, tokens, where)[0]
+def _statistics(call: _Call, stored: jax.Array, tokens: Tokens, where: jax.Array | None) -> TokenStats:
+    return _forward(call, stored, tokens, where)[0]
 
 
-def _forward(call: _Call, x: jax.Array, tokens: Tokens, where: jax.Array | None) -> tuple[TokenStats, Any]:
-    z, columns = _z(call, unless(where, x), tokens)
-    found = reductions.over_devices(reductions.reduced(call.asked, z, tokens, columns), call.axes)
-    stats = reductions.finish(call.asked, found, tokens, call.vocab_size)
-    return unless(where, stats), (x, tokens, where, reductions.left_for_gradients(call.asked, found))
+def _forward(call: _Call, stored: jax.Array, tokens: Tokens, where: jax.Array | None) -> tuple[TokenStats, Any]:
+    z, columns = _z(call, unless(where, stored), tokens)
+    reduced = statistics.over_devices(statistics.reduced(call.asked, z, tokens, columns), call.axes)
+    stats = statistics.finish(call.asked, reduced, tokens, call.vocab_size)
+    return unless(where, stats), (stored, tokens, where, statistics.left_for_gradients(call.asked, reduced))
 
 
-def _backward(call: _Call, saved: Any, of_stats: TokenStats) -> tuple[jax.Array, None, None]:
-    x, tokens, where, found = saved
-    asked, counts, of_sums = reductions.cotangents(call.asked, found, tokens, call.vocab_size, of_stats)
+def _backward(call: _Call, saved: Any, dstats: TokenStats) -> tuple[jax.Array, None, None]:
+    stored, tokens, where, reduced = saved
+    asked, counts, dsums = statistics.cotangents(call.asked, reduced, tokens, call.vocab_size, dstats)
     # A token whose numbers are finite counts even without a cotangent: its gradient is 0, but may have a derivative.
     # One that has no loss and holds NaN, or excludes all columns, does not: 0 * NaN is NaN.
-    finite = jnp.stack([jnp.isfinite(n).reshape(x.shape[0], -1).all(1) for n in found.sums.values()]).all(0)
-    counts |= finite & (found.sums["s"] > 0)
-    counts = counts if where is None else counts & where
-    of_sums, peaks = unless(counts, of_sums), unless(counts, found.peaks, -LOW)
+    finite = [jnp.isfinite(numbers).reshape(stored.shape[0], -1).all(1) for numbers in reduced.sums.values()]
+    counts |= jnp.stack(finite).all(0) & (reduced.sums["s"] > 0)
+    if where is not None:
+        counts = counts & where
+    dsums = unless(counts, dsums)
+    peaks = unless(counts, reduced.peaks, -LOW)
 
-    def sums(x: jax.Array) -> reductions.Numbers:
-        z, columns = _z(call, unless(counts, x), tokens)
-        return reductions.sums_of(asked, z, peaks, tokens, columns, differentiated=True)
+    def sums_of(stored: jax.Array) -> statistics.Numbers:
+        z, columns = _z(call, unless(counts, stored), tokens)
+        return statistics.sums_of(asked, z, peaks, tokens, columns, differentiated=True)
 
-    like, pull = jax.vjp(sums, x)
-    return *pull(jax.tree.map(lambda g, x: vary(g, varying(x)), of_sums, like)), None, None
+    sums, pull = jax.vjp(sums_of, stored)
+    dsums = jax.tree.map(lambda cotangent, like: vary(cotangent, varying(like)), dsums, sums)
+    return *pull(dsums), None, None
 
 
 _statistics.defvjp(_forward, _backward)

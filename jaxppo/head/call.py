@@ -18,7 +18,9 @@ from jaxppo.sharding import ParallelMesh, ShardAxes, known_device
 Names = tuple[str, ...]
 Precision = Literal["default", "high", "highest"]
 SumDtype = Literal["float32", "parameter"]
-GIB, MIB = 2**30, 2**20
+PARTS = 8  # of the vocabulary in deterministic calls
+GIB = 2**30
+MIB = 2**20
 _OF_IDS = ("ids", "id_log_probs", "top_ids", "top_log_probs")  # the statistics that have a dimension K
 
 
@@ -30,18 +32,17 @@ class HeadOptions(TypedDict, total=False):
         moved to the devices of the batch's tokens, and `sharding.audit` notes the move. Inside a `shard_map` another
         spec is refused.
       memory: bytes that a device may spend beside its results. By default an eighth of an accelerator's memory for
-        one pass; for two 0.27 GiB on TPUs and 0.4 on GPUs, and dhidden in f32 beyond 8192 tokens; on CPUs 48 MiB and
-        tiles of 4 MiB.
+        one pass, and 48 MiB on CPUs; two passes take a block of logits, and dhidden in f32.
       precision: the precision of products, as in `jnp.dot`. bf16 operands multiply in one pass with f32 sums. For f32
         operands the default is "highest", since accelerators would round them to bf16 or TF32. If hidden states are
         bf16 and the kernel is f32, both count as f32; `kernel.astype(hidden.dtype)` avoids the cost.
       gradient_sum_dtype: the dtype in which gradients of parameters are summed over devices: "float32", or "parameter"
         for the parameter's own dtype. bf16 sums send fewer bytes; their rms error is 0.3% over 4 devices.
-      follow_mask: compute only the tokens that count; True by default. False computes all tokens. If nearly all of
-        them count that takes less memory on accelerators, or, on TPUs with few features, less time and more memory.
+      follow_mask: compute only the tokens that count; True by default. False computes all tokens, which takes less
+        memory if nearly all of them count.
       deterministic: a token's log-prob and entropy have the same bits whatever else is in the batch, and on tp = 1, 2,
-        4 and 8 if 8 divides the number of columns and FSDP does not shard them; for one platform, jax version and
-        kernel dtype. Losses take two passes. The page "Numbers and bits" has the costs, and what was tested.
+        4 and 8 if 8 divides the number of columns; for one platform, jax version and kernel dtype. Losses take two
+        passes. The page "Numbers and bits" has the costs, and what was tested.
     """
 
     hidden_spec: P | None
@@ -87,47 +88,70 @@ class Inputs(NamedTuple):
 class Profile:
     """The sizes that suit a kind of device."""
 
-    whole: bool  # a chunk in all of the device's columns at once, as accelerators want it; CPUs want tiles in caches
-    one_pass: int  # the default memory of one pass, in bytes
-    tile: int  # bytes of the f32 logits of a tile of the forward
-    tokens: int  # the most tokens of a chunk of the forward
-    group: int  # the most tokens whose dlogits fill one array
+    memory: int  # bytes that one pass may take by default
+    tile: int  # bytes of the f32 logits of a chunk of the forward
+    tokens: int  # the most tokens of a chunk
     columns: int  # of a block of the second pass
-    rings: int  # the most devices around which gradients are summed beside the products that make them; 0 for none
-    upcast: bool  # bf16 is multiplied as f32, and moved as bits: XLA for CPUs does both slowly in bf16
+    fixed_chunk: int = 1024  # tokens of a chunk of a deterministic call
+    group: int = 8192  # the most tokens whose gradients of logits exist at once in one pass
+    groups: bool = True  # whether one pass may take several
+    ring: int = 0  # the most devices around which a sum goes beside the products that make it; 0 for none
+    parts: int = 4  # in which the products of one pass follow a mask
+    tiles: int = 1  # of f32 logits that XLA keeps at once
+    upcast: bool = False  # bf16 is multiplied as f32
+    rounding_products: bool = False  # a product rounds its f32 sums itself, if no sum over devices follows
 
 
-def _accelerator(kind: str, columns: int, tile: int = 150, tokens: int = 1024, rings: int = 4) -> Profile:
-    """One pass may take an eighth of the memory. On a v5e or v6e 75 MiB of logits stay in VMEM, and rings of 16 pay."""
+def _tpu(kind: str, columns: int, tile: int = 150) -> Profile:
+    """One pass may take an eighth of the memory. On a v5e or v6e 75 MiB of logits stay in VMEM."""
+    return Profile(_eighth(kind), tile * MIB, 2048, columns, ring=4)
+
+
+def _gpu(kind: str) -> Profile:
+    """XLA for GPUs would write an f32 product to memory before it rounds it: dkernel would exist twice."""
+    return Profile(_eighth(kind), 304 * MIB, 2048, 4608, rounding_products=True)
+
+
+def _eighth(kind: str) -> int:
     device = known_device(kind)
-    memory = 16 * GIB if device is None else device.memory
-    return Profile(True, memory // 8, tile * MIB, tokens, 8192, columns, rings, upcast=False)
+    if device is None:
+        return 2 * GIB
+    return device.memory // 8
 
 
-CPU = Profile(False, 48 * MIB, 4 * MIB, 1024, 2048, 512, rings=0, upcast=True)
+# XLA for CPUs multiplies bf16 faster as f32, copies the rows that a product in a branch reads, keeps exponentials
+# beside logits, and updates dkernel slowly
+CPU = Profile(48 * MIB, 16 * MIB, 1024, 512, fixed_chunk=256, group=2048, groups=False, parts=1, tiles=3, upcast=True)
 # A key is a part of a device's kind, since described devices do not report their memory. The last key fits them all.
 PROFILES = {
     "cpu": CPU,
-    "TPU v4": _accelerator("TPU v4", 1536),
-    **{kind: _accelerator(kind, 2048, tile=75, rings=16) for kind in ("TPU v5 lite", "TPU v5e")},
-    "TPU v5": _accelerator("TPU v5", 1536),
-    **{kind: _accelerator(kind, 3072, tile=75, tokens=2048, rings=16) for kind in ("TPU v6 lite", "TPU v6e")},
-    "TPU7x": _accelerator("TPU7x", 2048),
-    # a slice of columns is copied before it is multiplied: few tokens by all columns of a vocabulary up to 155k. On an
-    # H100 two passes in blocks of 1152 columns take a tenth longer: each block adds to all gradients of features
-    **{kind: _accelerator(kind, 4608, tile=304, tokens=512, rings=0) for kind in ("H100", "H200", "B200", "")},
+    "TPU v4": _tpu("TPU v4", 1664),
+    "TPU v5 lite": _tpu("TPU v5 lite", 2048, tile=75),
+    "TPU v5e": _tpu("TPU v5e", 2048, tile=75),
+    "TPU v5": _tpu("TPU v5", 1664),
+    "TPU v6 lite": _tpu("TPU v6 lite", 3072, tile=75),
+    "TPU v6e": _tpu("TPU v6e", 3072, tile=75),
+    "TPU7x": _tpu("TPU7x", 2048),
+    "H100": _gpu("H100"),
+    "H200": _gpu("H200"),
+    "B200": _gpu("B200"),
+    "": _gpu(""),
 }
 
 
-def device_kind(parallel: ParallelMesh | ShardAxes | None, x: Any) -> str:
-    """The kind of the mesh's devices. Inside a `shard_map` its mesh tells, else the devices on which x lies."""
+def device_kind(parallel: ParallelMesh | ShardAxes | None, array: Any) -> str:
+    """The kind of the mesh's devices. Inside a `shard_map` its mesh tells, else the devices on which the array lies."""
     if isinstance(parallel, ParallelMesh):
         return str(parallel.mesh.devices.flat[0].device_kind)
-    for mesh in (jax.sharding.get_abstract_mesh(), getattr(jax.typeof(x).sharding, "mesh", None)):
+    for mesh in (jax.sharding.get_abstract_mesh(), getattr(jax.typeof(array).sharding, "mesh", None)):
         device = getattr(mesh, "abstract_device", None)  # has no platform in JAX 0.10.0
         if device is not None:
             return str(device.device_kind)
     return str(jax.devices()[0].device_kind)
+
+
+def profile_of(device: str) -> Profile:
+    return next(profile for kind, profile in PROFILES.items() if kind in device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,11 +162,12 @@ class HeadCall:
     v_dim: int  # the kernel's dimension of the vocabulary, as a device multiplies it
     transposed: bool  # the caller's kernel is the transpose of that
     h_names: Names  # mesh axes that shard the kernel's H; it is gathered over all of them
-    v_names: Names  # mesh axes that shard the kernel's V; the tensor axes may be among them
+    v_names: Names  # mesh axes that shard the kernel's V
     sequence_parallel: bool  # hidden states are sharded by position over the tensor axis
     transform: Transform
     scales: tuple[float, ...]  # the factor of each product: of the kernel's, the adapter's, the bias's
-    vocab_size: int  # columns of the whole vocabulary without padding
+    columns: int  # of the whole kernel
+    vocab_size: int  # columns that are no padding
     asked: Asked
     profile: Profile
     precision: Precision | None  # as in `jnp.dot`; None means "highest" for f32 operands
@@ -150,24 +175,17 @@ class HeadCall:
     gradient_sum_dtype: SumDtype
     memory: int | None
     follow_mask: bool  # true in deterministic calls
-    deterministic: bool  # tiles do not depend on the number of tokens, nor on tp where `border.parts_of` allows
+    deterministic: bool  # chunks do not depend on the number of tokens
     heads: int  # that share the memory
     copied: bool  # parameters come as one copy per device, `[D, ...]`; their gradients are summed later
 
     @property
-    def gathered_v(self) -> Names:
-        """The data axes that shard the vocabulary beside the tensor axes; the kernel is gathered over them."""
-        return tuple(name for name in self.v_names if name not in self.axes.tensor)
-
-    @property
-    def shared(self) -> bool:
-        """Whether the devices of a tensor axis hold the same columns, of which each works on a window."""
-        return bool(self.axes.tensor) and not set(self.axes.tensor) & set(self.v_names)
-
-    @property
-    def fixed_chunk(self) -> int:
-        """The tokens of each chunk of a deterministic call."""
-        return 1024 if self.profile.whole else 256
+    def parts(self) -> int:
+        """How many of the eight parts of the vocabulary a device works on; 0 if its columns end within a part."""
+        shards = self.axes.size(self.axes.tensor)
+        if not self.deterministic or PARTS % shards or self.columns % PARTS:
+            return 0
+        return PARTS // shards
 
 
 class Prepared(NamedTuple):
@@ -207,10 +225,14 @@ def check_stats(stats: TokenStats, shape: tuple[int, ...], *read: str, how: str 
     for name in read:
         needed(f"stats.{name}", getattr(stats, name), f"f32[R, T]: {how}")
     for field in dataclasses.fields(stats):
-        x = getattr(stats, field.name)
-        if field.name == "entropy_mode" or (x is None and field.name != "log_probs"):
+        array = getattr(stats, field.name)
+        if field.name == "entropy_mode" or (array is None and field.name != "log_probs"):
             continue
-        name, of_ids = f"stats.{field.name}", field.name in _OF_IDS
-        check_array(name, x)
-        good = x.shape[: len(shape)] == shape and x.ndim == len(shape) + of_ids
-        check(name, f"shape {x.shape}", good, f"the batch's, {shape} and K" if of_ids else f"the batch's, {shape}")
+        check_array(f"stats.{field.name}", array)
+        ndim = len(shape)
+        expected = f"the batch's, {shape}"
+        if field.name in _OF_IDS:
+            ndim += 1
+            expected += " and K"
+        good = array.shape[: len(shape)] == shape and array.ndim == ndim
+        check(f"stats.{field.name}", f"shape {array.shape}", good, expected)

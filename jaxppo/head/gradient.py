@@ -11,30 +11,35 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head import reductions
-from jaxppo.head.border import Local, back, local, rounded, unless, whole_features
+from jaxppo.head import statistics
+from jaxppo.head.blocks import SumsAt, second_pass
 from jaxppo.head.call import HeadCall, Inputs
+from jaxppo.head.door import Local, enter
+from jaxppo.head.groups import one_pass_in_groups
 from jaxppo.head.head import TokenStats
-from jaxppo.head.passes import one_pass, second, tile_sums
-from jaxppo.head.plan import Plan, plan_of_one_pass, plan_of_second, plan_of_sweep
-from jaxppo.head.reductions import Reduced
-from jaxppo.head.sweep import Work, sweep
-from jaxppo.head.tile import LOW, Features, Parameters
+from jaxppo.head.late import late_products
+from jaxppo.head.order import Index, unless
+from jaxppo.head.parts import sweep_in_parts
+from jaxppo.head.sizes import Sizes, block_of_second, chunk_of_forward, chunk_of_one_pass
+from jaxppo.head.statistics import Reduced
+from jaxppo.head.tile import LOW
+from jaxppo.head.walk import Chunk, Work, one_pass, sweep, tile_sums
 from jaxppo.sharding import ShardAxes, note, vary, varying
 
 # (statistics f32[n], arrays [n, ...] of these tokens, arrays that are read whole) -> weighted losses f32[n]
 TokenLoss = Callable[[TokenStats, Any, Any], jax.Array]
 Sum = tuple[jax.Array, TokenStats]  # of losses, and statistics
+QUARTERS = 4  # of the tokens, in which the products of a block follow a mask
 
 
 def stats_of_tokens(axes: ShardAxes, call: HeadCall, inputs: Inputs) -> TokenStats:
     """Per-shard: the statistics of the device's tokens, `[R, T]` each."""
-    return in_rows(inputs.tokens.targets.shape, statistics(call, local(call, inputs)))
+    return in_rows(inputs.tokens.targets.shape, token_stats(call, enter(call, inputs)))
 
 
 def in_rows(shape: tuple[int, ...], stats: Any) -> Any:
     """Arrays `[N, ...]` of tokens as `[R, T, ...]`."""
-    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), stats)
+    return jax.tree.map(lambda array: array.reshape(*shape, *array.shape[1:]), stats)
 
 
 def reduce_tokens(call: HeadCall, inputs: Inputs, token_loss: TokenLoss, per_token: Any, shared: Any) -> Sum:
@@ -43,17 +48,20 @@ def reduce_tokens(call: HeadCall, inputs: Inputs, token_loss: TokenLoss, per_tok
     `token_loss` is hashable, and the loss of a token depends on that token alone. It reads the arrays `[R, T, ...]` of
     `per_token` by token and those of `shared` whole; no gradient flows to them.
     """
-    given = local(call, inputs)
-    per_token = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), per_token)
-    # one pass would round gradients to f16 before a loss scale multiplies them; a bias and its gradient are f32 here
-    narrow = any(x.dtype == jnp.float16 for x in jax.tree.leaves((given.features, given.parameters)))
-    plan = None if narrow else plan_of_one_pass(call, given)
-    if plan is not None:
-        total, stats = losses(call, plan, token_loss, given, per_token, shared)
+    local = enter(call, inputs)
+    per_token = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), per_token)
+    sizes = chunk_of_one_pass(call, local)
+    reason = "one pass does not fit the memory"
+    if call.deterministic:
+        reason = "deterministic"
+    elif any(array.dtype == jnp.float16 for array in jax.tree.leaves((local.features, local.parameters))):
+        sizes = None
+        reason = "float16"  # one pass would round gradients to f16 before a loss scale multiplies them
+    if sizes is not None:
+        total, stats = losses(call, sizes, token_loss, local, per_token, shared)
     else:
-        reason = "float16" if narrow else "deterministic" if call.deterministic else "one pass does not fit the memory"
         with note(f"two passes: {reason}"):
-            stats = statistics(call, given)
+            stats = token_stats(call, local)
         total = over_tokens(call, token_loss(stats, per_token, shared))
     return total, in_rows(inputs.tokens.targets.shape, lax.stop_gradient(stats))
 
@@ -63,110 +71,141 @@ def over_tokens(call: HeadCall, losses: jax.Array) -> jax.Array:
     return call.axes.psum(vary(losses.sum(), call.axes.tokens), call.axes.tokens)
 
 
+# Two passes: the statistics, whose gradients need the products again.
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def statistics(call: HeadCall, given: Local) -> TokenStats:
+def token_stats(call: HeadCall, local: Local) -> TokenStats:
     """The statistics of one device's tokens, f32[N] each."""
-    return _statistics(call, given)[0]
+    return _token_stats(call, local)[0]
 
 
-def _statistics(call: HeadCall, given: Local) -> tuple[TokenStats, Reduced]:
-    plan, asked = plan_of_sweep(call, given), call.asked
-    if call.deterministic and asked.entropy == "none":  # the same sums, and so bits, as with an entropy
-        call = dataclasses.replace(call, asked=dataclasses.replace(asked, entropy="metric"))
-    work = Work.of(call, plan, given)
-    with note(f"forward, {plan}"):
-        found = work.order.take_back(sweep(work))
-    found = jax.tree.map(lambda x: vary(x, varying(given.tokens.targets)), found)  # they differ where targets do
-    # log 0, of tokens that do not count, would stop jax_debug_nans
-    found = found._replace(peaks=unless(given.counts, found.peaks), sums=unless(given.counts, found.sums, 1))
-    stats = reductions.finish(call.asked, found, given.tokens, call.vocab_size)
-    if call.asked != asked:  # a use that changes nothing, without which the compiler would leave the entropy out
-        log_probs = jnp.where(jnp.isnan(stats.entropy), jnp.nan, stats.log_probs)
-        without: dict[str, Any] = {"entropy": None, "entropy_mode": "none"}
-        stats = dataclasses.replace(stats, log_probs=log_probs, **without)
-    return unless(given.counts, stats), found
+def _token_stats(call: HeadCall, local: Local) -> tuple[TokenStats, Reduced]:
+    if call.deterministic and call.asked.entropy == "none":
+        return _without_entropy(*_token_stats(_asking(call, "metric"), local))  # the same sums, and so the same bits
+    work = Work.of(call, local, chunk_of_forward(call, local))
+    with note(f"forward, {work.chunk} tokens x {work.columns.size // max(1, call.parts)} columns"):
+        if call.parts:
+            reduced = sweep_in_parts(work)
+        else:
+            reduced = statistics.over_devices(sweep(work), call.axes)
+    reduced = work.order.take_back(reduced)
+    # 0 / 0 of tokens that do not count would stop jax_debug_nans
+    reduced = reduced._replace(sums=unless(local.counts, reduced.sums, 1))
+    stats = statistics.finish(call.asked, reduced, local.tokens, call.vocab_size)
+    return unless(local.counts, stats), reduced
 
 
-def _statistics_forward(call: HeadCall, given: Local) -> Any:
-    stats, found = _statistics(call, jax.tree.map(once, given))
-    return stats, (given, reductions.left_for_gradients(call.asked, found))
+def _asking(call: HeadCall, entropy: Any) -> HeadCall:
+    return dataclasses.replace(call, asked=dataclasses.replace(call.asked, entropy=entropy))
 
 
-def _statistics_backward(call: HeadCall, saved: tuple[Local, Reduced], of_stats: TokenStats) -> tuple[Local]:
-    given, found = saved
-    asked, counts, of_sums = reductions.cotangents(call.asked, found, given.tokens, call.vocab_size, of_stats)
-    counts = counts if given.counts is None else counts & given.counts
+def _without_entropy(stats: TokenStats, reduced: Reduced) -> tuple[TokenStats, Reduced]:
+    # a use that changes nothing, without which the compiler would leave the entropy out
+    log_probs = jnp.where(jnp.isnan(stats.entropy), jnp.nan, stats.log_probs)
+    stats = dataclasses.replace(stats, log_probs=log_probs, entropy=None, entropy_mode="none")  # type: ignore[arg-type]
+    return stats, reduced
 
-    def sums_at(work: Work, _: Any) -> Any:
-        return lambda _, tokens, columns, part: (partial(tile_sums, work, part[0], tokens, columns), part[1])
 
+def _token_stats_forward(call: HeadCall, local: Local) -> Any:
+    stats, reduced = _token_stats(call, jax.tree.map(once, local))
+    return stats, (local, statistics.left_for_gradients(call.asked, reduced))
+
+
+def _token_stats_backward(call: HeadCall, saved: tuple[Local, Reduced], dstats: TokenStats) -> tuple[Local]:
+    local, reduced = saved
+    asked, counts, dsums = statistics.cotangents(call.asked, reduced, local.tokens, call.vocab_size, dstats)
+    call = dataclasses.replace(call, asked=asked)
+    if local.counts is not None:
+        counts &= local.counts
     # tokens without a cotangent may hold NaN; a high peak makes exponentials 0
-    known = unless(counts, found.peaks, -LOW), unless(counts, of_sums)
-    return (second_pass(dataclasses.replace(call, asked=asked), given, counts, known, sums_at),)
+    peaks = unless(counts, reduced.peaks, -LOW)
+    return (gradients(call, local, counts, (peaks, unless(counts, dsums)), _sums_at),)
 
 
-def second_pass(call: HeadCall, given: Local, counts: jax.Array, known: Any, sums_at: Callable[..., Any]) -> Local:
-    """The cotangents of `given`. `counts`, bool[N], are the tokens that have one; see `second` for the rest."""
-    given, known = jax.tree.map(once, (given, known))
-    work = Work.of(call, plan_of_second(call, given), given)
-    work = work._replace(features=work.vary(work.features))
-    counts, known = work.vary(work.order.put((counts, known), work.size))
-    with note(f"gradients, {work.plan}"):
-        found = second(work, counts, known, sums_at)
-    return cotangents(work, *found)
+def _sums_at(block: Work, start: Index, i: Index, chunk: Chunk, known: Any) -> Any:
+    """The sums of a tile and their cotangents; see `SumsAt`."""
+    peaks, dsums = known
+    return partial(tile_sums, block, peaks, chunk.tokens), dsums
 
 
-def cotangents(work: Work, dfeatures: Features, dparameters: Parameters) -> Local:
-    """What a rule returns for `Local`; gradients of features that are in order go back to their places."""
-    call, given, features = work.call, work.given, []
-    order = work.order if work.places is None else work.order._replace(inverse=None)
-    for x, g in zip(given.features, order.take_back(dfeatures), strict=True):
-        whole = partial(whole_features, call, work.axes)
-        features.append(
-            rounded(back(whole, x.shape, varying(x), g) if call.sequence_parallel else g.reshape(x.shape), x.dtype)
-        )
-    return Local(tuple(features), dparameters, None, None)
+token_stats.defvjp(_token_stats_forward, _token_stats_backward)
+
+
+def gradients(call: HeadCall, local: Local, counts: jax.Array, known: Any, sums_at: SumsAt) -> Local:
+    """The cotangents of `local` by a second pass. `counts`, bool[N], are the tokens that have one.
+
+    `known` are arrays `[N, ...]`, of which `sums_at` gets those of a chunk's tokens.
+    """
+    local, known = jax.tree.map(once, (local, known))
+    chunk, width = block_of_second(call, local)
+    masked = local.counts is not None
+    work = Work.of(call, local._replace(counts=counts), chunk, parts=QUARTERS, follow=masked)
+    known = work.vary(work.order.put(known, work.size))
+    with note(f"gradients, {chunk} tokens x {width} columns"):
+        return second_pass(work, local, width, known, sums_at)
 
 
 @jax.custom_jvp
-def once(x: jax.Array) -> jax.Array:
-    """x, from which gradients follow that cannot be differentiated again: an attempt raises NotImplementedError."""
-    return x
+def once(array: jax.Array) -> jax.Array:
+    """The array, from which gradients follow that cannot be differentiated again: an attempt raises."""
+    return array
 
 
 @once.defjvp
 def _second_order(primals: Any, tangents: Any) -> NoReturn:
     raise NotImplementedError(
         "second derivatives of a loss from hidden states: not implemented, since they would keep every block of "
-        "logits; log_probs_from_logits has them"
+        "logits; for a small vocabulary log_probs_from_logits has them in reverse mode, as jax.grad of a jax.grad"
     )
 
 
-statistics.defvjp(_statistics_forward, _statistics_backward)
+# One pass: the loss, whose gradients are computed with it.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def losses(call: HeadCall, plan: Plan, token_loss: TokenLoss, given: Local, per_token: Any, shared: Any) -> Sum:
+def losses(
+    call: HeadCall, sizes: tuple[int, int], token_loss: TokenLoss, local: Local, per_token: Any, shared: Any
+) -> Sum:
     """The sum of all devices' losses, and this device's statistics (not differentiable), f32[N] each."""
-    stats = _statistics(call, given)[0]
+    stats, _ = _token_stats(call, local)
     return over_tokens(call, token_loss(stats, per_token, shared)), stats
 
 
 def _losses_forward(
-    call: HeadCall, plan: Plan, token_loss: TokenLoss, given: Local, per_token: Any, shared: Any
+    call: HeadCall, sizes: tuple[int, int], token_loss: TokenLoss, local: Local, per_token: Any, shared: Any
 ) -> Any:
-    given, per_token, shared = jax.tree.map(once, (given, per_token, shared))
-    work = Work.of(call, plan, given)
-    with note(f"one pass, {plan}"):
-        results, *found = one_pass(work, lambda stats, of: token_loss(stats, of, shared), per_token)
+    local, per_token, shared = jax.tree.map(once, (local, per_token, shared))
+    chunk, group = sizes
+    groups = -(-Sizes.of(call, local).N // group)
+    work = Work.of(call, local, chunk, group=group, parts=call.profile.parts * groups, together=True)
+    per_token = work.order.put(per_token, work.size)
+
+    def loss(stats: TokenStats, per_token: Any) -> jax.Array:
+        return token_loss(stats, per_token, shared)
+
+    text = f"one pass, {chunk} tokens x {work.columns.size} columns"
+    if groups > 1:
+        text += f", groups of {group} tokens"
+    with note(text):
+        if groups > 1:
+            results, cotangents = one_pass_in_groups(work, local, loss, per_token, group)
+        else:
+            results, dproducts = one_pass(work, loss, per_token)
+            cotangents = late_products(work, local, lax.optimization_barrier(dproducts))
     each, stats = work.order.take_back(results)
-    return (over_tokens(call, each), stats), cotangents(work, *found)
+    return (over_tokens(call, each), stats), cotangents
 
 
-def _losses_backward(call: HeadCall, plan: Plan, token_loss: TokenLoss, found: Local, of_results: Any) -> Any:
-    c = of_results[0]
-    scaled = jax.tree.map(lambda x: vary((x.astype(jnp.float32) * c).astype(x.dtype), varying(x)), found)
-    return scaled, None, None
+def _losses_backward(
+    call: HeadCall, sizes: tuple[int, int], token_loss: TokenLoss, cotangents: Local, dresults: Any
+) -> Any:
+    factor = dresults[0]
+
+    def times_factor(array: jax.Array) -> jax.Array:
+        return vary((array.astype(jnp.float32) * factor).astype(array.dtype), varying(array))
+
+    return jax.tree.map(times_factor, cotangents), None, None
 
 
 losses.defvjp(_losses_forward, _losses_backward)

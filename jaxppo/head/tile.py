@@ -1,6 +1,8 @@
 """Logits of a tile, some tokens by some columns: an elementwise map of a sum of products, of features and parameters.
 
 Hidden states and kernel are one product, hidden @ a and b of an adapter a second one, ones and a bias a third one.
+Features are `[C, f]`. Parameters are `[f, B]` or `[B, f]`: dimension `call.v_dim` is the vocabulary's, since to turn a
+kernel round would copy it.
 """
 
 from __future__ import annotations
@@ -16,102 +18,129 @@ from jaxppo.head.call import HeadCall
 from jaxppo.head.head import Transform
 from jaxppo.sharding import wider_dtype
 
-Features = tuple[jax.Array, ...]  # [N, f] each; of hidden states first
-Parameters = tuple[jax.Array, ...]  # [f, V] each, or [V, f]; the kernel first
-Dims = tuple[int, int]  # one of each array
+Features = tuple[jax.Array, ...]  # [N, f] each, hidden states first
+Parameters = tuple[jax.Array, ...]  # [f, V] or [V, f] each, the kernel first
 LOW = -1e30  # the logit of a column that does not exist: finite, so that no 0 * inf is in any gradient
 
 
 def dot(
-    call: HeadCall, a: jax.Array, b: jax.Array, contract: Dims, batch: Dims | None = None, found: Any = jnp.float32
+    call: HeadCall, left: jax.Array, right: jax.Array, contracted: tuple[int, int], dtype: Any = jnp.float32
 ) -> jax.Array:
-    """Every product of a head: in the wider of both dtypes, with f32 sums, which it rounds to the dtype `found`."""
-    dtype = wider_dtype(a.dtype, b.dtype)
-    if call.profile.upcast and dtype == jnp.bfloat16:  # exact, and the faster product of XLA for CPUs
-        dtype = wider_dtype(jnp.float32)
-    # without a precision accelerators multiply f32 in one bf16 or TF32 pass
-    precision = call.precision or ("highest" if dtype == jnp.float32 else None)
-    of_batch = ((), ()) if batch is None else ((batch[0],), (batch[1],))
-    dims = (((contract[0],), (contract[1],)), of_batch)
-    a, b = a.astype(dtype), b.astype(dtype)
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=found)
+    """Every product of a head: in the wider of both dtypes, with f32 sums, which it rounds to `dtype`."""
+    operands = wider_dtype(left.dtype, right.dtype)
+    if call.profile.upcast and operands == jnp.bfloat16:
+        operands = wider_dtype(jnp.float32)  # exact, and the faster product of XLA for CPUs
+    precision = call.precision
+    if precision is None and operands == jnp.float32:
+        precision = "highest"  # accelerators would multiply f32 in one bf16 or TF32 pass
+    dims = (((contracted[0],), (contracted[1],)), ((), ()))
+    left = left.astype(operands)
+    right = right.astype(operands)
+    return lax.dot_general(left, right, dims, precision=precision, preferred_element_type=dtype)
 
 
 def products(call: HeadCall, features: Features, parameters: Parameters) -> jax.Array:
-    """f32 `[C, B]`."""
-    terms = zip(features, parameters, call.scales, strict=True)
-    return functools.reduce(jnp.add, (scaled(scale, dot(call, f, p, (1, 1 - call.v_dim))) for f, p, scale in terms))
+    """The sum of all products, f32 `[C, B]`."""
+    terms = []
+    for feature, parameter, scale in zip(features, parameters, call.scales, strict=True):
+        product = dot(call, feature, parameter, (1, 1 - call.v_dim))
+        terms.append(scaled(scale, product))
+    return functools.reduce(jnp.add, terms)
 
 
-def of_feature(call: HeadCall, k: int, dx: jax.Array, p: jax.Array) -> jax.Array:
-    """The f32 gradient of the features of product k, `[C, f]`, from that of the sum of products."""
-    return scaled(call.scales[k], dot(call, dx, p, (1, call.v_dim)))
+def feature_gradient(call: HeadCall, k: int, dproducts: jax.Array, parameter: jax.Array) -> jax.Array:
+    """The f32 gradient of the features of product k, `[C, f]`, from `[C, B]`, that of the sum of products."""
+    return scaled(call.scales[k], dot(call, dproducts, parameter, (1, call.v_dim)))
 
 
-def of_parameter(call: HeadCall, k: int, dx: jax.Array, f: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+def parameter_gradient(
+    call: HeadCall, k: int, dproducts: jax.Array, features: jax.Array, dtype: Any = jnp.float32
+) -> jax.Array:
     """The gradient of the parameter of product k, in its layout."""
-    profile, scale = call.profile, call.scales[k]
-    # XLA for GPUs may write an f32 product to memory before it rounds it: a gradient of the kernel would exist twice
-    alone = profile.whole and not profile.rings and scale == 1 and dx.dtype == f.dtype == dtype
-    a, b = (f, dx) if call.v_dim == 1 else (dx, f)
-    return scaled(scale, dot(call, a, b, (0, 0), found=dtype if alone else jnp.float32)).astype(dtype)
+    scale = call.scales[k]
+    same = dproducts.dtype == features.dtype == dtype
+    if not (call.profile.rounding_products and same and scale == 1):
+        dtype = jnp.float32
+    if call.v_dim == 1:
+        return scaled(scale, dot(call, features, dproducts, (0, 0), dtype))
+    return scaled(scale, dot(call, dproducts, features, (0, 0), dtype))
 
 
-def scaled(scale: float, x: jax.Array) -> jax.Array:
-    return x if scale == 1 else scale * x
+def scaled(scale: float, array: jax.Array) -> jax.Array:
+    if scale == 1:
+        return array
+    return scale * array
 
 
-def logits(t: Transform, x: jax.Array, temperature: jax.Array | None, valid: jax.Array | None) -> jax.Array:
+def rounded(array: jax.Array, dtype: Any) -> jax.Array:
+    """The array in this dtype. XLA for TPUs would move a mere conversion before a sum over devices, and sum in bf16."""
+    if array.dtype == jnp.float32 and dtype == jnp.bfloat16:
+        array = as_bfloat16(array)
+    return array.astype(dtype)
+
+
+def logits(
+    transform: Transform, product: jax.Array, temperature: jax.Array | None, valid: jax.Array | None
+) -> jax.Array:
     """The elementwise map from products to logits. JAX differentiates it. Columns that do not exist hold `LOW`."""
-    x = as_bfloat16(x) if t.dtype == "bfloat16" else x
-    x = scaled(t.scale, x)
-    x = x if t.softcap is None else softcap(t.softcap, x)
-    if temperature is not None:  # tokens that only fill a chunk have 0, and 0 / 0 would reach all parameters
-        x = x / jnp.where(temperature == 0, 1, temperature)[:, None]
-    return x if valid is None else jnp.where(valid[None], x, LOW)
+    if transform.dtype == "bfloat16":
+        product = as_bfloat16(product)
+    z = scaled(transform.scale, product)
+    if transform.softcap is not None:
+        z = softcap(transform.softcap, z)
+    if temperature is not None:
+        # tokens that only fill a chunk have 0, and 0 / 0 would reach all parameters
+        z = z / jnp.where(temperature == 0, 1, temperature)[:, None]
+    if valid is not None:
+        z = jnp.where(valid[None], z, LOW)
+    return z
 
 
 @jax.custom_jvp
-def as_bfloat16(x: jax.Array) -> jax.Array:
-    """x rounded; its gradient ignores the rounding. XLA would leave out a cast and back."""
-    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+def as_bfloat16(array: jax.Array) -> jax.Array:
+    """The array rounded; its gradient ignores the rounding. XLA would leave out a cast and back."""
+    return lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7)
 
 
-as_bfloat16.defjvp(lambda x, dx: (as_bfloat16(*x), dx[0]))
+as_bfloat16.defjvp(lambda primals, tangents: (as_bfloat16(*primals), tangents[0]))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def softcap(cap: float, x: jax.Array) -> jax.Array:
-    return cap * jnp.tanh(x / cap)
+def softcap(cap: float, z: jax.Array) -> jax.Array:
+    return cap * jnp.tanh(z / cap)
 
 
 @softcap.defjvp
-def _slope(cap: float, x: tuple[jax.Array], dx: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    e = jnp.exp(-2 * jnp.abs(x[0] / cap))  # 1 - tanh^2 would be rounding error where tanh is nearly 1
-    return softcap(cap, x[0]), dx[0] * (4 * e / (1 + e) ** 2)
+def _slope(cap: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (z,) = primals
+    (dz,) = tangents
+    e = jnp.exp(-2 * jnp.abs(z / cap))  # 1 - tanh^2 would be rounding error where tanh is nearly 1
+    return softcap(cap, z), dz * (4 * e / (1 + e) ** 2)
 
 
-def low_rank(call: HeadCall, hidden: jax.Array, a: jax.Array) -> jax.Array:
+def low_rank(call: HeadCall, hidden: jax.Array, lora_a: jax.Array) -> jax.Array:
     """hidden @ a in the dtype of a, `[R, T, r]`: the features of an adapter."""
     if not call.deterministic:
-        return dot(call, hidden, a, (2, 0)).astype(a.dtype)
+        return dot(call, hidden, lora_a, (2, 0)).astype(lora_a.dtype)
     # in at least two blocks of equally many tokens: the bits of a token do not depend on the number of tokens
-    rows, tokens = hidden.reshape(-1, hidden.shape[2]), call.fixed_chunk
-    blocks = max(2, -(-rows.shape[0] // tokens))
-    padded = jnp.pad(rows, ((0, blocks * tokens - rows.shape[0]), (0, 0))).reshape(blocks, tokens, -1)
-    found = lax.map(lambda x: dot(call, x, a, (1, 0)).astype(a.dtype), padded)
-    return found.reshape(-1, a.shape[1])[: rows.shape[0]].reshape(*hidden.shape[:2], -1)
+    rows = hidden.reshape(-1, hidden.shape[2])
+    size = call.profile.fixed_chunk
+    blocks = max(2, -(-rows.shape[0] // size))
+    padded = jnp.pad(rows, ((0, blocks * size - rows.shape[0]), (0, 0)))
+    by_block = padded.reshape(blocks, size, -1)
+    low = lax.map(lambda block: dot(call, block, lora_a, (1, 0)).astype(lora_a.dtype), by_block)
+    return low.reshape(-1, lora_a.shape[1])[: rows.shape[0]].reshape(*hidden.shape[:2], -1)
 
 
 def low_rank_by_row(
-    call: HeadCall, hidden: jax.Array, a: jax.Array, b: jax.Array, adapter_ids: jax.Array
+    call: HeadCall, hidden: jax.Array, lora_a: jax.Array, lora_b: jax.Array, adapter_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The features `[R, T, A r]` of rows that use one of A adapters each, NaN for an unknown one; and b `[A r, V]`."""
-    count, _, rank = a.shape
-    low = low_rank(call, hidden, a.transpose(1, 0, 2).reshape(a.shape[1], count * rank))
+    count, features, rank = lora_a.shape
+    side_by_side = lora_a.transpose(1, 0, 2).reshape(features, count * rank)
+    low = low_rank(call, hidden, side_by_side)
     ids = adapter_ids[:, None, None]
-    columns = jnp.arange(count * rank, dtype=jnp.int32)[None, None] // rank
+    adapter = jnp.arange(count * rank, dtype=jnp.int32)[None, None] // rank  # of each column of `low`
     unknown = (ids < -1) | (ids >= count)
-    # the columns of other adapters are 0, for the id -1 all are
-    low = jnp.where(columns == ids, low, jnp.where(unknown, jnp.nan, 0.0).astype(low.dtype))
-    return low, b.reshape(count * rank, b.shape[2])
+    elsewhere = jnp.where(unknown, jnp.nan, 0.0).astype(low.dtype)  # for the id -1 all columns are 0
+    return jnp.where(adapter == ids, low, elsewhere), lora_b.reshape(count * rank, lora_b.shape[2])

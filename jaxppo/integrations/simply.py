@@ -12,9 +12,9 @@ from jaxtyping import Array, Float
 
 from jaxppo.base.kl import KL
 from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.head.arguments import check_options
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.head import Head
-from jaxppo.head.prepare import check_options
 from jaxppo.losses.doors import policy_loss_from_hidden
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses import PPO

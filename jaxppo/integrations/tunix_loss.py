@@ -14,8 +14,8 @@ from jaxppo.base.kl import KL, Estimator
 from jaxppo.base.metrics import Metric, Metrics
 from jaxppo.batch.extras import Extra
 from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.head.arguments import check_options
 from jaxppo.head.call import HeadOptions
-from jaxppo.head.prepare import check_options
 from jaxppo.integrations.tunix_models import check_unread, head_of, hidden_of_example
 from jaxppo.integrations.tunix_sampler import (
     asked_for,

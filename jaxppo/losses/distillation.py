@@ -15,10 +15,10 @@ from jaxppo.base.arrays import Aggregation, check, check_choice, is_number
 from jaxppo.base.metrics import Metrics, Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
+from jaxppo.head.arguments import prepare_pair
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
 from jaxppo.head.head import Head
-from jaxppo.head.prepare import prepare_pair
 from jaxppo.losses.doors import from_stats
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.losses.top_k_divergence import check_top_k, top_k_divergence

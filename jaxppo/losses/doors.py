@@ -15,9 +15,9 @@ from jaxppo.base.metrics import Metrics
 from jaxppo.batch.extras import extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
+from jaxppo.head.arguments import Pair, prepare_head
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.head import Entropy, Head, TokenStats
-from jaxppo.head.prepare import Pair, prepare_head
 from jaxppo.losses.compute import Normalizers, call_parts
 from jaxppo.losses.parts import OfPolicy, Parts, as_parts, as_token_loss
 from jaxppo.losses.policy_tokens import check_config

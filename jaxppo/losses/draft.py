@@ -16,11 +16,11 @@ from jaxppo.base.arrays import Aggregation, AnyArray, Coefficient, check, check_
 from jaxppo.base.metrics import Metric, Metrics, reduce_metric
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
+from jaxppo.head.arguments import Pair, prepare_head, prepare_pair
 from jaxppo.head.call import Asked, HeadOptions, Inputs
 from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
 from jaxppo.head.gradient import stats_of_tokens
 from jaxppo.head.head import Head, as_head
-from jaxppo.head.prepare import Pair, prepare_head, prepare_pair
 from jaxppo.losses.distillation import DivergenceLoss
 from jaxppo.losses.draft_ids import as_draft_ids, inputs_of_columns, sound_ids
 from jaxppo.losses.mtp import Heads, OfDepths, States, heads_of, shift_targets, shift_temperature, sum_of_depths

@@ -14,8 +14,8 @@ from jaxtyping import Array, Int
 from jaxppo.base.arrays import AnyArray, as_token_ids, check, check_array, check_count
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
-from jaxppo.head.border import slice_of
 from jaxppo.head.call import Asked, HeadCall, Inputs, Names
+from jaxppo.head.order import read
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 
 __all__ = ["draft_ids_of_counts", "draft_ids_of_d2t", "draft_targets"]
@@ -159,4 +159,4 @@ def _columns(x: jax.Array, dim: int, ids: jax.Array, names: Names, to: Names, ow
     if names and names == to:  # exact in any dtype: a device adds 0 for the columns that it lacks
         return lax.psum_scatter(here, names, scatter_dimension=dim, tiled=True)
     here = lax.psum(vary(here, frozenset(names)), names) if names else here
-    return slice_of(vary(here, frozenset(to)), own * lax.axis_index(to), own, dim) if to else here
+    return read(vary(here, frozenset(to)), own * lax.axis_index(to), own, dim) if to else here

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.border import Index, unless
 from jaxppo.head.call import Asked, Inputs
 from jaxppo.head.divergence import (
     DivergenceCall,
-    Known,
+    Softmaxes,
+    compared,
     exact_log_p,
     local_pair,
-    maximum_and_log_s,
-    over_tiles,
+    softmax_of,
     sums_of_terms,
     works_of,
 )
-from jaxppo.head.reductions import Columns
-from jaxppo.head.sweep import Work, loop, sweep
+from jaxppo.head.door import Local
+from jaxppo.head.order import unless
+from jaxppo.head.statistics import over_devices
 from jaxppo.head.tile import LOW
+from jaxppo.head.walk import Work, sweep
 from jaxppo.sharding import vary
 
 F32_UNIT = 2.0**-24
@@ -41,35 +42,45 @@ class Comparison(NamedTuple):
 
 def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teacher: Inputs) -> Comparison:
     """Per-shard: each token's comparison, without gradients. `unit` is the relative rounding of both heads' inputs."""
-    call, *pair = local_pair(call, inputs, teacher)
-    student, teacher_call = (dataclasses.replace(c, asked=Asked(top_k=1)) for c in (call.student, call.teacher))
-    call = DivergenceCall(student, teacher_call, ("reverse_kl", "forward_kl", "total_variation"), 0.5)
-    one, two = works_of(call, *pair)
-    found, axes = [sweep(work) for work in (one, two)], one.call.axes
-    known: Any = one.vary(tuple(map(maximum_and_log_s, found)))
+    call, local, teacher_local = local_pair(call, inputs, teacher)
+    student_call = dataclasses.replace(call.student, asked=Asked(top_k=1))
+    teacher_call = dataclasses.replace(call.teacher, asked=Asked(top_k=1))
+    call = DivergenceCall(student_call, teacher_call, ("reverse_kl", "forward_kl", "total_variation"), 0.5)
+    one, two = works_of(call, local, teacher_local)
+    axes = student_call.axes
+    of_student = over_devices(sweep(one), axes)
+    of_teacher = over_devices(sweep(two), axes)
+    softmaxes: Softmaxes = one.vary((softmax_of(of_student), softmax_of(of_teacher)))
 
-    def add(totals: Any, columns: Columns, z: jax.Array, teacher_z: jax.Array, known: Known) -> Any:
-        sums, magnitudes = totals
-        logs = map(exact_log_p, (z, teacher_z), known)
-        largest = tuple(jnp.where((x <= LOW / 2) | ~jnp.isfinite(x), 0, jnp.abs(x)).max(1) for x in (z, teacher_z))
-        sums = jax.tree.map(jnp.add, sums, sums_of_terms(call, columns, *logs))
-        return sums, jax.tree.map(jnp.maximum, magnitudes, largest)
+    def of_logits(z: jax.Array, teacher_z: jax.Array, softmaxes: Softmaxes) -> tuple[jax.Array, jax.Array]:
+        log_p = exact_log_p(z, softmaxes[0])
+        log_q = exact_log_p(teacher_z, softmaxes[1])
+        sums = jnp.stack(sums_of_terms(call, one.columns, log_p, log_q), axis=1)
+        return sums, jnp.stack([_largest(z), _largest(teacher_z)], axis=1)
 
-    zeros = jnp.zeros(one.size, jnp.float32)
-    sums, magnitudes = over_tiles(one, two, known, add, one.vary(((zeros,) * 3, (zeros,) * 2)))
-    sums, magnitudes = (vary(jnp.stack(x), axes.tensor) for x in (sums, magnitudes))
+    sums, magnitudes = compared(one, two, softmaxes, of_logits)  # f32[N', 3] and f32[N', 2]
     if axes.tensor:
-        sums, magnitudes = lax.psum(sums, axes.tensor), lax.pmax(magnitudes, axes.tensor)
-    ids, its = (x.top[1] for x in found if x.top is not None)
-    same = (ids == its)[:, 0].astype(jnp.float32)
-    sums, same, magnitudes = one.order.take_back((sums.T, same, magnitudes.T))
-    errors = (_logit_error(w, x, unit, m) for w, x, m in zip((one, two), (inputs, teacher), magnitudes.T, strict=True))
-    reverse, forward, variation = sums.T
-    result = Comparison(reverse, forward, variation, same, jnp.maximum(*errors))
-    return jax.tree.map(lambda x: unless(pair[0].counts, x).reshape(inputs.hidden.shape[0], -1), result)
+        sums = lax.psum(sums, axes.tensor)
+        magnitudes = lax.pmax(magnitudes, axes.tensor)
+    assert of_student.top is not None
+    assert of_teacher.top is not None
+    same_top = (of_student.top[1] == of_teacher.top[1])[:, 0].astype(jnp.float32)
+    sums, same_top, magnitudes = one.order.take_back((sums, same_top, magnitudes))
+    student_error = _logit_error(one, local, inputs.bias is not None, unit, magnitudes[:, 0])
+    teacher_error = _logit_error(two, teacher_local, teacher.bias is not None, unit, magnitudes[:, 1])
+    error = jnp.maximum(student_error, teacher_error)
+    comparison = Comparison(sums[:, 0], sums[:, 1], sums[:, 2], same_top, error)
+    rows = inputs.hidden.shape[0]
+    return jax.tree.map(lambda array: unless(local.counts, array).reshape(rows, -1), comparison)
 
 
-def _logit_error(work: Work, inputs: Inputs, unit: float, magnitude: jax.Array) -> jax.Array:
+def _largest(z: jax.Array) -> jax.Array:
+    """The largest magnitude of a token's finite logits."""
+    excluded = (z <= LOW / 2) | ~jnp.isfinite(z)
+    return jnp.where(excluded, 0, jnp.abs(z)).max(1)
+
+
+def _logit_error(work: Work, local: Local, has_bias: bool, unit: float, magnitude: jax.Array) -> jax.Array:
     """The scale s, f32[N], of the error e of any logit of a token: P(|e| > t s) <= 2 exp(-t^2 / 2).
 
     e is a sum of independent and bounded errors of mean 0. They come from two roundings of each entry of the hidden
@@ -81,30 +92,26 @@ def _logit_error(work: Work, inputs: Inputs, unit: float, magnitude: jax.Array) 
     w is the column with the largest norm. An adapter adds a term with its own features and columns. v is 2^-8 if the
     head rounds its logits to bf16, else 2^-24.
     """
-    call, counts = work.call, work.given.counts
-    terms = len(work.features) - (inputs.bias is not None)  # the kernel's, and an adapter's
+    call = work.call
+    terms = len(work.features) - has_bias  # the kernel's, and an adapter's
     names = call.axes.tensor
-
-    def largest(i: Index, norms: Any) -> Any:
-        _, parameters, columns = work.block(i, work.width)
-        valid = True if columns.valid is None else columns.valid
-        found = [_norms(x, 1 - call.v_dim, valid) for x in parameters[:terms]]
-        return work.vary(jax.tree.map(lambda a, b: jnp.maximum(a, b.max()), norms, found))
-
-    norms = loop(work.blocks, largest, work.vary([(jnp.float32(0), jnp.float32(0))] * terms))
-    of_columns = jnp.stack([jnp.stack(pair) for pair in norms])
-    of_columns = lax.pmax(vary(of_columns, names), names) if names else of_columns
+    counts = True if local.counts is None else local.counts
     rows = work.order.take_back(work.features[:terms])
     total = jnp.zeros_like(magnitude)
-    for x, (squares, fourths), weight in zip(rows, of_columns, call.scales, strict=False):
-        of_rows = jnp.stack(_norms(x, 1, True if counts is None else counts))
-        # rows are the same on all devices of a tensor axis, but their type does not say so
-        of_rows = lax.pmax(of_rows, names) if names else of_rows
+    for k, x in enumerate(rows):
+        of_columns = jnp.stack([norm.max() for norm in _norms(work.parameters[k], 1 - call.v_dim, True)])
+        of_rows = jnp.stack(_norms(x, 1, counts))  # f32[2, N]
+        if names:
+            # rows are the same on all devices of a tensor axis, but their type does not say so
+            of_columns = lax.pmax(vary(of_columns, names), names)
+            of_rows = lax.pmax(vary(of_rows, names), names)
+        squares, fourths = of_columns
         of_f32 = (4 * F32_UNIT) ** 2 * of_rows[0] * squares
-        total += weight**2 * (4 * unit**2 * jnp.sqrt(of_rows[1] * fourths) + of_f32)
+        of_inputs = 4 * unit**2 * jnp.sqrt(of_rows[1] * fourths)
+        total += call.scales[k] ** 2 * (of_inputs + of_f32)
     total *= call.transform.scale**2
-    if work.given.tokens.temperature is not None:
-        total /= work.given.tokens.temperature**2
+    if local.tokens.temperature is not None:
+        total /= local.tokens.temperature**2
     of_logits = 2.0**-8 if call.transform.dtype == "bfloat16" else F32_UNIT
     return jnp.sqrt(total + 2 * (of_logits * magnitude) ** 2)
 

@@ -13,10 +13,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxppo.base.arrays import check_choice
 from jaxppo.base.pytree import register
 from jaxppo.head.api import log_probs_from_hidden
+from jaxppo.head.arguments import prepare_pair
 from jaxppo.head.call import HeadOptions, Inputs
 from jaxppo.head.divergence import DivergenceCall
 from jaxppo.head.head import Head
-from jaxppo.head.prepare import prepare_pair
 from jaxppo.mismatch.heads import F32_UNIT, Comparison, comparison_of_tokens
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 

@@ -11,8 +11,8 @@ import pytest
 from head_cases import OPTIONS, check_head, head_arrays, tiles_of
 from hidden_loss_cases import ADAPTERS, BATCH, HIDDEN, KERNEL, T, bonus_and_kl, make_batch, step
 
-from jaxppo import SFT, Head, PolicyLossConfig, RolloutBatch, loss_from_hidden, policy_loss_from_hidden, policy_losses
-from jaxppo.head import passes, plan, ring
+from jaxppo import Head, PolicyLossConfig, RolloutBatch, policy_loss_from_hidden, policy_losses
+from jaxppo.head import sums
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 from sharding.audit.program import hang_risks
@@ -54,24 +54,12 @@ def test_two_passes_where_each_device_has_a_window_of_the_columns(layout):
 
 
 WAYS = {
-    "a group in chunks": {"follow_mask": False},
-    "groups of chunks": {"memory": 2**21, "follow_mask": False},
-    "one group that follows the mask": {},
-    "sums in the parameter's dtype": {"gradient_sum_dtype": "parameter"},
-    "groups that follow the mask": {},
-    "groups that follow the mask on a GPU": {"memory": 2**21},
-}
-NOTES = {
-    "a group in chunks": "one pass, 128 tokens x 1003 columns, products of 512 tokens",
-    "groups of chunks": "one pass, 128 tokens x 1003 columns, products of 256 tokens",
-    "one group that follows the mask": "one pass, 128 tokens x 1003 columns, products of 512 tokens",
-    "sums in the parameter's dtype": "one pass, 128 tokens x 1003 columns, products of 512 tokens",
-    "groups that follow the mask": "one pass, 64 tokens x 1003 columns, products of 128 tokens",
-    "groups that follow the mask on a GPU": "one pass, 128 tokens x 1003 columns",
-}
-OTHERWISE = {  # ways that need another device than "wide"
-    "groups that follow the mask": "some groups",
-    "groups that follow the mask on a GPU": "like a GPU",
+    "all tokens": ({"follow_mask": False}, "wide", "one pass, 8 tokens x 1003 columns"),
+    "the tokens that count": ({}, "wide", "one pass, 8 tokens x 1003 columns"),
+    "sums in the parameter's dtype": ({"gradient_sum_dtype": "parameter"}, "wide", "one pass, 8 tokens x 1003 columns"),
+    "a GPU": ({}, "like a GPU", "one pass, 8 tokens x 1003 columns"),
+    "groups": ({}, "groups", "one pass, 8 tokens x 1003 columns, groups of 48 tokens"),
+    "groups of all": ({"follow_mask": False}, "groups", "one pass, 8 tokens x 1003 columns, groups of 48 tokens"),
 }
 
 
@@ -86,36 +74,36 @@ def on_one_cpu():
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_one_pass(mesh, way):
+    options, device, note = WAYS[way]
     config, parallel = bonus_and_kl(), mesh_of(mesh)
 
     def run(h, k):
-        return step(parallel, h, k, config=config, **{"memory": None, **WAYS[way]})
+        return step(parallel, h, k, config=config, **{"memory": None, **options})
 
-    with tiles_of(OTHERWISE.get(way, "wide")):
+    with tiles_of(device):
         got = jax.jit(run)(HIDDEN, KERNEL)
         assert hang_risks(jax.make_jaxpr(run)(HIDDEN, KERNEL)) == []
         if mesh is None:
-            assert NOTES[way] in audit(run, HIDDEN, KERNEL).notes
+            assert note in audit(run, HIDDEN, KERNEL).notes
     assert_trees_close(got, on_one_cpu(), rtol=2e-5, atol=3e-6)
 
 
-BESIDE_FLOAT64 = {  # by device: options, and what the note says of the tiles
-    "wide": ({}, r"one pass, \d+ tokens x \d+ columns(, products of \d+ tokens)?"),
-    "some groups": ({}, r"one pass, 64 tokens x \d+ columns(, products of 128 tokens)?"),
-}
-# 600 tokens: the last group or the last tile of each walk has padding
-PADDED = {
-    "wide": ({"follow_mask": False}, r"one pass, \d+ tokens x 1024 columns, products of \d+ tokens"),
-    "some groups": ({}, r"one pass, \d+ tokens x 1024 columns, products of \d+ tokens"),
-    "small": ({"memory": 2**21}, r"gradients, \d+ tokens x 128 columns"),
-}
+ONE_PASS = r"one pass, \d+ tokens x \d+ columns(, groups of \d+ tokens)?"
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2", "cp=8", "tp=8"])
 @pytest.mark.parametrize("layout", ["hv", "vh"])
-@pytest.mark.parametrize("device", BESIDE_FLOAT64)
+@pytest.mark.parametrize("device", ["wide", "groups"])
 def test_one_pass_beside_float64(device, layout, mesh):
-    check_beside_float64(device, layout, mesh, 64, *BESIDE_FLOAT64[device])
+    check_beside_float64(device, layout, mesh, 64, {}, ONE_PASS)
+
+
+# 600 tokens: the last chunk of each walk has padding
+PADDED = {
+    "wide": ({"follow_mask": False}, r"one pass, \d+ tokens x 1024 columns"),
+    "groups": ({"follow_mask": False}, r"one pass, \d+ tokens x 1024 columns, groups of \d+ tokens"),
+    "small": ({"memory": 2**21}, r"gradients, \d+ tokens x \d+ columns"),
+}
 
 
 @pytest.mark.parametrize("device", PADDED)
@@ -124,71 +112,17 @@ def test_padded_tiles_beside_float64(device):
 
 
 @pytest.mark.parametrize("T", [12, 77, 301])
-@pytest.mark.parametrize("device", ["wide", "some groups", "like a GPU", "grouped"])
+@pytest.mark.parametrize("device", ["wide", "groups", "like a GPU", "small"])
 def test_any_number_of_tokens_beside_float64(device, T):
     """A chunk that does not divide what is padded for it would count tokens twice: gradients off by 40 to 100%."""
-    check_beside_float64(device, "hv", None, T, {}, r"one pass, \d+ tokens x 1024 columns(, products of \d+ tokens)?")
+    check_beside_float64(device, "hv", None, T, {}, ONE_PASS)
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2", "cp=4,tp=2", "tp=8", "fsdp=4,tp=2"])
 @pytest.mark.parametrize("layout", ["hv", "vh"])
-@pytest.mark.parametrize(("few", "large"), [(2048, 2**25), (0, 2**25), (0, 0)])
-def test_bf16_beside_float64(few, large, layout, mesh, monkeypatch):
-    """Products of few features compute the gradients of logits that they multiply; else these fill an array.
-
-    Large sums go around in two blocks.
-    """
-    monkeypatch.setattr(plan, "FEW", few)
-    monkeypatch.setattr(ring, "LARGE", large)
-    monkeypatch.setattr(ring, "LANES", 16)  # shares are small enough for rings
-    tiles = r"one pass, \d+ tokens x \d+ columns(, products of \d+ tokens)?"
-    if mesh is None:
-        tiles = f"one pass, {'512' if few else '128'} tokens x 1024 columns{'' if few else ', products of 512 tokens'}"
-    check_beside_float64("wide", layout, mesh, 64, {"follow_mask": False}, tiles, "bfloat16")
-
-
-@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
-@pytest.mark.parametrize("layout", ["hv", "vh"])
-def test_fused_products_of_several_groups_beside_float64(layout, mesh, monkeypatch):
-    """They add to the gradient of the kernel part by part: here 13 parts of 74 columns, and a rest."""
-    monkeypatch.setattr(ring, "LANES", 16)
-    monkeypatch.setattr(passes, "LANES", 2)
-    tiles = r"one pass, 2\d\d tokens x \d+ columns"  # of 2432, or of 608 on each device
-    check_beside_float64("wide", layout, mesh, 304, {"follow_mask": False}, tiles, "bfloat16")
-
-
-@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
-@pytest.mark.parametrize(("columns", "vocab_size"), [(1024, 1000), (1003, None), (1024, None)])
-def test_fused_products_of_temperatures_and_padding(columns, vocab_size, mesh, monkeypatch):
-    """Beside plain JAX in f32. Of 1003 columns each of two devices works on a window of 502."""
-    monkeypatch.setattr(ring, "LANES", 16)
-    rng = np.random.default_rng(0)
-    R, T, H, V = 4, 64, 64, vocab_size or columns
-    hidden, kernel = rng.normal(size=(R, T, H)), rng.normal(size=(H, columns)) / 8
-    hidden, kernel = (jnp.asarray(x, jnp.bfloat16) for x in (hidden, kernel))
-    ids, targets = jnp.ones((R, T), jnp.int32), jnp.asarray(rng.integers(0, V, (R, T)), jnp.int32)
-    temperature = jnp.asarray(rng.uniform(0.5, 2, (R, T)), jnp.float32)
-    places, one = jnp.tile(jnp.arange(T, dtype=jnp.int32), (R, 1)), jnp.arange(R, dtype=jnp.int32)[:, None]
-    batch = RolloutBatch(ids, targets, ids, places, jnp.ones((R, T)).at[:, -1].set(0), one)
-    parallel = mesh and make_parallel_mesh(mesh)
-
-    def loss(hidden, kernel):
-        head, options = Head(kernel, vocab_size=vocab_size), {"temperature": temperature, "follow_mask": False}
-        return loss_from_hidden(hidden, head, batch, SFT(), parallel=parallel, **options)[0]
-
-    def plain(hidden, kernel):
-        z = jnp.einsum("rth,hv->rtv", hidden, kernel, precision="highest")[..., :V] / temperature[..., None]
-        log_probs = jnp.take_along_axis(jax.nn.log_softmax(z), targets[..., None], 2)[..., 0]
-        return -(log_probs * batch.loss_mask).sum() / batch.loss_mask.sum()
-
-    with tiles_of("wide"):
-        notes = audit(jax.grad(loss, (0, 1)), hidden, kernel, mesh=parallel and parallel.mesh).notes
-        found = jax.jit(jax.grad(loss, (0, 1)))(hidden, kernel)
-    tokens = R * T if mesh is None else R * T // 4
-    assert any(note.startswith(f"one pass, {tokens} tokens x ") and "products" not in note for note in notes), notes
-    expected = jax.grad(plain, (0, 1))(hidden.astype(jnp.float32), kernel.astype(jnp.float32))
-    for x, y in zip(found, expected, strict=True):  # gradients of logits and of arrays are rounded to 8 bits
-        np.testing.assert_allclose(np.asarray(x, np.float32), y, rtol=2**-7, atol=2**-9 * float(jnp.abs(y).max()))
+def test_bf16_beside_float64(layout, mesh, monkeypatch):
+    monkeypatch.setattr(sums, "UNIT", 16)  # shares are small enough for rings
+    check_beside_float64("wide", layout, mesh, 64, {"follow_mask": False}, ONE_PASS, "bfloat16")
 
 
 def check_beside_float64(device, layout, mesh, T, options, tiles, dtype="float32"):
@@ -232,11 +166,9 @@ def check_beside_float64(device, layout, mesh, T, options, tiles, dtype="float32
         np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=2**-7, atol=2**-9 * np.abs(y).max())
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("device", ["wide", "some groups"])
-def test_work_follows_the_tokens_that_count(device):
+def test_work_follows_the_tokens_that_count():
     batch = make_batch((BATCH.loss_mask * 0).at[0].set(1))
-    with tiles_of(device):
+    with tiles_of("wide"):
         found = audit(lambda h, k, b: step(None, h, k, b, memory=None), HIDDEN, KERNEL, batch)
     assert found.flops.low == 0
     assert found.flops.high == pytest.approx(3 * 2 * 512 * 16 * 1003)
@@ -249,13 +181,12 @@ def test_products_behind_the_loop_are_of_the_chunks_that_count():
     def mask_of(count):
         return (jnp.arange(512) < count).astype(jnp.float32).reshape(BATCH.loss_mask.shape)
 
-    def on(device, memory):
+    def on(device):
         with tiles_of(device):
-            program = jax.jit(lambda mask: step(None, HIDDEN, KERNEL, make_batch(mask), memory=memory))
+            program = jax.jit(lambda mask: step(None, HIDDEN, KERNEL, make_batch(mask), memory=None))
             return program.lower(mask_of(0)).compile()
 
-    devices = {"wide": None, "some groups": None, "like a GPU": 2**21, "small": None}
-    by_device = {device: on(device, memory) for device, memory in devices.items()}
+    by_device = {device: on(device) for device in ("wide", "groups", "like a GPU", "small")}
     for count in (0, 1, 16, 17, 128, 129, 300, 512):
         *found, expected = (program(mask_of(count)) for program in by_device.values())
         for got in found:
@@ -265,8 +196,9 @@ def test_products_behind_the_loop_are_of_the_chunks_that_count():
 @pytest.mark.every(3)
 @pytest.mark.parametrize("mesh", [None, "mixed"])
 @pytest.mark.parametrize("layout", ["hv", "vh"])
-@pytest.mark.parametrize("way", ["a group in chunks", "groups that follow the mask"])
+@pytest.mark.parametrize("way", ["all tokens", "the tokens that count", "groups"])
 def test_one_pass_with_adapters(way, layout, mesh):
+    options, device, _ = WAYS[way]
     config, parallel = bonus_and_kl(), mesh_of(mesh)
     kernel = KERNEL if layout == "hv" else KERNEL.T
 
@@ -274,8 +206,8 @@ def test_one_pass_with_adapters(way, layout, mesh):
         return step(p, HIDDEN, k, config=config, lora=lora, layout=layout, **how)
 
     expected = jax.jit(lambda k, lora: run(None, k, lora))(kernel, ADAPTERS)
-    with tiles_of(OTHERWISE.get(way, "wide")):
-        got = jax.jit(lambda k, lora: run(parallel, k, lora, **{"memory": None, **WAYS[way]}))(kernel, ADAPTERS)
+    with tiles_of(device):
+        got = jax.jit(lambda k, lora: run(parallel, k, lora, **{"memory": None, **options}))(kernel, ADAPTERS)
     assert_trees_close(got, expected, rtol=2e-5, atol=3e-6)
 
 
@@ -314,10 +246,9 @@ def test_a_kernel_that_varies_before_a_scan_is_summed_once_a_step(device):
 
 
 @pytest.mark.parametrize("count", [1, 90, 130])
-def test_gradients_of_rows_behind_the_last_written_chunk(count, monkeypatch):
-    """Blocks of the sum are 256 rows, and steps of products are 120: a block holds rows that nothing has written."""
+def test_gradients_of_rows_behind_the_last_written_chunk(count):
+    """Chunks are 8 tokens, and quarters of them 120: rows that nothing has written are beside rows that count."""
     N, H, V = 480, 16, 256
-    monkeypatch.setattr(ring, "AT_ONCE", N * H // 3)
     keys = jax.random.split(jax.random.key(0), 3)
     hidden, kernel = jax.random.normal(keys[0], (1, N, H)), jax.random.normal(keys[1], (H, V))
     ids, ones = jax.random.randint(keys[2], (1, N), 0, V), jnp.ones((1, N))

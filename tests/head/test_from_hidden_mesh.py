@@ -45,6 +45,14 @@ def test_kernel_specs(name, layout):
     check_head([parallel], arrays, entropy="bonus", layout=layout, spec=spec, vocab_size=1030)
 
 
+@pytest.mark.parametrize("axes", [("a", "b"), ("b", "a")])
+def test_tensor_axes_in_another_order_than_the_meshs(axes):
+    """Shards of the vocabulary lie as the spec says: taken in the mesh's order, half of all ids would be others."""
+    mesh = jax.make_mesh((2, 2, 2), ("dp", "a", "b"), (jax.sharding.AxisType.Auto,) * 3)
+    parallel = ParallelMesh(mesh, data="dp", context=None, tensor=("a", "b"))
+    check_head([parallel], head_arrays(1032), entropy="bonus", spec=P(None, axes))
+
+
 @pytest.mark.every(4)
 @pytest.mark.parametrize("columns", [1032, 1040])
 @pytest.mark.parametrize("mesh", ["dp=2,fsdp=2,tp=2", "fsdp=4,tp=2"])

@@ -322,3 +322,52 @@ def test_memory_without_room_for_a_tile_of_fixed_size():
     hidden, kernel, targets = jnp.ones((1, 300, 8)), jnp.ones((8, 1024)), jnp.zeros((1, 300), jnp.int32)
     with pytest.raises(ValueError, match=r"memory: got 100000 bytes, expected at least 131072 for this head and batch"):
         log_probs_from_hidden(hidden, kernel, targets, deterministic=True, memory=100_000)
+
+
+# Numbers that are scalar arrays
+
+
+@pytest.mark.parametrize("scalar", [jnp.float32, np.float32, np.array], ids=["jax", "numpy", "0-d"])
+def test_scalar_arrays_are_numbers(scalar):
+    """A jax scalar as scale= gave "Non-hashable static arguments", without a name."""
+    rng = np.random.default_rng(0)
+    hidden, kernel = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((R, T, H), (H, V)))
+    a, b = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((H, 2), (2, V)))
+    targets = jnp.zeros((R, T), jnp.int32)
+
+    def log_probs(scale, softcap, lora_scale):
+        head = Head(kernel, lora=LoRA(a, b, scale=lora_scale), scale=scale, softcap=softcap)
+        return log_probs_from_hidden(hidden, head, targets).log_probs
+
+    found = log_probs(scalar(0.5), scalar(3.0), scalar(2.0))
+    np.testing.assert_array_equal(found, log_probs(0.5, 3.0, 2.0))
+    assert float(jnp.abs(found - log_probs(0.25, 3.0, 2.0)).max()) > 0.1
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap", "lora.scale"])
+def test_traced_numbers_are_refused_by_name(name):
+    def head(value):
+        lora = LoRA(jnp.ones((H, 2)), jnp.ones((2, V)), scale=value if name == "lora.scale" else 1.0)
+        return Head(jnp.ones((H, V)), lora=lora, **({} if name == "lora.scale" else {name: value}))
+
+    with pytest.raises(TypeError, match=f"^{name}: got a traced array, expected a number"):
+        jax.jit(head)(2.0)
+
+
+def test_what_the_refusal_of_second_derivatives_sends_to_works():
+    """Reverse over reverse: forward over reverse of a custom rule is refused by JAX."""
+    targets = jnp.zeros((1, 3), jnp.int32)
+    z = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 5)), jnp.float32)
+
+    def slope(z):
+        return jax.grad(lambda z: log_probs_from_logits(z, targets).log_probs.sum())(z)[0, 0, 1]
+
+    # d^2 log p_0 / dz_1 dz_j = p_1 (p_j - [j = 1])
+    p = np.exp(np.asarray(z[0, 0], np.float64)) / np.exp(np.asarray(z[0, 0], np.float64)).sum()
+    np.testing.assert_allclose(jax.grad(slope)(z)[0, 0], p[1] * (p - np.eye(5)[1]), rtol=1e-5, atol=1e-7)
+
+    def from_hidden(h):
+        return log_probs_from_hidden(h, z[0].T, targets).log_probs.sum()
+
+    with pytest.raises(NotImplementedError, match="has them in reverse mode"):
+        jax.grad(lambda h: jax.grad(from_hidden)(h).sum())(jnp.ones((1, 3, 5)))

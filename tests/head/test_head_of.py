@@ -345,6 +345,8 @@ def test_scales_and_layouts_that_contradict_the_module_are_refused():
         Head.of(qwix_linear())
     with pytest.raises(ValueError, match=r"lora_scale: got 2.0 for the adapter of the module, expected None"):
         Head.of(lora_linear(), lora_scale=2.0)
+    with pytest.raises(ValueError, match=r"lora_scale: got 2.0 for a module without an adapter, expected None"):
+        Head.of(nnx.Linear(H, V, rngs=FAST), lora_scale=2.0)
     with pytest.raises(ValueError, match=r"layout: got 'hv' for Embed, expected 'vh'"):
         Head.of(nnx.Embed(V, H, rngs=FAST), layout="hv")
     with pytest.raises(ValueError, match=r"module: got a Head and options"):

@@ -1,4 +1,4 @@
-"""The compiled programs of log-probs: no array has tokens times vocabulary, and each collective is counted."""
+"""The compiled programs of log-probs: only a chunk of tokens meets all columns, and each collective is counted."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ FSDP = make_parallel_mesh("fsdp=4,tp=2")
 N = R * T // 4  # tokens of a device on each of them
 V = 2048  # two blocks of 512 columns on a device
 KERNEL_BLOCK, DHIDDEN, TOKENS = 4 * H * 512, 4 * N * H, 4 * N
-BY_BLOCK = 125_000  # bytes of memory: room for a tile of 16 tokens and 512 columns, none for a kernel of 4096 beside it
+CHUNK = 5  # tokens, on the device "five"
 
 
 def described(parallel, arrays, **specs):
@@ -84,7 +84,9 @@ def test_the_forward_is_one_max_and_one_sum(entropy, sums, with_where):
 BOTH = ("hidden", "kernel")
 DKERNEL = ("all-reduce", ("dp", "cp"), KERNEL_BLOCK, True)
 DHIDDEN_SUM = ("all-reduce", ("tp",), DHIDDEN, False)
-GATHERED_BLOCK = ("all-gather", ("fsdp",), KERNEL_BLOCK, True)
+FSDP_KERNEL = 4 * H * 4 * V // FSDP.tensor_size  # bytes of a device's columns, with all features
+GATHERED = ("all-gather", ("fsdp",), FSDP_KERNEL, False)
+SCATTERED_BLOCK = ("reduce-scatter", ("fsdp",), KERNEL_BLOCK, True)
 CASES = {  # (mesh, V, where, gradients): collectives beside those of the softmax
     "both": (MIXED, V, False, BOTH, [DKERNEL, DHIDDEN_SUM]),
     "where": (MIXED, V, True, BOTH, [DKERNEL, DHIDDEN_SUM]),
@@ -95,7 +97,7 @@ CASES = {  # (mesh, V, where, gradients): collectives beside those of the softma
         BOTH,
         [("all-reduce", ("dp", "cp"), 4 * H * 384, True), DHIDDEN_SUM],
     ),
-    "tokens outermost": (MIXED, 24, False, BOTH, [("all-reduce", ("dp", "cp"), 4 * H * 12, False), DHIDDEN_SUM]),
+    "few columns": (MIXED, 24, False, BOTH, [("all-reduce", ("dp", "cp"), 4 * H * 12, False), DHIDDEN_SUM]),
     "frozen head": (MIXED, V, False, ("hidden",), [DHIDDEN_SUM]),
     "kernel only": (MIXED, V, False, ("kernel",), [DKERNEL]),
     "hidden states gathered once and scattered back": (
@@ -105,14 +107,14 @@ CASES = {  # (mesh, V, where, gradients): collectives beside those of the softma
         BOTH,
         [DKERNEL, ("all-gather", ("tp",), DHIDDEN, False), ("reduce-scatter", ("tp",), DHIDDEN, False)],
     ),
-    "fsdp gathered by block and scattered back": (
+    "fsdp, gathered by each pass and scattered back": (
         FSDP,
         4 * V,
         False,
         BOTH,
-        [GATHERED_BLOCK, GATHERED_BLOCK, ("reduce-scatter", ("fsdp",), KERNEL_BLOCK, True), DHIDDEN_SUM],
+        [GATHERED, GATHERED, SCATTERED_BLOCK, DHIDDEN_SUM],
     ),
-    "frozen fsdp": (FSDP, 4 * V, False, ("hidden",), [GATHERED_BLOCK, GATHERED_BLOCK, DHIDDEN_SUM]),
+    "frozen fsdp": (FSDP, 4 * V, False, ("hidden",), [GATHERED, GATHERED, DHIDDEN_SUM]),
 }
 
 
@@ -121,23 +123,19 @@ CASES = {  # (mesh, V, where, gradients): collectives beside those of the softma
 def test_collectives_of_each_mesh(case):
     parallel, columns, with_where, wrt, expected = CASES[case]
     arrays = described(parallel, head_arrays(columns, bias=False, with_where=with_where))
-    options = {"memory": BY_BLOCK} if parallel is FSDP else {}
-    run = forward_and_backward(call_head, parallel, wrt, entropy="bonus", **options)
+    run = forward_and_backward(call_head, parallel, wrt, entropy="bonus")
     assert counted(audit(run, arrays)) == of_softmax(3) + Counter(expected)
 
 
 def test_fsdp_over_the_vocabulary():
-    """Each block is gathered from a slice of every shard; its gradient goes back the same way.
-
-    The forward gathers all of the kernel at once if the memory has room for it.
-    """
-    spec = P(None, ("fsdp", "tp"))
-    arrays = described(FSDP, head_arrays(4 * V, bias=False), kernel=spec)
-    gathered, scattered = ((op, ("fsdp",), KERNEL_BLOCK, True) for op in ("all-gather", "reduce-scatter"))
-    at_once = ("all-gather", ("fsdp",), 4 * H * 4 * V // FSDP.tensor_size, False)
-    for memory, of_forward in {BY_BLOCK: gathered, None: at_once}.items():
-        run = forward_and_backward(call_head, FSDP, BOTH, entropy="bonus", spec=spec, memory=memory)
-        assert counted(audit(run, arrays)) == of_softmax(3) + Counter([of_forward, gathered, scattered, DHIDDEN_SUM])
+    """The kernel is gathered once, over fsdp alone if each tensor shard has columns beside one another."""
+    for axes, gathered in ((("tp", "fsdp"), ("fsdp",)), (("fsdp", "tp"), ("fsdp", "tp"))):
+        spec = P(None, axes)
+        arrays = described(FSDP, head_arrays(4 * V, bias=False), kernel=spec)
+        run = forward_and_backward(call_head, FSDP, BOTH, entropy="bonus", spec=spec)
+        found = audit(run, arrays)
+        assert [(c.axes, c.in_loop) for c in found.collectives if c.op == "all-gather"] == [(gathered, False)]
+        assert {c.axes for c in found.collectives} <= {("fsdp",), ("tp",), ("fsdp", "tp")}
 
 
 def test_the_gradient_of_logits_needs_no_collective():
@@ -177,13 +175,14 @@ def traced(parallel, arrays, wrt=BOTH, **options):
     return jax.make_jaxpr(forward_and_backward(call_head, parallel, wrt, entropy="bonus", **options))(arrays)
 
 
-def per_token_over_the_vocabulary(jaxpr, columns):
-    """Shapes with a dimension of the vocabulary, or of a device's part of it, without those of parameters.
+def over_the_vocabulary(jaxpr, columns, tokens):
+    """Shapes of more than so many tokens by all columns, or all of a device, without those of parameters.
 
     A bias is `[1, V]`, and between forward and backward `[2, V]` for two devices.
     """
     vocabulary = {columns, -(-columns // 2)}
-    return {s for s in shapes(jaxpr) if set(s) & vocabulary and not set(s) <= vocabulary | {1, 2, H, H // 4}}
+    wide = {s for s in shapes(jaxpr) if set(s) & vocabulary and not set(s) <= vocabulary | {1, 2, H, H // 4}}
+    return {s for s in wide if math.prod(n for n in s if n not in vocabulary) > tokens}
 
 
 PROGRAMS = {
@@ -198,19 +197,19 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("columns", [2062, 2063, 2 * 17])  # 17 and 34 columns on 64 or 16 tokens: tokens outermost
-def test_no_array_holds_the_vocabulary_per_token(name, columns):
+@pytest.mark.parametrize("columns", [2062, 2063, 2 * 17])
+def test_no_array_holds_the_vocabulary_of_more_tokens_than_a_chunk(name, columns):
     parallel, of_arrays = PROGRAMS[name]
     arrays = head_arrays(columns, **of_arrays)
-    jaxpr = traced(parallel, arrays, layout=of_arrays.get("layout", "hv"))
+    jaxpr = traced(parallel, arrays, layout=of_arrays.get("layout", "hv"), device="five")
     if columns > 1024:
-        assert per_token_over_the_vocabulary(jaxpr, columns) == set()
+        assert over_the_vocabulary(jaxpr, columns, CHUNK) == set()
     assert hang_risks(jaxpr) == []
 
 
-@pytest.mark.parametrize("memory", [None, 1_000_000])
-def test_loops_that_gather_take_equally_many_turns_everywhere(memory):
-    """Devices have 0 to 600 tokens that count, in chunks of 256. With this memory forwards gather a kernel by block."""
+@pytest.mark.parametrize("memory", [None, 1_300_000])
+def test_devices_that_have_other_numbers_of_tokens(memory):
+    """Devices have 0 to 600 tokens that count, in chunks of 256 or fewer, and a kernel that they share."""
     rng, parallel = np.random.default_rng(0), make_parallel_mesh("fsdp=8")
     where = jnp.arange(600)[None] < jnp.asarray([0, 1, 255, 256, 257, 400, 599, 600])[:, None]
     hidden = jnp.where(where[..., None], jnp.asarray(rng.normal(size=(8, 600, 16)), jnp.float32), jnp.nan)
@@ -235,7 +234,7 @@ def test_loops_that_gather_take_equally_many_turns_everywhere(memory):
 def test_the_search_for_such_arrays_finds_them():
     arrays = head_arrays(2062, bias=False)
     jaxpr = jax.make_jaxpr(lambda a: call_head("reference", a).log_probs)(arrays)
-    assert (R, T, 2062) in per_token_over_the_vocabulary(jaxpr, 2062)
+    assert (R, T, 2062) in over_the_vocabulary(jaxpr, 2062, CHUNK)
 
 
 @pytest.mark.parametrize("columns", [24, V])
@@ -247,7 +246,8 @@ def test_gradients_that_nobody_asks_for_leave_no_product(columns):
         found = audit(forward_and_backward(call_head, MIXED, wrt, entropy="bonus"), arrays)
         assert found.flops.low == found.flops.high == count * product
         assert compiled_flops(found.text) == count * product
-        kernel_gradients = {f"f32[{H},{block}]" for block in (columns // 2, min(512, columns // 2))}
+        pieces = {columns // 8, min(512, columns // 2) // 4}  # the sum of each goes beside the product of the next
+        kernel_gradients = {f"f32[{H},{piece}]" for piece in pieces}
         made = {f"f32[{a}]" for a in re.findall(r"f32\[([\d,]+)\]\S* (?:dot|all-reduce)\(", found.text)}
         assert bool(made & kernel_gradients) == ("kernel" in wrt)
 

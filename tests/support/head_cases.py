@@ -25,19 +25,16 @@ F32 = {"rtol": 2e-6, "atol": 2e-6}
 BF16 = {"rtol": 2**-8, "atol": 2**-8}
 
 
-# Devices whose tiles are small enough for a test to have many: on CPUs of 16 or 5 tokens and 512 columns; on
-# accelerators chunks of 8 tokens, and 128 columns in the second pass.
+# Devices whose chunks are small enough for a test to have many: of 16, 8 or 5 tokens. A block of the second pass has
+# 512 columns on CPUs, and 128 on accelerators.
+CPU = dataclasses.replace(calls.CPU, memory=2**30)
 DEVICES = {
-    name: dataclasses.replace(calls.CPU, one_pass=2**30, tile=4 * 512 * tokens, tokens=tokens, group=tokens * 8)
-    for name, tokens in {"small": 16, "five": 5}.items()
+    "small": dataclasses.replace(CPU, tokens=16),
+    "five": dataclasses.replace(CPU, tokens=5),
+    "wide": calls.Profile(memory=2**30, tile=2**30, tokens=8, columns=128, ring=4),
 }
-DEVICES["grouped"] = dataclasses.replace(DEVICES["small"], group=256)
-DEVICES["wide"] = calls.Profile(
-    whole=True, one_pass=2**30, tile=4 * 8 * 300, tokens=8, group=512, columns=128, rings=4, upcast=False
-)
-DEVICES["some groups"] = dataclasses.replace(DEVICES["wide"], group=256)
-DEVICES["like a GPU"] = dataclasses.replace(DEVICES["wide"], rings=0)
-DEVICES["eighths"] = dataclasses.replace(DEVICES["wide"], tile=2**30, tokens=64)  # of a chunk are computed again
+DEVICES["groups"] = dataclasses.replace(DEVICES["wide"], group=100)  # several groups of 48 tokens above 100
+DEVICES["like a GPU"] = dataclasses.replace(DEVICES["wide"], ring=0, rounding_products=True)
 
 calls.PROFILES = {**DEVICES, **calls.PROFILES}
 

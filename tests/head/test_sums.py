@@ -1,8 +1,6 @@
 """Sums of gradients over devices: their bits, the way that they go, and the gradients of heads beside float64."""
 
 import dataclasses
-from types import SimpleNamespace
-from typing import Any
 
 import head_cases
 import jax
@@ -12,22 +10,16 @@ import pytest
 from head_cases import DEVICES, tiles_of
 from jax.sharding import PartitionSpec as P
 
-from jaxppo import (
-    Head,
-    PolicyLossConfig,
-    RolloutBatch,
-    log_probs_from_hidden,
-    policy_loss_from_hidden,
-)
+from jaxppo import Head, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
 from jaxppo.head import call as calls
-from jaxppo.head import ring
-from jaxppo.head.ring import summed
+from jaxppo.head.sums import UNIT, scattered, summed
 from sharding.audit import audit
 from sharding.mesh import make_parallel_mesh
 from sharding.testing import assert_trees_close
 
 PARALLEL = make_parallel_mesh("dp=2,cp=2,tp=2")
 OVER = ("dp", "cp")
+WHOLE = 2 * 4 * UNIT  # the columns of which each of four devices sums a share in two halves
 
 
 def integers(shape, count):
@@ -35,20 +27,36 @@ def integers(shape, count):
     return np.random.default_rng(0).integers(-4000, 4000, (count, *shape)).astype(np.float32)
 
 
-def sum_of(dim, dtype, over=OVER, out=None, fused=False, rings=4, **options):
+def along(dim, length, width):
+    return (length, width) if dim == 0 else (width, length)
+
+
+def part_of(x, dim):
+    """The term of a device whose own array is x."""
+
+    def term(start, size):
+        return jax.lax.dynamic_slice_in_dim(x, start, size, dim)
+
+    return term
+
+
+def sum_of(dim, dtype, over=OVER, ring=4, pieces=4):
     """The sum over devices of `x[device]`, made from terms along a dimension."""
-    profile = dataclasses.replace(DEVICES["wide"], rings=rings)
-    call, plan = SimpleNamespace(profile=profile), SimpleNamespace(fused=fused, ring_blocks=2)
-    work: Any = SimpleNamespace(call=call, plan=plan, axes=frozenset(over))
 
     def per_shard(x):
-        def term(start, size, first, width):
-            part = jax.lax.dynamic_slice_in_dim(x[0], start, size, dim)
-            return jax.lax.dynamic_slice_in_dim(part, first, width, 1 - dim)
+        return summed(part_of(x[0], dim), dim, x.shape[1 + dim], over, dtype, ring, pieces)
 
-        return summed(work, term, dim, x.shape[1 + dim], x.shape[2 - dim], frozenset(), dtype, **options)
+    return jax.jit(jax.shard_map(per_shard, mesh=PARALLEL.mesh, in_specs=P(over), out_specs=P()))
 
-    return jax.jit(jax.shard_map(per_shard, mesh=PARALLEL.mesh, in_specs=P(over), out_specs=out or P()))
+
+def shares_of(dim, dtype, over=OVER, ring=4):
+    """The same sum, of which each device keeps a share."""
+
+    def per_shard(x):
+        return scattered(part_of(x[0], dim), dim, x.shape[1 + dim], over, (), dtype, ring)
+
+    specs = P(over) if dim == 0 else P(None, over)
+    return jax.jit(jax.shard_map(per_shard, mesh=PARALLEL.mesh, in_specs=P(over), out_specs=specs))
 
 
 def check(fn, x, dtype="bfloat16"):
@@ -61,92 +69,55 @@ def ops(fn, x):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("length", [1024, 5000, 4096])  # one block; two, of which shares overlap; two
+@pytest.mark.parametrize("rest", [0, 1, 600])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_bits(dim, length, dtype, monkeypatch):
-    monkeypatch.setattr(ring, "LARGE", 2**17)
-    x = integers((length, 40) if dim == 0 else (40, length), 4)
+def test_whole_shares_go_around_a_ring(dim, rest, dtype):
+    """What they leave is summed by one collective."""
+    x = integers(along(dim, 2 * WHOLE + rest, 40), 4)
     fn = sum_of(dim, dtype)
     check(fn, x, dtype)
-    found = {(c.op, c.in_loop) for c in audit(fn, x, mesh=PARALLEL.mesh).collectives}
-    assert found == {("collective-permute", length > 1024)}
+    around = {"collective-permute", "all-gather"}
+    assert ops(fn, x) - {"all-gather"} == around - {"all-gather"} | ({"all-reduce"} if rest else set())
 
 
+@pytest.mark.parametrize("length", [WHOLE, WHOLE + 600, 500])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_shares_with_a_longer_side(dim):
-    """Halves of a share are cut along its longer side."""
-    x = integers((1024, 700) if dim == 0 else (700, 1024), 4)
-    fn = sum_of(dim, "bfloat16")
-    check(fn, x)
-    assert ops(fn, x) == {"collective-permute"}
-
-
-@pytest.mark.parametrize("shape", [(1500, 40), (5000, 40), (1100, 700), (1024, 700)])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_all_devices_end_with_the_same_bits(dim, fused, shape, monkeypatch):
-    """Parts may overlap where shares do not divide the rows. They are summed in other orders: one of them is kept."""
-    monkeypatch.setattr(ring, "LARGE", 2**17)
-    x = np.random.default_rng(0).normal(size=(4, *(shape if dim == 0 else shape[::-1]))).astype(np.float32)
-    found = sum_of(dim, "float32", fused=fused)(x)
+def test_all_devices_end_with_the_same_bits(dim, length):
+    """Devices add the terms of a share in one order, that of the ring."""
+    x = np.random.default_rng(0).normal(size=(4, *along(dim, length, 40))).astype(np.float32)
+    found = sum_of(dim, "float32")(x)
     first, *others = (np.asarray(shard.data) for shard in found.addressable_shards)
     np.testing.assert_allclose(first, x.astype(np.float64).sum(axis=0), rtol=0, atol=2e-6)
     for other in others:
         np.testing.assert_array_equal(other, first)
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 3])
-@pytest.mark.parametrize("scatter", [False, True])
-def test_more_devices_than_a_ring_takes(scatter, blocks, monkeypatch):
-    """One collective for each block, more than two in a loop; the last block of 1000 overlaps the one before it."""
-    over, x = ("dp", "cp", "tp"), integers((1000, 1000), 8)
-    monkeypatch.setattr(ring, "AT_ONCE", 10**6 // blocks)
-    fn = sum_of(1, "bfloat16", over, **({"scatter": over, "out": P(None, over)} if scatter else {}))
-    check(fn, x)
-    assert ops(fn, x) == {"reduce-scatter" if scatter else "all-reduce"}
-    assert {c.in_loop for c in audit(fn, x, mesh=PARALLEL.mesh).collectives} == {blocks > 2}
-
-
-@pytest.mark.parametrize("length", [2048, 3000, 8192])  # 8192 go around in two blocks
-@pytest.mark.parametrize("dim", [0, 1])
-def test_rings_of_eight(dim, length, monkeypatch):
-    """On a chip whose rings pay for more devices than four; sums that are too long for them, and scatters, stay."""
-    monkeypatch.setattr(ring, "LARGE", 2**18)
-    over, x = ("dp", "cp", "tp"), integers((length, 48) if dim == 0 else (48, length), 8)
-    fn = sum_of(dim, "bfloat16", over, rings=8)
-    check(fn, x)
-    assert ops(fn, x) == {"collective-permute"}
-    shards = sum_of(dim, "bfloat16", over, P(over) if dim == 0 else P(None, over), rings=8, scatter=over)
-    check(shards, x)
-    assert ops(shards, x) == {"reduce-scatter"}
-    monkeypatch.setattr(ring, "LONG", length * 48 - 1)
-    fn = sum_of(dim, "bfloat16", over, rings=8)
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_more_devices_than_a_ring_takes(pieces):
+    """Collectives sum it piece by piece."""
+    over = ("dp", "cp", "tp")
+    x = integers((1000, 1000), 8)
+    fn = sum_of(1, "bfloat16", over, pieces=pieces)
     check(fn, x)
     assert ops(fn, x) == {"all-reduce"}
+    shares = shares_of(1, "bfloat16", over)
+    check(shares, x)
+    assert ops(shares, x) == {"reduce-scatter"}
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("length", [512, 500])  # each device's share has two equal halves, or has not
 def test_shares_of_a_sharded_primal(dim, length):
     """FSDP: each device keeps its share, and nothing is gathered."""
-    x = integers((length, 30) if dim == 0 else (30, length), 4)
-    out = P(OVER) if dim == 0 else P(None, OVER)
-    fn = sum_of(dim, "bfloat16", out=out, scatter=OVER)
+    x = integers(along(dim, length, 30), 4)
+    fn = shares_of(dim, "bfloat16")
     check(fn, x)
     assert ops(fn, x) == ({"collective-permute"} if length == 512 else {"reduce-scatter"})
 
 
-def test_a_rounded_sum():
-    """ "parameter": terms are rounded before they are added, in bf16."""
-    x = integers((2048, 30), 4)
-    sent = {line for line in str(sum_of(0, "bfloat16", wide=False).trace(x).jaxpr).splitlines() if "ppermute" in line}
-    assert sent
-    assert all(":bf16[" in line for line in sent)
-
-
-@pytest.mark.parametrize("over", [("dp", "cp"), ("cp", "dp"), ("cp",)])
-def test_axes_in_any_order(over):
-    check(sum_of(0, "bfloat16", over), integers((2048, 30), PARALLEL.mesh.shape["dp"] ** len(over)))
+@pytest.mark.parametrize("over", [("dp", "cp"), ("cp",)])
+def test_some_of_the_axes(over):
+    check(sum_of(0, "bfloat16", over), integers((2 * WHOLE, 30), 2 ** len(over)))
 
 
 def test_too_few_rows_for_shares():
@@ -196,12 +167,12 @@ def test_a_head(layout, way, mesh, monkeypatch):
         return (found.log_probs * jnp.arange(1024.0)[None] + found.entropy).sum()
 
     gradients = jax.grad(loss, 0 if way == "frozen" else (0, 1))
-    roomy = dataclasses.replace(DEVICES["wide"], tokens=512, tile=2**24, group=4096, columns=2048)
+    roomy = dataclasses.replace(DEVICES["wide"], tokens=512, columns=2048)
     with tiles_of("wide"):
         monkeypatch.setitem(calls.PROFILES, "wide", roomy)
         around = jax.jit(gradients)(hidden, kernel)
         found = {c.op for c in audit(gradients, hidden, kernel, mesh=parallel.mesh).collectives}
-        monkeypatch.setitem(calls.PROFILES, "wide", dataclasses.replace(roomy, rings=1))
+        monkeypatch.setitem(calls.PROFILES, "wide", dataclasses.replace(roomy, ring=0))
         jax.clear_caches()
         at_once = jax.jit(gradients)(hidden, kernel)
         without = {c.op for c in audit(gradients, hidden, kernel, mesh=parallel.mesh).collectives}
@@ -217,14 +188,14 @@ def test_a_head(layout, way, mesh, monkeypatch):
 def test_gradients_beside_float64(mesh, form, monkeypatch):
     """With columns and features enough for each device to have a share."""
     monkeypatch.setattr(head_cases, "H", 512)
-    monkeypatch.setitem(calls.PROFILES, "wide", dataclasses.replace(DEVICES["wide"], columns=4096, rings=8))
+    monkeypatch.setitem(calls.PROFILES, "wide", dataclasses.replace(DEVICES["wide"], columns=4096, ring=8))
     arrays = head_cases.head_arrays(4096, scale=1 / 22, **form)
     options = {"layout": form["layout"]} if "layout" in form else {}
     parallel = make_parallel_mesh(mesh)
     head_cases.check_head([parallel], arrays, device="wide", entropy="bonus", **options)
 
 
-@pytest.mark.parametrize("memory", [None, 600_000])  # one pass, two
+@pytest.mark.parametrize("memory", [None, 2_500_000])  # one pass, two
 def test_second_derivatives_are_refused(memory):
     """By name, as where no sum goes around."""
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")

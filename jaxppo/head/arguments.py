@@ -1,0 +1,403 @@
+"""Checks the arguments of a call to a head, and makes one static object, arrays and their PartitionSpecs of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from jaxppo.base.arrays import (
+    as_token_ids,
+    check,
+    check_array,
+    check_choice,
+    check_count,
+    check_flag,
+    check_floating,
+    check_number,
+    check_type,
+    dtype_name,
+)
+from jaxppo.base.stacked import part_of_a_step
+from jaxppo.head import call as calls
+from jaxppo.head.call import Asked, HeadCall, HeadOptions, Inputs, Names, Prepared, Tokens
+from jaxppo.head.head import Entropy, Head, LogitsDtype, LogitStat, Transform, as_head
+from jaxppo.sharding import ParallelMesh, ShardAxes, check_parallel, note, one_a_device, varying
+
+Parallel = ParallelMesh | ShardAxes | None
+Pair = tuple[Any, Any]  # hidden states and a head
+NO_MESH = "the mesh that has these axes, or no spec"
+
+
+def prepare_head(
+    hidden: Any,
+    head: Any,
+    targets: Any,
+    *,
+    parallel: Parallel,
+    temperature: Any,
+    entropy: Entropy,
+    options: HeadOptions,
+    logit_stats: Sequence[LogitStat] = (),
+    top_k: int = 0,
+    nucleus_ids: Any = None,
+    ids: Any = None,
+    where: Any = None,
+    adapter_ids: Any = None,
+    heads: int = 1,  # that share the memory
+    name: str = "head",  # in errors
+) -> Prepared:
+    """Checks the arguments of `log_probs_from_hidden`, with targets or without, and prepares the call."""
+    checked = check_options(options)
+    model = name.removesuffix("head")
+    check_floating(f"{model}hidden", hidden, 3, "[R, T, H]")
+    head = as_head(name, head)
+    asked = as_asked(entropy, logit_stats, top_k)
+    check_parallel(parallel)
+    roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
+    spec = checked.pop("hidden_spec")
+    hidden, by_position = _bring_hidden(f"{model}hidden_spec", parallel, roles, hidden, spec)
+    head.check(name, hidden.shape[2])
+    h_names, v_names = _kernel_axes(parallel, roles, name, hidden, head)
+    R, T = hidden.shape[:2]
+    columns = head.kernel.shape[head.v_dim]
+    if not isinstance(parallel, ParallelMesh):  # arrays are one device's part
+        columns *= roles.size(v_names)
+        T *= roles.size(roles.tensor) if by_position else 1
+    vocab_size = columns if head.vocab_size is None else head.vocab_size
+    check("vocab_size", vocab_size, vocab_size <= columns, f"1 to {columns}, the columns there are")
+    tokens, where = as_token_arrays("hidden", (R, T), targets, nucleus_ids, ids, where, temperature)
+    adapter_ids = as_adapter_ids(f"{name}.lora", head.lora, adapter_ids, R)
+    device = calls.device_kind(parallel, head.kernel)
+    transposed = _lies_transposed(parallel, head, v_names, device)
+    call = HeadCall(
+        axes=roles,
+        v_dim=0 if transposed else head.v_dim,
+        transposed=transposed,
+        h_names=h_names,
+        v_names=v_names,
+        sequence_parallel=by_position,
+        transform=Transform(cast(LogitsDtype, head.logits_dtype), head.softcap, head.scale),
+        scales=_scales(head),
+        columns=columns,
+        vocab_size=vocab_size,
+        asked=asked,
+        profile=calls.profile_of(device),
+        heads=heads,
+        copied=bool(part_of_a_step.value and isinstance(parallel, ParallelMesh) and roles.tokens),
+        **checked,
+    )
+    lora_a = getattr(head.lora, "a", None)
+    lora_b = getattr(head.lora, "b", None)
+    inputs = Inputs(hidden, head.kernel, head.bias, lora_a, lora_b, tokens, where, adapter_ids)
+    if not isinstance(parallel, ParallelMesh):
+        return Prepared(call, inputs, None, (R, T))
+    specs = _specs(parallel, head.v_dim, call, inputs)
+    if call.copied:
+        inputs, specs = _with_copies(parallel, inputs, specs)
+    return Prepared(call, inputs, specs, (R, T))
+
+
+def _lies_transposed(parallel: Parallel, head: Head, v_names: Names, device: str) -> bool:
+    """Whether the device stores a `[H, V]` kernel as `[V, H]`: TPUs do unless 128, their lanes, divides V."""
+    columns = head.kernel.shape[head.v_dim]
+    if isinstance(parallel, ParallelMesh):
+        columns //= math.prod(parallel.mesh.shape.get(name, 1) for name in v_names)
+    return head.layout == "hv" and "TPU" in device and columns % 128 != 0
+
+
+def _scales(head: Head) -> tuple[float, ...]:
+    """The factor of each product of a head."""
+    scales = [1.0]
+    if head.lora is not None:
+        scales.append(head.lora.scale)
+    if head.bias is not None:
+        scales.append(1.0)
+    return tuple(scales)
+
+
+def _bring_hidden(
+    what: str, parallel: Parallel, roles: ShardAxes, hidden: jax.Array, spec: P | None
+) -> tuple[jax.Array, bool]:
+    """Reshards hidden states like the batch's tokens, and tells whether the tensor axis shards their positions too."""
+    check_type(what, spec, isinstance(spec, P | None), "a PartitionSpec or None")
+    if parallel is None:
+        check(what, f"{spec} without parallel=", not any(spec or ()), NO_MESH)
+    if parallel is None or spec is None:
+        return hidden, bool(roles.tensor) and roles.sequence_parallel
+    sizes: Any = jax.sharding.get_abstract_mesh().shape
+    if isinstance(parallel, ParallelMesh):
+        sizes = parallel.mesh.shape
+    entries = _above_1(sizes, (*spec, *[None] * (3 - len(spec))))
+    data, context, tensor = _above_1(sizes, (roles.data, roles.context, roles.tensor))
+    if entries == [data, context, ()]:
+        return hidden, False
+    if entries == [data, context + tensor, ()]:
+        return hidden, True
+    if not isinstance(parallel, ParallelMesh) or not _can_move(parallel, hidden, entries):
+        raise ValueError(_wrong_spec(what, parallel, hidden, spec, data, context, tensor))
+    whole = hidden.shape[1] % parallel.size(context + tensor) == 0
+    by_position = bool(tensor) and set(tensor) <= set(entries[1]) and whole
+    wanted = dataclasses.replace(parallel, sequence_parallel=by_position).hidden_spec
+    to: Any = lax.with_sharding_constraint
+    if parallel.is_explicit:
+        to = jax.reshard
+    with note(f"hidden states brought from {spec} to {wanted}"):
+        hidden = to(hidden, parallel.sharding(spec))  # gives the gradient the caller's spec
+        return to(hidden, parallel.sharding(wanted)), by_position
+
+
+def _above_1(sizes: Any, entries: Sequence[Any]) -> list[Names]:
+    """The axes of each entry, without those of size 1, which have no role and do not cut anything."""
+    each = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
+    return [tuple(name for name in names if sizes.get(name) != 1) for names in each]
+
+
+def _can_move(parallel: ParallelMesh, hidden: jax.Array, entries: list[Names]) -> bool:
+    """Whether hidden states can have this spec, of R and T."""
+    names = [name for entry in entries for name in entry]
+    if len(entries) != 3 or entries[2] or len(set(names)) < len(names) or not set(names) <= set(parallel.mesh.shape):
+        return False
+    return all(n % parallel.size(entry) == 0 for n, entry in zip(hidden.shape, entries, strict=True))
+
+
+def _wrong_spec(
+    what: str, parallel: Parallel, hidden: jax.Array, spec: P, data: Names, context: Names, tensor: Names
+) -> str:
+    expected = f"{P(data or None, context or None, None)}, as the tokens of the batch lie"
+    if tensor:
+        expected += f", or {P(data or None, context + tensor, None)}"
+    where = " inside a shard_map"
+    if isinstance(parallel, ParallelMesh):
+        where = ""
+        expected += ", or another spec of R and T that fits the mesh"
+    return f"{what}: got {spec} for shape {hidden.shape}{where}, expected {expected}"
+
+
+def _kernel_axes(parallel: Parallel, roles: ShardAxes, name: str, hidden: jax.Array, head: Head) -> tuple[Names, Names]:
+    """The mesh axes that shard the kernel's H and its V. Raises unless its shape then fits the hidden states."""
+    kernel = head.kernel
+    on_mesh = isinstance(parallel, ParallelMesh)
+    h_names, v_names = _spec_axes(parallel, roles, hidden, head)
+    rows = kernel.shape[1 - head.v_dim]
+    if not on_mesh:  # of this device's part
+        rows *= roles.size(h_names)
+    shape = f"shape {kernel.shape} with layout {head.layout!r}"
+    expected = f"{hidden.shape[2]} rows of H, as in hidden {hidden.shape}"
+    check(f"{name}.kernel", shape, rows == hidden.shape[2], expected)
+    if on_mesh:
+        return h_names, v_names
+    own = kernel.shape[head.v_dim]
+    shards = roles.size(roles.tensor)
+    names = varying(kernel)
+    sharded = bool(set(roles.tensor) & names)
+    if sharded and head.vocab_size is not None and head.vocab_size <= own * (shards - 1):
+        raise ValueError(
+            f"{name}.vocab_size: got {head.vocab_size} with {own} columns on each of {shards} tensor shards, the last "
+            "of which would hold padding alone, expected each device's part of the vocabulary; a kernel that was "
+            "gathered over the tensor axis is to be invariant over it: all_gather(..., to='invarying')"
+        )
+    return h_names, tuple(n for n in v_names if n in names)
+
+
+def _spec_axes(parallel: Parallel, roles: ShardAxes, hidden: jax.Array, head: Head) -> tuple[Names, Names]:
+    """The axes of the head's spec, of H and of V, or the defaults."""
+    spec = head.spec
+    if isinstance(parallel, ParallelMesh) and parallel.is_explicit and spec is None:
+        spec = getattr(jax.typeof(head.kernel).sharding, "spec", None)
+    if spec is None:
+        return _default_axes(parallel, roles, hidden, head)
+    check("head.spec", f"{spec} without parallel=", parallel is not None or not any(spec), NO_MESH)
+    check("head.spec", spec, len(spec) <= 2, "a PartitionSpec of two dimensions")
+    sizes: Any = parallel.mesh.shape if isinstance(parallel, ParallelMesh) else {}
+    entries = _above_1(sizes, (*spec, *[None] * (2 - len(spec))))
+    h_names = entries[1 - head.v_dim]
+    v_names = entries[head.v_dim]
+    tensor = set(roles.tensor)
+    check("head.spec", spec, not set(h_names) & tensor, f"the tensor axes {roles.tensor} on the vocabulary only")
+    good = set(v_names) & tensor in (set(), tensor)
+    check("head.spec", spec, good, f"all of the tensor axes {roles.tensor} or none")
+    return h_names, v_names
+
+
+def _default_axes(parallel: Parallel, roles: ShardAxes, hidden: jax.Array, head: Head) -> tuple[Names, Names]:
+    """H over the fsdp axes, V over the tensor axes."""
+    if not isinstance(parallel, ParallelMesh):
+        if head.kernel.shape[1 - head.v_dim] == hidden.shape[2]:
+            return (), roles.tensor
+        return roles.fsdp, roles.tensor
+    if head.kernel.shape[head.v_dim] % parallel.tensor_size:
+        return roles.fsdp, ()  # JAX cannot shard a kernel that the tensor axis does not divide, so it arrives whole
+    return roles.fsdp, roles.tensor
+
+
+def _specs(parallel: ParallelMesh, v_dim: int, call: HeadCall, inputs: Inputs) -> Inputs:
+    """The PartitionSpecs of the inputs."""
+    v = call.v_names or None
+    kernel = [call.h_names or None, v]
+    lora_b = [None, v]
+    if v_dim == 0:
+        kernel.reverse()
+    if inputs.adapter_ids is not None:
+        lora_b.insert(0, None)
+    return Inputs(
+        hidden=dataclasses.replace(parallel, sequence_parallel=call.sequence_parallel).hidden_spec,
+        kernel=P(*kernel),
+        bias=P(v),
+        lora_a=P(),
+        lora_b=P(*lora_b),
+        tokens=token_specs(parallel, inputs.tokens),
+        counts=parallel.tokens_spec,
+        adapter_ids=P(parallel.rows_spec[0]),
+    )
+
+
+def _with_copies(parallel: ParallelMesh, inputs: Inputs, specs: Inputs) -> tuple[Inputs, Inputs]:
+    """Each parameter as one copy per device, so that a step of many parts sums gradients over devices once."""
+    copies = {}
+    copies_specs = {}
+    for name in ("kernel", "bias", "lora_a", "lora_b"):
+        parameter = getattr(inputs, name)
+        spec = getattr(specs, name)
+        copies_specs[name] = parallel.copies_spec(spec)
+        if parameter is not None:
+            copies[name] = one_a_device(parameter, parallel, spec)
+    return inputs._replace(**copies), specs._replace(**copies_specs)
+
+
+def as_token_arrays(
+    source: str, tokens: tuple[int, ...], targets: Any, nucleus_ids: Any, ids: Any, where: Any, temperature: Any
+) -> tuple[Tokens, Any]:
+    """The last five arguments, checked against the [R, T] of `source`: ids in i32, the temperature in f32."""
+    if targets is not None:
+        check_array("targets", targets)
+        check("targets", f"shape {targets.shape}", targets.shape == tokens, f"{tokens}, the [R, T] of {source}")
+        targets = as_token_ids(targets)
+    if where is not None:
+        check_array("where", where)
+        check("where", f"shape {where.shape}", where.shape == tokens, f"{tokens}, the shape of targets")
+        where = where.astype(bool)
+    nucleus_ids = calls.as_id_sets("nucleus_ids", nucleus_ids, tokens)
+    ids = calls.as_id_sets("ids", ids, tokens)
+    return Tokens(targets, nucleus_ids, ids, as_temperature(temperature, tokens)), where
+
+
+def as_asked(entropy: Any, logit_stats: Any, top_k: Any) -> Asked:
+    check_choice("entropy", entropy, Entropy)
+    check_count("top_k", top_k)
+    return Asked(entropy, calls.as_logit_stats(logit_stats), top_k)
+
+
+def as_adapter_ids(what: str, lora: Any, adapter_ids: Any, rows: int) -> Int[Array, " R"] | None:
+    """The adapter of each row, as i32; None if all rows share one adapter, or there is none."""
+    if lora is None or lora.a.ndim == 2:
+        check("adapter_ids", "an array", adapter_ids is None, f"None without several adapters in {what}, [A, H, r]")
+        return None
+    check("adapter_ids", None, adapter_ids is not None, f"i32[R] for the {lora.a.shape[0]} adapters of {what}")
+    check_array("adapter_ids", adapter_ids)
+    check("adapter_ids", f"shape {adapter_ids.shape}", adapter_ids.shape == (rows,), f"{(rows,)}, one per row")
+    return as_token_ids(adapter_ids)
+
+
+def as_temperature(temperature: Any, shape: tuple[int, ...]) -> Float[Array, ""] | Float[Array, "R T"] | None:
+    """The temperature in f32, without a gradient; NaN where it is not a finite number above 0. None stands for 1."""
+    if not isinstance(temperature, (np.ndarray, jax.Array)):
+        check_number("temperature", temperature, above=0)
+    else:
+        check_array("temperature", temperature)
+    if isinstance(temperature, (int, float, np.number)) and temperature == 1:
+        return None
+    temperature = jnp.asarray(temperature, jnp.float32)
+    good = temperature.shape in ((), shape)
+    check("temperature", f"shape {temperature.shape}", good, f"a scalar or {shape}, one per token")
+    sound = (temperature > 0) & jnp.isfinite(temperature)
+    return jax.lax.stop_gradient(jnp.where(sound, temperature, jnp.nan))
+
+
+def token_specs(parallel: ParallelMesh, tokens: Tokens) -> Tokens:
+    spec = parallel.tokens_spec
+    temperature = P()
+    if getattr(tokens.temperature, "ndim", 0):
+        temperature = spec
+    return Tokens(spec, spec, spec, temperature)
+
+
+def check_options(options: HeadOptions) -> dict[str, Any]:
+    """All options, with a precision and a dtype as names; raises if one is unknown or out of range."""
+    unknown = set(options) - set(HeadOptions.__annotations__)
+    if unknown:
+        raise TypeError(f"options: got {sorted(unknown)}, expected some of {sorted(HeadOptions.__annotations__)}")
+    checked: dict[str, Any] = dict.fromkeys(HeadOptions.__annotations__)
+    checked |= {"gradient_sum_dtype": "float32", "follow_mask": True, "deterministic": False}
+    checked |= options
+    if checked["precision"] is not None:
+        with suppress(ValueError, TypeError):  # of what is no precision, and is refused below
+            checked["precision"] = lax.Precision(checked["precision"]).name.lower()
+        check_choice("precision", checked["precision"], calls.Precision)
+    checked["gradient_sum_dtype"] = dtype_name(checked["gradient_sum_dtype"])
+    check_choice("gradient_sum_dtype", checked["gradient_sum_dtype"], calls.SumDtype)
+    for name in ("follow_mask", "deterministic"):
+        check_flag(name, checked[name])
+    checked["follow_mask"] |= checked["deterministic"]
+    if checked["memory"] is not None:
+        check_count("memory", checked["memory"], least=1)
+    return checked
+
+
+def prepare_pair(
+    first: Pair,
+    second: Pair,
+    *,
+    names: tuple[str, str],
+    second_spec: P | None,
+    options: HeadOptions,
+    **arguments: Any,
+) -> tuple[Prepared, Prepared]:
+    """Prepares two calls, each of hidden states and a head, and checks that tokens, columns and shards agree.
+
+    `names` are those of the models in errors: the arguments may be `hidden`, `head`, `teacher_hidden`, `teacher_head`.
+    """
+    name = f"{names[1]}_head"
+    the = f"the {names[0]}'s"
+    prepare: Callable[..., Prepared] = partial(prepare_head, targets=None, entropy="none", heads=2, **arguments)
+    one = prepare(*first, options=options)
+    other = prepare(*second, name=name, options={**options, "hidden_spec": second_spec})
+    good = one.tokens == other.tokens
+    check(f"{names[1]}_hidden", f"[R, T] = {other.tokens}", good, f"{the}, {one.tokens}")
+    columns = (one.call.columns, other.call.columns)
+    sizes = (one.call.vocab_size, other.call.vocab_size)
+    if columns[0] != columns[1] and sizes[0] == sizes[1] and not isinstance(arguments["parallel"], ShardAxes):
+        first = (first[0], _padded(as_head("head", first[1]), max(columns)))
+        second = (second[0], _padded(as_head(name, second[1]), max(columns)))
+        return prepare_pair(first, second, names=names, second_spec=second_spec, options=options, **arguments)
+    check(f"{name}.kernel", f"{columns[1]} columns", columns[0] == columns[1], f"{the} {columns[0]}")
+    check(f"{name}.vocab_size", sizes[1], sizes[0] == sizes[1], f"{the}, {sizes[0]}")
+    axes = (one.call.v_names, other.call.v_names)
+    check(f"{name}.kernel", f"its vocabulary over {axes[1]}", axes[0] == axes[1], f"over {axes[0]}, as {the}")
+    return one, other
+
+
+def _padded(head: Head, columns: int) -> Head:
+    """The head with padding up to so many columns."""
+    own = head.kernel.shape[head.v_dim]
+    added = (0, columns - own)
+    widths = [(0, 0), (0, 0)]
+    widths[head.v_dim] = added
+    bias = head.bias
+    if bias is not None:
+        bias = jnp.pad(bias, added)
+    lora = head.lora
+    if lora is not None:
+        lora = dataclasses.replace(lora, b=jnp.pad(lora.b, [*[(0, 0)] * (lora.b.ndim - 1), added]))
+    kernel = jnp.pad(head.kernel, widths)
+    return dataclasses.replace(head, kernel=kernel, bias=bias, lora=lora, vocab_size=head.vocab_size or own)

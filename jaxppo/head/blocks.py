@@ -1,0 +1,68 @@
+"""The second of two passes: blocks of columns by all tokens, so that only the gradients of a block's logits exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.head.door import Local, block_of
+from jaxppo.head.late import feature_cotangent, parameter_cotangent, sum_features
+from jaxppo.head.order import Index, loop, read, write
+from jaxppo.head.tile import feature_gradient, products
+from jaxppo.head.walk import Chunk, Work, gradient_of_products
+from jaxppo.sharding import vary, varying
+
+SumsOfProduct = Callable[[jax.Array], Any]  # the sums of a tile as a function of its products
+# sums_at(work of a block, its first column, i, chunk i, what is known of the chunk's tokens): the sums of the tile, and
+# their cotangents
+SumsAt = Callable[[Work, Index, Index, Chunk, Any], tuple[SumsOfProduct, Any]]
+
+
+def second_pass(work: Work, local: Local, width: int, known: Any, sums_at: SumsAt) -> Local:
+    """The cotangents of `local`, in blocks of `width` columns. `known` are arrays `[N', ...]` of tokens in order."""
+    V = work.columns.size
+    v_dim = work.call.v_dim
+
+    def one_block(b: Index, carry: Any) -> Any:
+        dfeatures, dparameters = carry
+        # the last block overlaps the one before it: there its gradients are 0
+        start = jnp.minimum(b * width, V - width)
+        columns = block_of(work.columns, start, width, b * width)
+        block = work._replace(parameters=read(work.parameters, start, width, v_dim), columns=columns)
+        dproducts = work.vary(lax.empty((work.size, width), work.dtype))
+        write_tile = partial(_write_tile, block, partial(sums_at, block, start), known)
+        dfeatures, dproducts = loop(work.turns, write_tile, (dfeatures, dproducts))
+        added = [parameter_cotangent(block, k, primal, dproducts) for k, primal in enumerate(local.parameters)]
+        before = read(dparameters, start, width, v_dim)
+        return dfeatures, write(dparameters, jax.tree.map(jnp.add, before, tuple(added)), start, v_dim)
+
+    dfeatures = work.vary(tuple(jnp.zeros(feature.shape, jnp.float32) for feature in work.features))
+    dparameters = tuple(vary(jnp.zeros(p.shape, p.dtype), varying(p)) for p in local.parameters)
+    dfeatures, dparameters = loop(-(-V // width), one_block, (dfeatures, dparameters))
+    features = []
+    for dfeature, primal in zip(dfeatures, local.features, strict=True):
+        total = sum_features(work, partial(read, dfeature), primal)
+        features.append(feature_cotangent(work, total, primal))
+    return Local(tuple(features), dparameters, None, None)
+
+
+def _write_tile(block: Work, sums_at: Callable[..., Any], known: Any, i: Index, carry: Any) -> Any:
+    """Writes the gradients of the products of one tile, chunk i by a block, and adds those of features."""
+    dfeatures, dproducts = carry
+    call = block.call
+    C = block.chunk
+    chunk = block.read(i)
+    product = products(call, chunk.features, block.parameters)
+    sums_of, dsums = sums_at(i, chunk, read(known, i * C, C))
+    # without a barrier XLA for TPUs computes it in both products that read it
+    dproduct = lax.optimization_barrier(gradient_of_products(block, product, sums_of, dsums))
+    rows = []
+    for k, before in enumerate(read(dfeatures, i * C, C)):
+        rows.append(before + feature_gradient(call, k, dproduct, block.parameters[k]))
+    dfeatures = block.vary(write(dfeatures, tuple(rows), i * C))
+    return dfeatures, write(dproducts, block.vary(dproduct), i * C)

@@ -1,0 +1,185 @@
+"""Brings a call's arrays to the one layout that the walks know, and gradients back by JAX's transpose.
+
+Inside, a device has all features of its tokens, `[N, f]`, and an equal share V of the vocabulary of each parameter,
+`[f, V]` or `[V, f]` as the kernel lies. `enter` makes that of any layout but for the sums over devices:
+`whole_features` and `whole_parameter` stand within the custom rules, which sum gradients in f32 there.
+
+`varying(x)` is the set of mesh axes along which devices hold different x, by its type. `vary(x, axes)` adds axes to
+that type and sends nothing; its transpose is a sum over devices.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.head.call import HeadCall, Inputs, Names, Tokens
+from jaxppo.head.order import Index, read, unless
+from jaxppo.head.statistics import Columns
+from jaxppo.head.tile import Features, Parameters, low_rank, low_rank_by_row, rounded
+from jaxppo.sharding import ShardAxes, vary, varying
+
+Axes = frozenset[str]
+
+
+class Local(NamedTuple):
+    """The arrays of a call on a device, or their cotangents."""
+
+    features: Features  # [R, T, f]; [R, T / tensor, f] if hidden states are sharded by position
+    parameters: Parameters  # [f, V] or [V, f]; with FSDP f of the kernel is H / fsdp
+    tokens: Any  # `Tokens`, [N, ...]; None in a cotangent
+    counts: jax.Array | None  # bool[N], the tokens that are computed; None for all
+
+
+def enter(call: HeadCall, inputs: Inputs) -> Local:
+    """Adapters and bias as further products, the device's columns, and tokens flat. JAX differentiates it."""
+    if call.copied:
+        of_head = {name: getattr(inputs, name) for name in ("kernel", "bias", "lora_a", "lora_b")}
+        inputs = inputs._replace(**jax.tree.map(lambda copies: copies[0], of_head))
+    R, T = inputs.hidden.shape[:2]
+    kernel = inputs.kernel
+    if call.transposed:
+        kernel = kernel.T
+    features = [inputs.hidden]
+    parameters = [kernel]
+    if inputs.lora_a is not None:
+        low, lora_b = _adapter(call, inputs)
+        features.append(low)
+        parameters.append(lora_b)
+    if inputs.bias is not None:
+        # -inf hides a column; the least f32 does too, and 0 times it is not NaN
+        bias = jnp.maximum(inputs.bias.astype(jnp.float32), jnp.finfo(jnp.float32).min)
+        features.append(jnp.ones((R, T, 1), jnp.float32))
+        parameters.append(jnp.expand_dims(bias, 1 - call.v_dim))
+    N = R * T
+    if call.sequence_parallel:
+        N *= call.axes.size(call.axes.tensor)
+    counts = inputs.counts
+    if counts is None and call.deterministic:
+        counts = jnp.ones(N, bool)  # the same program with a mask and without
+    tokens, counts = flat_tokens(inputs.tokens, counts, N, call.vocab_size)
+    # if devices share hidden states but not targets, JAX sums the gradients of hidden states over these devices
+    names = varying(tokens, counts)
+    return Local(
+        tuple(vary(feature, names) for feature in features),
+        tuple(own_columns(call.axes, call.v_names, call.vocab_size, p, call.v_dim) for p in parameters),
+        lax.stop_gradient(tokens),
+        counts,
+    )
+
+
+def _adapter(call: HeadCall, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    """The features `[R, T, r]` and the parameter, `[r, V]` or `[V, r]`, of an adapter's product."""
+    hidden = inputs.hidden
+    if inputs.counts is not None:
+        # hidden states of the others may hold NaN, and 0 times it is NaN in the gradient of a
+        counts = inputs.counts
+        if call.sequence_parallel:
+            T = hidden.shape[1]
+            counts = read(counts, call.axes.index(call.axes.tensor) * T, T, 1)
+        hidden = jnp.where(counts[..., None], hidden, 0)
+    lora_a = summed_in_f32(inputs.lora_a, tuple(sorted(varying(hidden) - varying(inputs.lora_a))))
+    lora_b = inputs.lora_b
+    if inputs.adapter_ids is None:
+        low = low_rank(call, hidden, lora_a)
+    else:
+        low, lora_b = low_rank_by_row(call, hidden, lora_a, lora_b, inputs.adapter_ids)
+    if call.v_dim == 0:
+        lora_b = lora_b.T
+    return low, lora_b
+
+
+def own_columns(axes: ShardAxes, v_names: Names, vocab_size: int, matrix: jax.Array, dim: int) -> jax.Array:
+    """This device's equal share of the columns of a matrix, along `dim`, which the axes `v_names` shard.
+
+    Other axes than the tensor axes, or these in another order, are gathered first. What the tensor axes do not divide
+    is padded. Padding becomes 0, as it may hold NaN.
+    """
+    shards = axes.size(axes.tensor)
+    first = v_names[: len(axes.tensor)]
+    if first != axes.tensor:
+        first = ()
+    rest = v_names[len(first) :]
+    if rest:
+        matrix = lax.all_gather(matrix, rest, axis=dim, tiled=True, to="invarying")
+    if shards > 1 and not first:
+        width = -(-matrix.shape[dim] // shards)
+        padding = [(0, 0), (0, 0)]
+        padding[dim] = (0, width * shards - matrix.shape[dim])
+        matrix = vary(jnp.pad(matrix, padding), axes.tensor)
+        matrix = lax.dynamic_slice_in_dim(matrix, axes.index(axes.tensor) * width, width, dim)
+    columns = columns_of(axes, vocab_size, matrix.shape[dim])
+    if columns.valid is not None:
+        matrix = jnp.where(jnp.expand_dims(columns.valid, 1 - dim), matrix, 0)
+    return matrix
+
+
+def columns_of(axes: ShardAxes, vocab_size: int, V: int) -> Columns:
+    """The columns of a device that has V of them."""
+    first = axes.index(axes.tensor) * V
+    if vocab_size == V * axes.size(axes.tensor):
+        return Columns(first, V)
+    return Columns(first, V, first + jnp.arange(V, dtype=jnp.int32) < vocab_size)
+
+
+def block_of(columns: Columns, start: Index, size: int, own: Index) -> Columns:
+    """`size` of the columns from `start` on, of which those from `own` on are valid."""
+    valid = columns.valid
+    if valid is not None:
+        valid = read(valid, start, size)
+    if columns.size % size:
+        of_block = start + jnp.arange(size, dtype=jnp.int32) >= own
+        valid = of_block if valid is None else valid & of_block
+    return Columns(columns.first + start, size, valid)
+
+
+def flat_tokens(
+    tokens: Tokens, counts: jax.Array | None, size: int, vocab_size: int
+) -> tuple[Tokens, jax.Array | None]:
+    """What statistics read of tokens, `[N, ...]`, without that of tokens that do not count: it may be anything."""
+    if tokens.nucleus_ids is not None:
+        # an id outside the vocabulary makes the log-prob NaN, as a target of -2 does
+        exist = (tokens.nucleus_ids >= -1) & (tokens.nucleus_ids < vocab_size)
+        tokens = tokens._replace(targets=jnp.where(exist.all(axis=-1), tokens.targets, -2))
+
+    def flat(array: jax.Array) -> jax.Array:
+        if array.ndim < 2:  # of all tokens
+            return jnp.broadcast_to(array, size)
+        return array.reshape(size, *array.shape[2:])
+
+    tokens, counts = jax.tree.map(flat, (tokens, counts))
+    fills = Tokens(targets=0, nucleus_ids=-1, ids=-1, temperature=1)
+    return Tokens(*(unless(counts, array, fill) for array, fill in zip(tokens, fills, strict=True))), counts
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def summed_in_f32(array: jax.Array, names: Names) -> jax.Array:
+    """The array, varying along these axes too; its gradient is summed over them in f32."""
+    return vary(array, names)
+
+
+def _summed_in_f32_backward(names: Names, _residual: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    if not names:
+        return (cotangent,)
+    return (rounded(lax.psum(cotangent.astype(jnp.float32), names), cotangent.dtype),)
+
+
+summed_in_f32.defvjp(lambda array, names: (vary(array, names), None), _summed_in_f32_backward)
+
+
+def whole_features(call: HeadCall, axes: Axes, features: jax.Array) -> jax.Array:
+    """The features of all N tokens, `[N, f]`, from those that a device holds, `[R, T, f]`; linear."""
+    if call.sequence_parallel:
+        features = lax.all_gather(features, call.axes.tensor, axis=1, tiled=True)
+    return vary(features.reshape(-1, features.shape[2]), axes)
+
+
+def whole_parameter(call: HeadCall, k: int, axes: Axes, parameter: jax.Array) -> jax.Array:
+    """All features of some columns of parameter k, from those that a device holds."""
+    if k == 0 and call.h_names:
+        parameter = lax.all_gather(parameter, call.h_names, axis=1 - call.v_dim, tiled=True)
+    return vary(parameter, axes)

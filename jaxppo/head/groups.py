@@ -1,0 +1,85 @@
+"""One pass in groups of chunks, for so many tokens that the gradients of all their logits do not fit the memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.head import statistics
+from jaxppo.head.door import Local
+from jaxppo.head.head import TokenStats
+from jaxppo.head.late import cut_dim, feature_cotangent, feature_term, of_written, sum_features, sum_parameter
+from jaxppo.head.order import Index, Order, read, write
+from jaxppo.head.tile import parameter_gradient
+from jaxppo.head.walk import Loss, Work, one_pass
+from jaxppo.sharding import vary, varying
+
+
+def one_pass_in_groups(
+    work: Work, local: Local, loss: Loss, per_token: Any, group: int
+) -> tuple[tuple[jax.Array, TokenStats], Local]:
+    """What `one_pass` returns of all tokens, and the cotangents of `local`.
+
+    The gradients of parameters of all groups add up in f32, and are summed over devices behind the last group.
+    """
+    call = work.call
+
+    def one_group(g: Index, carry: Any) -> Any:
+        results, dfeatures, totals = carry
+        start = g * group
+        own = _group_of(work, start, group)
+        own_results, dproducts = one_pass(own, loss, read(per_token, start, group))
+        dproducts = lax.optimization_barrier(dproducts)
+        rows = []
+        for k, primal in enumerate(local.features):
+            rows.append(sum_features(own, feature_term(own, k, dproducts), primal))
+        added = tuple(of_written(own, partial(_add, own, k, total, dproducts)) for k, total in enumerate(totals))
+        return write(results, own_results, start), write(dfeatures, tuple(rows), start), added
+
+    stats = statistics.zero_stats(call.asked, work.tokens, work.size)
+    results = work.vary_results((stats.log_probs, stats))
+    dfeatures = tuple(_no_gradient(work, k, primal) for k, primal in enumerate(local.features))
+    totals = work.vary(tuple(jnp.zeros(parameter.shape, jnp.float32) for parameter in work.parameters))
+    turns = -(-work.turns * work.chunk // group)
+    results, dfeatures, totals = lax.fori_loop(0, turns, one_group, (results, dfeatures, totals))
+    features = []
+    for total, primal in zip(dfeatures, local.features, strict=True):
+        features.append(feature_cotangent(work, total, primal))
+    parameters = []
+    for k, primal in enumerate(local.parameters):
+        dim = cut_dim(work, k)
+        term = partial(read, totals[k], dim=dim)
+        parameters.append(sum_parameter(work, k, term, primal, totals[k].shape[dim]))
+    return results, Local(tuple(features), tuple(parameters), None, None)
+
+
+def _group_of(work: Work, start: Index, group: int) -> Work:
+    """The work on the tokens of a group."""
+    chunks = group // work.chunk
+    part = min(work.part, chunks)
+    turns = work.turns
+    if not isinstance(turns, int):
+        left = turns - start // work.chunk
+        turns = jnp.clip(-(-left // part) * part, 0, chunks)
+    else:
+        turns = chunks
+    counts, tokens, features = read((work.counts, work.tokens, work.features), start, group)
+    return work._replace(
+        size=group, turns=turns, part=part, order=Order(group), counts=counts, tokens=tokens, features=features
+    )
+
+
+def _add(work: Work, k: int, total: jax.Array, dproducts: jax.Array, rows: int) -> jax.Array:
+    """The total with a group's gradient, in the product's own branch: XLA for GPUs adds as it multiplies."""
+    return total + parameter_gradient(work.call, k, dproducts[:rows], work.features[k][:rows])
+
+
+def _no_gradient(work: Work, k: int, primal: jax.Array) -> jax.Array:
+    """Zeros `[N', f]` for what `sum_features` returns of all groups."""
+    if work.call.sequence_parallel:
+        return work.vary(jnp.zeros(work.features[k].shape, jnp.float32))
+    return vary(jnp.zeros(work.features[k].shape, primal.dtype), varying(primal))

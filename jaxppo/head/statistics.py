@@ -1,0 +1,301 @@
+"""The statistics of a token's distribution, which follow from a few numbers over the vocabulary's columns, `Reduced`.
+
+Each device reduces its columns, and `over_devices` joins the numbers of all. JAX differentiates `sums_of` tile by tile,
+and `finish` once per token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.head.call import Asked, Tokens
+from jaxppo.head.head import TokenStats
+from jaxppo.head.tile import LOW
+from jaxppo.sharding import ShardAxes, note, vary, varying
+
+NO_ID = 2**31 - 1  # the id of an empty place among the likeliest, which sorts last
+DIFFERENTIABLE = ("log_z", "mean_logit")  # of `LogitStat`
+Numbers = dict[str, jax.Array]  # f32[N] each, and f32[N, K] of ids
+Top = tuple[jax.Array, jax.Array]  # f32[N, k] and i32[N, k], the k largest logits and their ids
+
+
+class Reduced(NamedTuple):
+    """The numbers of N tokens over some columns; peaks and top are constants of differentiation."""
+
+    peaks: Numbers  # largest values
+    sums: Numbers  # of functions of a logit, relative to the peaks
+    top: Top | None = None
+
+
+class Columns(NamedTuple):
+    """Some columns of the vocabulary, whose ids rise by one."""
+
+    first: jax.Array | int  # the id of the first one
+    size: int
+    valid: jax.Array | None = None  # bool[B], False for padding and for another block's columns; None if none is
+
+    @property
+    def ids(self) -> jax.Array:
+        return self.first + jnp.arange(self.size, dtype=jnp.int32)
+
+    def are(self, ids: jax.Array) -> jax.Array:
+        """One-hot `[C, B]` of one id per token."""
+        hot = self.ids[None] == ids[:, None]
+        if self.valid is not None:
+            hot = hot & self.valid[None]
+        return hot
+
+    def places(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The place of each id, and whether it is there."""
+        place = ids - self.first
+        inside = (place >= 0) & (place < self.size)
+        place = jnp.where(inside, place, 0)
+        if self.valid is not None:
+            inside = inside & self.valid[place]
+        return place, inside
+
+    def nucleus(self, tokens: Tokens) -> jax.Array:
+        """bool[C, B], the columns that the sampler could draw, the target's included."""
+        ids = jnp.concatenate([tokens.nucleus_ids, tokens.targets[:, None]], axis=1)
+        place, inside = self.places(ids)
+        rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+        none = vary(jnp.zeros((ids.shape[0], self.size), bool), varying(place) | varying(inside))
+        return none.at[rows, jnp.where(inside, place, self.size)].set(True, mode="drop")
+
+
+def reduced(asked: Asked, z: jax.Array, tokens: Tokens, columns: Columns) -> Reduced:
+    """All numbers of one tile; sums are relative to the largest logits."""
+    constant = lax.stop_gradient(z)
+    peaks = {"m": jnp.maximum(constant.max(1), LOW)}  # all logits may be -inf
+    if tokens.nucleus_ids is not None:
+        peaks["nucleus"] = jnp.where(columns.nucleus(tokens) & ~(constant < LOW), constant, LOW).max(1)
+    if "accuracy" in asked.logit_stats:
+        peaks["key"] = _sortable(constant, columns.are(tokens.targets)).max(1)
+    top = None
+    if asked.top_k:
+        top = _top_of(constant, columns, asked.top_k)
+    return Reduced(peaks, sums_of(asked, z, peaks, tokens, columns), top)
+
+
+def sums_of(
+    asked: Asked, z: jax.Array, peaks: Numbers, tokens: Tokens, columns: Columns, differentiated: bool = False
+) -> Numbers:
+    """The sums over columns `[C, B]`, or only those through which a gradient flows: 0 * u costs as much as g * u."""
+    d = z - peaks["m"][:, None]
+    e = jnp.exp(d)
+    sums = {"s": e.sum(1)}
+    if tokens.targets is not None:
+        sums["z_y"] = jnp.where(columns.are(tokens.targets), z, 0).sum(1)
+    if asked.entropy == "bonus" or (asked.entropy == "metric" and not differentiated):
+        if differentiated:
+            d = jnp.where(e > 0, d, 0)  # it may be -inf, and its slope 0 * inf
+        sums["u"] = jnp.where(e > 0, e * d, 0).sum(1)
+    if tokens.nucleus_ids is not None:
+        inside = columns.nucleus(tokens) & ~(z < LOW)
+        d_nucleus = jnp.where(inside, z, LOW) - peaks["nucleus"][:, None]
+        sums["nucleus"] = jnp.where(inside, jnp.exp(d_nucleus), 0).sum(1)
+    if "sum_p2" in asked.logit_stats and not differentiated:
+        sums["squares"] = (e * e).sum(1)
+    if "mean_logit" in asked.logit_stats:
+        exists = ~(z <= LOW / 2)
+        sums["total"] = jnp.where(exists, z, 0).sum(1)
+        if not differentiated:
+            sums["count"] = exists.astype(jnp.float32).sum(1)
+    if tokens.ids is not None:
+        sums["ids"] = _logits_of_ids(z, tokens.ids, columns, differentiated)
+    return sums
+
+
+def _logits_of_ids(z: jax.Array, ids: jax.Array, columns: Columns, differentiated: bool) -> jax.Array:
+    """The logits of those ids, `[C, K]`, that are among the columns; else 0."""
+    place, inside = columns.places(ids)
+    text = f"logits of {ids.shape[1]} ids per token, gathered from each tile"
+    if differentiated:
+        text = f"gradients of {ids.shape[1]} ids per token, one scatter-add per tile"
+    with note(text):
+        return jnp.where(inside, jnp.take_along_axis(z, place, axis=1), 0)
+
+
+def _sortable(z: jax.Array, is_target: jax.Array) -> jax.Array:
+    """Integers that sort like the logits z; the lowest bit is set at the target."""
+    bits = lax.bitcast_convert_type(jnp.where(z == 0, 0, z), jnp.int32)  # -0 is as likely as 0
+    key = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
+    return (key & ~1) | is_target.astype(jnp.int32)
+
+
+def _top_of(z: jax.Array, columns: Columns, k: int) -> Top:
+    """The k largest logits of a tile and their ids; among equal logits the lowest id is first."""
+    z = jnp.where(z == 0, 0, z)  # otherwise -0 would come behind 0
+    if k == 1:
+        # a logit and its id are read together: a program may compute a logit twice, an ulp apart
+        ids = vary(jnp.broadcast_to(columns.ids[None], z.shape), varying(z))
+        z, ids = lax.reduce((z, ids), (jnp.float32(LOW), jnp.int32(NO_ID)), _before, (1,))
+        z = z[:, None]
+        ids = ids[:, None]
+    else:
+        z, place = lax.top_k(z, min(k, columns.size))
+        ids = columns.ids[place]
+    ids = jnp.where(z <= LOW / 2, NO_ID, ids)
+    missing = ((0, 0), (0, max(0, k - columns.size)))
+    return jnp.pad(z, missing, constant_values=LOW), jnp.pad(ids, missing, constant_values=NO_ID)
+
+
+def _before(first: Top, second: Top) -> Top:
+    is_first = (first[0] > second[0]) | ((first[0] == second[0]) & (first[1] < second[1]))
+    return jnp.where(is_first, first[0], second[0]), jnp.where(is_first, first[1], second[1])
+
+
+def first_of(z: jax.Array, ids: jax.Array, k: int) -> Top:
+    """The k largest of several logits per token."""
+    z, ids = lax.sort((-z, ids), num_keys=2)
+    return -z[..., :k], ids[..., :k]
+
+
+def over_devices(reduced: Reduced, axes: ShardAxes) -> Reduced:
+    """The numbers over the whole vocabulary: a maximum, a sum, and a gather of the k largest, over the tensor axis."""
+    names = axes.tensor
+    if not names:
+        return reduced
+    reduced = jax.tree.map(lambda array: vary(array, names), reduced)
+    peaks = lax.pmax(reduced.peaks, names)
+    sums = lax.psum(rescaled(reduced.sums, reduced.peaks, peaks), names)
+    if reduced.top is None:
+        return Reduced(peaks, sums)
+    k = reduced.top[0].shape[1]
+    with note(f"{k} likeliest ids per token, gathered over the tensor axis"):
+        z, ids = (lax.all_gather(array, names, axis=1, tiled=True, to="invarying") for array in reduced.top)
+    return Reduced(peaks, sums, first_of(z, ids, k))
+
+
+def rescaled(sums: Numbers, old: Numbers, new: Numbers) -> Numbers:
+    """Sums relative to `old` peaks as sums relative to larger ones."""
+    result = dict(sums)
+    delta = old["m"] - new["m"]
+    factor = jnp.exp(delta)
+    result["s"] = sums["s"] * factor
+    if "u" in sums:  # the factor can be 0 if delta is huge: then nothing is left of either sum
+        result["u"] = jnp.where(factor > 0, factor * (sums["u"] + sums["s"] * delta), 0)
+    if "squares" in sums:
+        result["squares"] = sums["squares"] * factor**2
+    if "nucleus" in sums:
+        result["nucleus"] = sums["nucleus"] * jnp.exp(old["nucleus"] - new["nucleus"])
+    return result
+
+
+def finish(asked: Asked, reduced: Reduced, tokens: Tokens, vocab_size: int, sums: Numbers | None = None) -> TokenStats:
+    """The statistics from the numbers over the whole vocabulary; differentiable in `sums`, some of the numbers' own."""
+    peaks = reduced.peaks
+    sums = reduced.sums | (sums or {})
+    # a target or an id outside the vocabulary makes log s NaN, and the gradient too
+    log_s = _nan_unless(jnp.log(sums["s"]), ~(peaks["m"] <= LOW / 2))
+    stats = {"log_probs": _target_log_probs(peaks, sums, log_s, tokens, vocab_size)}
+    if "u" in sums:
+        stats["entropy"] = log_s - sums["u"] / sums["s"]
+        if asked.entropy != "bonus":
+            stats["entropy"] = lax.stop_gradient(stats["entropy"])
+    if "log_z" in asked.logit_stats:
+        stats["log_z"] = peaks["m"] + log_s
+    if "total" in sums:
+        stats["mean_logit"] = sums["total"] / jnp.maximum(sums["count"], 1)
+    if "key" in peaks:
+        stats["accuracy"] = (peaks["key"] & 1).astype(jnp.float32)
+    if "squares" in sums:
+        stats["sum_p2"] = lax.stop_gradient(sums["squares"] * jnp.exp(-2 * log_s))
+    if "ids" in sums:
+        exists = (tokens.ids >= -1) & (tokens.ids < vocab_size)
+        log_s_of_ids = _nan_unless(jnp.broadcast_to(log_s[:, None], tokens.ids.shape), exists)
+        log_probs = _log_probs(sums["ids"], peaks["m"][:, None], log_s_of_ids)
+        stats["id_log_probs"] = jnp.where(tokens.ids == -1, -jnp.inf, log_probs)
+    if reduced.top is not None:
+        z, ids = reduced.top
+        log_probs = lax.stop_gradient(_log_probs(z, peaks["m"][:, None], log_s[:, None]))
+        stats["top_ids"] = jnp.where(ids == NO_ID, -1, ids)
+        stats["top_log_probs"] = jnp.where(ids == NO_ID, -jnp.inf, log_probs)
+    return TokenStats(**stats, entropy_mode=asked.entropy)
+
+
+def _target_log_probs(peaks: Numbers, sums: Numbers, log_s: jax.Array, tokens: Tokens, vocab_size: int) -> jax.Array:
+    """The log-probs of the targets, in the whole distribution or in the nucleus."""
+    exists = (tokens.targets >= 0) & (tokens.targets < vocab_size)
+    peak = peaks["m"]
+    if "nucleus" in sums:
+        log_s = jnp.log(sums["nucleus"])
+        peak = peaks["nucleus"]
+    return _log_probs(sums["z_y"], peak, _nan_unless(log_s, exists))
+
+
+def _log_probs(z: jax.Array, peak: jax.Array, log_s: jax.Array) -> jax.Array:
+    log_probs = (z - peak) - log_s
+    log_probs = log_probs - lax.stop_gradient(jnp.maximum(log_probs, 0))  # above 0 by rounding only
+    return log_probs + jnp.where(z <= LOW / 2, -jnp.inf, 0)
+
+
+@jax.custom_vjp
+def _nan_unless(array: jax.Array, sound: jax.Array) -> jax.Array:
+    """The array, or NaN; a cotangent that is not 0 becomes NaN too."""
+    return jnp.where(sound, array, jnp.nan)
+
+
+_nan_unless.defvjp(
+    lambda array, sound: (_nan_unless(array, sound), sound),
+    lambda sound, cotangent: (jnp.where(sound | (cotangent == 0), cotangent, jnp.nan), None),
+)
+
+
+def zero_stats(asked: Asked, tokens: Tokens, count: int) -> TokenStats:
+    """Zeros in the place of all that `finish` returns for so many tokens."""
+    names = ["log_probs", *asked.logit_stats]
+    if asked.entropy != "none":
+        names.append("entropy")
+    stats = dict.fromkeys(names, jnp.zeros(count, jnp.float32))
+    if tokens.ids is not None:
+        stats["id_log_probs"] = jnp.zeros((count, tokens.ids.shape[1]), jnp.float32)
+    if asked.top_k:
+        stats["top_log_probs"] = jnp.zeros((count, asked.top_k), jnp.float32)
+        stats["top_ids"] = jnp.zeros((count, asked.top_k), jnp.int32)
+    return TokenStats(**stats, entropy_mode=asked.entropy)
+
+
+def differentiated(asked: Asked, sums: Numbers) -> Numbers:
+    """Those of the sums through which a gradient flows."""
+    constant = {"squares", "count"}
+    if asked.entropy != "bonus":
+        constant.add("u")
+    return {name: sum_ for name, sum_ in sums.items() if name not in constant}
+
+
+def left_for_gradients(asked: Asked, reduced: Reduced) -> Reduced:
+    """What a backward reads of the numbers: an entropy that is a metric leaves nothing."""
+    peaks = {name: peak for name, peak in reduced.peaks.items() if name != "key"}
+    sums = differentiated(asked, reduced.sums)
+    if "count" in reduced.sums:
+        sums["count"] = reduced.sums["count"]
+    return Reduced(peaks, sums)
+
+
+def cotangents(
+    asked: Asked, reduced: Reduced, tokens: Tokens, vocab_size: int, dstats: TokenStats
+) -> tuple[Asked, jax.Array, Numbers]:
+    """What a backward asks for, the tokens with a cotangent that is not 0, and the cotangents of the sums."""
+    logit_stats = tuple(name for name in asked.logit_stats if name in DIFFERENTIABLE)
+    names = ["log_probs", "id_log_probs", *logit_stats]
+    if asked.entropy == "bonus":
+        names.append("entropy")
+        asked = Asked("bonus", logit_stats)
+    else:
+        asked = Asked("none", logit_stats)  # no gradient reads an entropy as a metric
+    cotangent = {name: getattr(dstats, name) for name in names if getattr(dstats, name) is not None}
+
+    def finished(sums: Numbers) -> Numbers:
+        stats = finish(asked, reduced, tokens, vocab_size, sums)
+        return {name: getattr(stats, name) for name in cotangent}
+
+    _, pull = jax.vjp(finished, differentiated(asked, reduced.sums))
+    (dsums,) = pull(cotangent)
+    by_name = [(array != 0).reshape(array.shape[0], -1).any(1) for array in cotangent.values()]
+    counts = jnp.stack(by_name).any(0)
+    return asked, counts, dsums

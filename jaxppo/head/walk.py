@@ -1,0 +1,200 @@
+"""Chunks of tokens by all of a device's columns: the statistics of tokens, and a loss with the gradients of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.head import statistics
+from jaxppo.head.call import HeadCall, Tokens
+from jaxppo.head.door import Axes, Local, columns_of, whole_features, whole_parameter
+from jaxppo.head.head import TokenStats
+from jaxppo.head.order import Index, Order, Tree, loop, read, unless, write
+from jaxppo.head.statistics import Columns, Numbers, Reduced
+from jaxppo.head.tile import Features, Parameters, logits, products
+from jaxppo.sharding import vary, varying, wider_dtype
+
+Loss = Callable[[TokenStats, Any], jax.Array]  # of statistics f32[C] and arrays [C, ...] of the same tokens, f32[C]
+
+
+class Chunk(NamedTuple):
+    """Some tokens."""
+
+    tokens: Tokens  # [C, ...]
+    features: Features  # [C, f]
+    counts: jax.Array | None  # bool[C]; None if all count
+
+
+class Work(NamedTuple):
+    """A device's tokens in chunks, those that count first, and its columns."""
+
+    call: HeadCall
+    axes: Axes  # along which anything differs; features and parameters vary along all of them
+    chunk: int  # C, the tokens of a chunk
+    size: int  # N', the tokens of all chunks
+    turns: Index  # how many chunks are computed, at least those with a token that counts
+    part: int  # the chunks of a part: parts are computed as a whole
+    dtype: Any  # in which products are multiplied
+    order: Order
+    counts: jax.Array | None  # bool[N']; None if all count
+    tokens: Tokens  # [N', ...]
+    features: Features  # [N', f], 0 where tokens do not count: they may hold NaN
+    parameters: Parameters  # [f, V] or [V, f]
+    columns: Columns
+
+    @classmethod
+    def of(
+        cls,
+        call: HeadCall,
+        local: Local,
+        chunk: int,
+        *,
+        group: int = 1,
+        parts: int | None = None,
+        together: bool = False,
+        follow: bool = True,
+    ) -> Work:
+        """The work on `local` in chunks of so many tokens.
+
+        Args:
+          call, local, chunk: as above.
+          group: of so many tokens there are whole groups.
+          parts: in which work follows a mask; by default each chunk is one.
+          together: all devices take as many turns, as a loop with collectives must.
+          follow: False computes all chunks, whether or not their tokens count.
+        """
+        axes = varying(local) | set(call.axes.tensor)
+        features = tuple(whole_features(call, axes, feature) for feature in local.features)
+        parameters = tuple(whole_parameter(call, k, axes, parameter) for k, parameter in enumerate(local.parameters))
+        N = features[0].shape[0]
+        unit = max(chunk, group)
+        size = -(-N // unit) * unit
+        if call.deterministic:
+            size = max(size, 2 * chunk)  # one turn would be another program, other bits
+        chunks = size // chunk
+        part = -(-chunks // (parts or chunks))
+        counts = local.counts
+        order = Order(N)
+        turns: Index = chunks
+        # a single chunk keeps tokens in place
+        if counts is not None and follow and call.follow_mask and size > chunk:
+            order = Order.of(counts)
+            turns = _turns(counts, chunk, chunks, part, axes if together else frozenset())
+        if counts is None and size > N:
+            counts = jnp.ones(N, bool)
+        counts = order.put(counts, size)
+        features = unless(counts, order.put(features, size))
+        tokens = order.put(local.tokens, size)
+        columns = columns_of(call.axes, call.vocab_size, local.parameters[0].shape[call.v_dim])
+        dtype = wider_dtype(features[0].dtype, parameters[0].dtype)
+        return cls(call, axes, chunk, size, turns, part, dtype, order, counts, tokens, features, parameters, columns)
+
+    def vary(self, tree: Tree) -> Tree:
+        """A loop's carry must vary over all axes from the start."""
+        return jax.tree.map(lambda array: vary(array, self.axes), tree)
+
+    def vary_results(self, tree: Tree) -> Tree:
+        """Results are equal along the tensor axes."""
+        return jax.tree.map(lambda array: vary(array, self.axes - set(self.call.axes.tensor)), tree)
+
+    def read(self, i: Index) -> Chunk:
+        """Chunk i."""
+        return read(Chunk(self.tokens, self.features, self.counts), i * self.chunk, self.chunk)
+
+    def logits(self, product: jax.Array, tokens: Tokens) -> jax.Array:
+        """f32[C, V], from the products of a chunk."""
+        return logits(self.call.transform, product, tokens.temperature, self.columns.valid)
+
+
+def _turns(counts: jax.Array, chunk: int, chunks: int, part: int, equal: Axes) -> jax.Array:
+    """How many chunks are computed: the parts that have a token that counts; equally many along the axes `equal`."""
+    counted = counts.sum(dtype=jnp.int32)
+    names = tuple(sorted(equal & varying(counted)))
+    if names:
+        counted = lax.pmax(counted, names)
+    turns = -(-counted // (part * chunk)) * part
+    # at most all chunks, which tells `audit` how many turns there may be
+    return jnp.minimum(turns, chunks)
+
+
+def sweep(work: Work) -> Reduced:
+    """The numbers of all tokens over the device's columns, in order."""
+
+    def of_chunk(chunk: Chunk) -> Reduced:
+        product = products(work.call, chunk.features, work.parameters)
+        z = work.logits(product, chunk.tokens)
+        return work.vary(statistics.reduced(work.call.asked, z, chunk.tokens, work.columns))
+
+    return over_chunks(work, lambda i: of_chunk(work.read(i)))
+
+
+def over_chunks(work: Work, of_chunk: Callable[[Index], Tree]) -> Tree:
+    """Arrays `[N', ...]` of all tokens from those of each chunk, of_chunk(i); 0 where no chunk is computed."""
+
+    def write_chunk(i: Index, arrays: Tree) -> Tree:
+        return write(arrays, of_chunk(i), i * work.chunk)
+
+    like = jax.eval_shape(of_chunk, 0)
+    zeros = jax.tree.map(lambda array: jnp.zeros((work.size, *array.shape[1:]), array.dtype), like)
+    return loop(work.turns, write_chunk, work.vary(zeros))
+
+
+def one_pass(work: Work, loss: Loss, per_token: Any) -> tuple[tuple[jax.Array, TokenStats], jax.Array]:
+    """The losses and statistics of all tokens in order, and the gradients of their products, `[N', V]`.
+
+    `per_token` are arrays `[N', ...]` in order. Nothing is written into the rows of chunks that are not computed.
+    """
+
+    C = work.chunk
+
+    def write_chunk(i: Index, carry: Any) -> Any:
+        results, dproducts = carry
+        chunk_results, chunk_dproducts = _loss_of_chunk(work, work.read(i), loss, read(per_token, i * C, C))
+        results = write(results, work.vary_results(chunk_results), i * C)
+        return results, write(dproducts, work.vary(chunk_dproducts), i * C)
+
+    stats = statistics.zero_stats(work.call.asked, work.tokens, work.size)
+    results = work.vary_results((stats.log_probs, stats))
+    # XLA for TPUs would take 7 million cycles to fill it with zeros, at 8192 tokens by 37984 columns
+    dproducts = work.vary(lax.empty((work.size, work.columns.size), work.dtype))
+    return loop(work.turns, write_chunk, (results, dproducts))
+
+
+def _loss_of_chunk(
+    work: Work, chunk: Chunk, loss: Loss, per_token: Any
+) -> tuple[tuple[jax.Array, TokenStats], jax.Array]:
+    """The losses and statistics of a chunk, and the gradient of its products, `[C, V]`."""
+    call = work.call
+    product = products(call, chunk.features, work.parameters)  # f32[C, V]
+    z = work.logits(product, chunk.tokens)
+    own = statistics.reduced(call.asked, z, chunk.tokens, work.columns)
+    reduced = statistics.over_devices(work.vary(own), call.axes)
+
+    def losses_of(sums: Numbers) -> Any:
+        stats = statistics.finish(call.asked, reduced, chunk.tokens, call.vocab_size, sums)
+        return unless(chunk.counts, (loss(stats, per_token), stats))
+
+    sums = statistics.differentiated(call.asked, reduced.sums)
+    losses, pull, stats = jax.vjp(losses_of, sums, has_aux=True)
+    (dsums,) = pull(jnp.ones_like(losses))
+    sums_of_product = partial(tile_sums, work, reduced.peaks, chunk.tokens)
+    return (losses, stats), gradient_of_products(work, product, sums_of_product, unless(chunk.counts, dsums))
+
+
+def tile_sums(work: Work, peaks: Numbers, tokens: Tokens, product: jax.Array) -> Numbers:
+    """The sums of a tile through which a gradient flows, from its products."""
+    z = work.logits(product, tokens)
+    return statistics.sums_of(work.call.asked, z, peaks, tokens, work.columns, differentiated=True)
+
+
+def gradient_of_products(work: Work, product: jax.Array, sums_of: Callable[[jax.Array], Any], dsums: Any) -> jax.Array:
+    """The gradient of a tile's products, in the dtype of products: JAX differentiates the sums over its columns."""
+    sums, pull = jax.vjp(sums_of, product)
+    dsums = jax.tree.map(lambda cotangent, like: vary(cotangent, varying(like)), dsums, sums)
+    (dproduct,) = pull(dsums)
+    return dproduct.astype(work.dtype)
