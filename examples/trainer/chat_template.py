@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ _WORKER = Path(__file__).with_name("render_template.py")
 _PATIENCE_S = 120  # the worker's own limit is of the processor's time: this one is for a worker that never gets any
 
 
-Ask = Callable[[str], str]
+Worked = tuple[str, str]  # a question and its answer, as an example of how to answer
+Ask = Callable[..., str]  # ask(question, worked)
 
 
 class Renderer:
@@ -89,32 +90,19 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
-def asked_as(folder: Path, end: str, read_json: Callable[[Path], dict[str, Any]]) -> Ask:
-    """A function from a question to the text of the prompt, up to where the answer begins.
+def asked_as(folder: Path, ends: Sequence[str], read_json: Callable[[Path], dict[str, Any]]) -> tuple[Ask, str]:
+    """A function from a question to the text of the prompt, up to where the answer begins; and what ends an answer.
 
     Templates that know `enable_thinking` are told not to think: answers are short here. A base model may come with the
-    template of its chat model: if no turn of it ends with the model's `end` of text, the question is asked as it is.
+    template of its chat model: if no answer of it ends with one of the model's `ends` of text, questions are asked as
+    they are, and a line says so.
 
     Raises:
-      ValueError: a template that does not render a question.
+      ValueError: a template that does not render a question and its answer.
     """
-    path = folder / _CONFIG
-    config = read_json(path) if path.exists() else {}
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {x.get("name"): x.get("template") for x in template if isinstance(x, dict)}
-        template = named.get("default")
-    if (folder / _FILE).is_file():
-        path = folder / _FILE
-        template = read_text(path, errors="replace")
+    template, path, tokens = _template_of(folder, read_json)
     if template is None:
-        return _plainly
-
-    def text_of(token: Any) -> Any:
-        return token.get("content") if isinstance(token, dict) else token
-
-    tokens = {name: text_of(config.get(name)) or "" for name in ("bos_token", "eos_token")}
-    options = {"add_generation_prompt": True, "enable_thinking": False, **tokens}
+        return plainly, ends[0]
 
     def refused(error: ValueError) -> ValueError:
         return ValueError(f"--model: got a chat template in {path} that does not render ({error})")
@@ -124,15 +112,42 @@ def asked_as(folder: Path, end: str, read_json: Callable[[Path], dict[str, Any]]
     except ValueError as error:
         raise refused(error) from error
 
-    def ask(question: str) -> str:
-        messages = [{"role": "user", "content": question}]
+    def ask(question: str, worked: Sequence[Worked] = ()) -> str:
+        turns = [turn for pair in worked for turn in zip(("user", "assistant"), pair, strict=True)]
+        messages = [{"role": role, "content": text} for role, text in [*turns, ("user", question)]]
         try:
-            return render(messages=messages, **options)
+            return render(messages=messages, add_generation_prompt=True, enable_thinking=False, **tokens)
         except ValueError as error:
             raise refused(error) from error
 
-    return ask if end in ask("2 + 2 = ?") else _plainly  # a bad template is refused before the run begins
+    # a bad template is refused before the run begins
+    rendered = ask("4 + 4 = ?", [("2 + 3 = ?", "is five")])
+    behind = rendered[rendered.find("is five") :]
+    found = [end for end in ends if end in behind]
+    if not found:
+        print(f"--model: the chat template in {path} is not used: no answer in it ends with {' or '.join(ends)}")
+        return plainly, ends[0]
+    return ask, min(found, key=behind.index)
 
 
-def _plainly(question: str) -> str:
-    return f"{question}\n"
+def _template_of(folder: Path, read_json: Callable[[Path], dict[str, Any]]) -> tuple[Any, Path, dict[str, Any]]:
+    """The template, the file that has it, and the special tokens that it may name; None where there is none."""
+    path = folder / _CONFIG
+    config = read_json(path) if path.exists() else {}
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {x.get("name"): x.get("template") for x in template if isinstance(x, dict)}
+        template = named.get("default")
+    if (folder / _FILE).is_file():
+        path = folder / _FILE
+        template = read_text(path, errors="replace")
+
+    def text_of(token: Any) -> Any:
+        return token.get("content") if isinstance(token, dict) else token
+
+    return template, path, {name: text_of(config.get(name)) or "" for name in ("bos_token", "eos_token")}
+
+
+def plainly(question: str, worked: Sequence[Worked] = ()) -> str:
+    """Questions and answers as lines."""
+    return "".join(f"{text}\n" for pair in worked for text in pair) + f"{question}\n"

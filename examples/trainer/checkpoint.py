@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import sys
 from collections.abc import Callable
@@ -63,7 +64,8 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]):
-        self.folder, self.identity = folder.absolute(), identity
+        self.folder = folder.absolute()
+        self.identity = json.loads(json.dumps(identity))  # as it will be read back
         self._writing = 0  # the step of the newest save
         _quiet_writers()
         options = ocp.CheckpointManagerOptions(

@@ -98,7 +98,7 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
     batch_size = args.prompts * args.samples
     task, config, graphdef, params = _load(args, parallel) if args.model else _create(args, parallel)
     longest = task.prompt_length + task.response_length
-    sampler = make_sampler(graphdef, config, parallel, task.prompt_length, task.response_length, task.tokenizer.end)
+    sampler = make_sampler(graphdef, config, parallel, task.prompt_length, task.response_length, task.tokenizer.ends)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate, b2=0.95))
     learner = Learner(graphdef, config, parallel, loss, optimizer, args.updates, min(args.explain, batch_size))
     # with fewer questions held out, the run would go on to train on some of them
@@ -150,11 +150,11 @@ def _create(args: argparse.Namespace, parallel: ParallelMesh) -> _Model:
 def _load(args: argparse.Namespace, parallel: ParallelMesh) -> _Model:
     """The model of a folder, with its tokenizer."""
     # imported here, since nothing else needs them
+    from examples.trainer.llama import LlamaConfig, load_model
     from examples.trainer.model_folder import FolderTokenizer
-    from examples.trainer.qwen3 import Qwen3Config, load_model
 
-    config = Qwen3Config.read(args.model)
-    tokenizer = FolderTokenizer(args.model, config.end)
+    config = LlamaConfig.read(args.model)
+    tokenizer = FolderTokenizer(args.model, config.ends)
     task = Task(args.task, args.seed, args.held_out, tokenizer)
     config = config.with_tokens(tokenizer.size, task.prompt_length + task.response_length)
     return task, config, *load_model(args.model, config, parallel)

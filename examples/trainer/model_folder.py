@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import tokenizers
 from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
 
-from examples.trainer.chat_template import asked_as
+from examples.trainer.chat_template import Worked, asked_as, plainly
 from examples.trainer.files import read_text
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -42,19 +42,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class FolderTokenizer:
-    """The tokenizer of tokenizer.json, with the end of text that config.json names, and the folder's chat template.
+    """The tokenizer of tokenizer.json, with the ends of text that config.json names, and the folder's chat template.
 
     Questions are asked as a user's turn, to be answered without thinking; in a folder without a template, as they are.
 
     Args:
       folder: the model's folder.
-      end: the id after which a response is over.
+      ends: the ids after which a response is over. `end` is the one that ends an answer.
+      worked: questions with their answers that come before every question.
 
     Raises:
-      ValueError: no tokenizer.json, an unreadable one, or one without that id; a template that does not render.
+      ValueError: no tokenizer.json, an unreadable one, or one without those ids; a template that does not render.
     """
 
-    def __init__(self, folder: Path, end: int):
+    def __init__(self, folder: Path, ends: Sequence[int], worked: Sequence[Worked] = ()):
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"--model: got {folder} without tokenizer.json")
@@ -62,12 +63,15 @@ class FolderTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no class of its own
             raise ValueError(f"--model: got {path}, expected what the tokenizers library reads ({error})") from None
-        token = self._tokenizer.id_to_token(end)
-        if token is None:
-            raise ValueError(f"--model: got eos_token_id {end}, expected the id of a token in {path}")
-        self.end = end
+        texts = {}
+        for end in ends:
+            texts[end] = self._tokenizer.id_to_token(end)
+            if texts[end] is None:
+                raise ValueError(f"--model: got eos_token_id {end}, expected the id of a token in {path}")
         self.size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        self._asked = asked_as(folder, token, read_json)
+        self._asked, end = asked_as(folder, list(texts.values()), read_json)
+        self.ends, self.worked = tuple(ends), list(worked)
+        self.end = next(i for i, text in texts.items() if text == end)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without special tokens around it."""
@@ -75,7 +79,10 @@ class FolderTokenizer:
 
     def encode_question(self, text: str) -> list[int]:
         """The ids of a question, up to where its answer begins."""
-        return self.encode(self._asked(text))
+        asked = self._asked(text, self.worked)
+        if self._asked is plainly:  # with a beginning of text, if the model has one
+            return list(self._tokenizer.encode(asked).ids)
+        return self.encode(asked)
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))

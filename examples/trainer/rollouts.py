@@ -102,7 +102,9 @@ def readable(samples: Sequence[Sample], tokenizer: Tokenizer | FolderTokenizer) 
     return [
         {
             "prompt": tokenizer.decode(sample.tokens[: sample.response_start]),
-            "completion": tokenizer.decode(t for t in sample.tokens[sample.response_start :] if t != tokenizer.end),
+            "completion": tokenizer.decode(
+                t for t in sample.tokens[sample.response_start :] if t not in tokenizer.ends
+            ),
             "reward": sample.reward if np.isfinite(sample.reward) else None,  # JSON has no NaN
         }
         for sample in some

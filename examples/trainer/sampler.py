@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,7 +51,7 @@ def make_sampler(
     parallel: ParallelMesh,
     prompt_length: int,
     response_length: int,
-    end: int = Tokenizer.end,
+    ends: Sequence[int] = (Tokenizer.end,),
 ) -> Sampler:
     """`sample(params, prompts [B, P], lengths [B], key, temperature) -> Responses`, jitted; temperature 0 is greedy.
 
@@ -106,7 +106,7 @@ def make_sampler(
             emitted = Responses(jnp.where(done, Tokenizer.pad, token), jnp.where(done, 0.0, log_prob), ~done)
             cache = cache._replace(segments=cache.segments.at[:, prompt_length + i].set(1))
             hidden, cache = _extend(model, cache, token[:, None], prompt_length + i, place, tensor)
-            return (hidden, cache, done | (token == end)), emitted
+            return (hidden, cache, done | jnp.isin(token, jnp.array(ends))), emitted
 
         carry = (last, cache, jnp.zeros(lengths.shape, bool))
         _, emitted = lax.scan(step, carry, jnp.arange(response_length))

@@ -32,6 +32,7 @@ class Tokenizer:
     """
 
     pad, end = 0, 1
+    ends = (end,)
 
     def __init__(self, opening: str, closing: str):
         self.opening, self.closing = opening, closing
@@ -108,7 +109,7 @@ class Task:
 
     def reward(self, question: Question, response: Sequence[int]) -> float:
         """The task's own verifier on the response's text, 1 for a right answer."""
-        text = self.tokenizer.decode(token for token in response if token != self.tokenizer.end)
+        text = self.tokenizer.decode(token for token in response if token not in self.tokenizer.ends)
         return float(self.stream.score_answer(text, question.entry))
 
 

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import nnx_policy
 import pytest
-import tiny_qwen3
+import tiny_llama
 from flax import nnx
 
 from examples import flax_linen
 from examples.flax_linen import VOCAB
 from examples.trainer.attention import context_attention
+from examples.trainer.llama import LlamaConfig, load_model
 from examples.trainer.model import ModelConfig, create_model
-from examples.trainer.qwen3 import Qwen3Config, load_model
 from jaxppo import assert_packing_invariant
 from jaxppo.sharding import LAYOUTS, make_parallel_mesh
 
@@ -44,8 +44,8 @@ def test_the_decoder(case):
 @pytest.mark.parametrize("case", MESHES, ids=str)
 def test_qwen3(case, tmp_path):
     parallel, given = mesh_of(case)
-    tiny_qwen3.write(tmp_path)
-    graphdef, params = load_model(tmp_path, Qwen3Config.read(tmp_path), parallel)
+    tiny_llama.write(tmp_path)
+    graphdef, params = load_model(tmp_path, LlamaConfig.read(tmp_path), parallel)
     assert_packing_invariant(with_attention(graphdef, parallel), params, vocab_size=257, parallel=given)
 
 

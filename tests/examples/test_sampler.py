@@ -63,7 +63,7 @@ def test_log_probs_of_sampler_and_trainer_are_equal_to_the_bit(mesh, layout, dty
     parallel = make_parallel_mesh(mesh, context_layout=layout)
     model = Table(parallel, jnp.dtype(dtype), tied, nnx.Rngs(0))
     graphdef, params = nnx.split(model)
-    sample = make_sampler(graphdef, TableConfig(), parallel, PROMPT, RESPONSE, END)
+    sample = make_sampler(graphdef, TableConfig(), parallel, PROMPT, RESPONSE, (END, END + 1))
     rng = np.random.default_rng(0)
     prompts, lengths = rng.integers(10, VOCAB, (B, PROMPT)), rng.integers(1, PROMPT + 1, B)
     arrays = (jnp.asarray(x, jnp.int32) for x in (prompts, lengths))

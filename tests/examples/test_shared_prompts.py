@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_qwen3
+import tiny_llama
 from flax import nnx
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from policy_steps import config_of
@@ -18,8 +18,8 @@ from tables import sampled
 from examples.trainer.arguments import parse
 from examples.trainer.attention import attention, context_attention
 from examples.trainer.grpo_run import set_up
+from examples.trainer.llama import LlamaConfig, load_model
 from examples.trainer.model import ModelConfig, create_model
-from examples.trainer.qwen3 import Qwen3Config, load_model
 from jaxppo import Head, advantages, finalize_metrics, policy_loss_from_hidden
 from sharding import make_parallel_mesh
 from sharding.axes import LAYOUTS
@@ -34,8 +34,8 @@ def model_on(kind, parallel, folder):
     """The structure and the parameters of a model, the same on every mesh."""
     if kind == "decoder":
         return create_model(SMALL, parallel, seed=1)
-    tiny_qwen3.write(folder)
-    return load_model(folder, Qwen3Config.read(folder), parallel)
+    tiny_llama.write(folder)
+    return load_model(folder, LlamaConfig.read(folder), parallel)
 
 
 def step(graphdef, params, batch, parallel):

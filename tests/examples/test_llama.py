@@ -1,14 +1,16 @@
-"""The example's Qwen3: its logits beside those of the definition in float64, its files, its training."""
+"""The example's models of the Llama kind: logits beside the definition's and transformers', files, training."""
 
 import json
 import math
 import os
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-import tiny_qwen3
+import tiny_llama
+import transformers_logits
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -16,8 +18,8 @@ from examples.trainer import model_folder
 from examples.trainer.arguments import parse
 from examples.trainer.attention import context_attention
 from examples.trainer.grpo_run import grpo_step, set_up, supervised
+from examples.trainer.llama import LlamaConfig, describe_model, load_model
 from examples.trainer.model_folder import FolderTokenizer
-from examples.trainer.qwen3 import Qwen3Config, describe_model, load_model
 from examples.trainer.train_grpo import main
 from jaxppo import RolloutBatch, Sample
 from sharding import make_parallel_mesh
@@ -75,11 +77,12 @@ def sequences():
     return [rng.integers(0, 256, n) for n in LENGTHS]
 
 
-def logits_on(folder, mesh, layout="contiguous"):
+def logits_on(folder, mesh, layout="contiguous", asked=None):
     """[T, V] of each sequence, packed into rows over a mesh."""
+    asked = sequences() if asked is None else asked
     parallel = make_parallel_mesh(mesh, context_layout=layout)
-    graphdef, params = load_model(folder, Qwen3Config.read(folder), parallel)
-    samples = [Sample(tokens, response_start=1, group_id=i) for i, tokens in enumerate(sequences())]
+    graphdef, params = load_model(folder, LlamaConfig.read(folder), parallel)
+    samples = [Sample(tokens, response_start=1, group_id=i) for i, tokens in enumerate(asked)]
     batch = RolloutBatch.from_samples(samples, row_length=32, rows=8, num_segments=4, parallel=parallel).put(parallel)
 
     @jax.jit
@@ -91,7 +94,7 @@ def logits_on(folder, mesh, layout="contiguous"):
         (run(params, batch), batch.segment_ids, batch.positions, batch.sample_ids)
     )
     result = []
-    for i, length in enumerate(LENGTHS):
+    for i, length in enumerate(map(len, asked)):
         row, segment = np.argwhere(samples == i)[0]
         mine = np.flatnonzero(segments[row] == segment + 1)
         ordered = mine[np.argsort(positions[row][mine])]
@@ -110,7 +113,7 @@ CASES = [("dp=2,cp=2,tp=2", "zigzag", 1, True), ("fsdp=4,cp=2", "contiguous", 3,
 
 @pytest.mark.parametrize(("mesh", "layout", "shards", "tied"), CASES)
 def test_logits_are_those_of_the_definition(tmp_path, mesh, layout, shards, tied):
-    config, tensors = tiny_qwen3.write(tmp_path, shards, tie_word_embeddings=tied)
+    config, tensors = tiny_llama.write(tmp_path, shards, tie_word_embeddings=tied)
     check_logits(tmp_path, config, tensors, mesh, layout)
 
 
@@ -118,8 +121,23 @@ def test_logits_are_those_of_the_definition(tmp_path, mesh, layout, shards, tied
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mesh", [mesh for mesh in factorings(8) if "tp=1" in mesh or "tp=2" in mesh])
 def test_logits_on_any_mesh_and_layout(tmp_path, mesh, layout):
-    config, tensors = tiny_qwen3.write(tmp_path)
+    config, tensors = tiny_llama.write(tmp_path)
     check_logits(tmp_path, config, tensors, mesh, layout)
+
+
+RECORDED = Path(__file__).parents[1] / "golden" / "llama.npz"
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,cp=2,tp=2", pytest.param("dp=1,cp=8", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", transformers_logits.MODELS)
+def test_logits_are_those_of_transformers(tmp_path, name, mesh):
+    """Llama, Qwen 2 and Qwen 3, tied or not, with biases, norms and slowed rotations, of recorded random models."""
+    tiny_llama.write(tmp_path, **transformers_logits.MODELS[name])
+    got = np.concatenate(logits_on(tmp_path, mesh, asked=transformers_logits.sequences()))
+    with np.load(RECORDED) as recorded:
+        want = recorded[name]
+    assert np.abs(want).max() > 0.5
+    np.testing.assert_allclose(got[:, transformers_logits.COLUMNS], want, rtol=0, atol=1e-5)
 
 
 # hidden_size, intermediate_size, layers, heads, tied, and how many parameters
@@ -138,9 +156,9 @@ def test_published_sizes_have_their_number_of_parameters_and_lie_on_a_mesh(tmp_p
     width, mlp, layers, heads, tied, count = SIZES[name]
     sizes = {"hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads}
     sizes |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": tied}
-    (tmp_path / "config.json").write_text(json.dumps({**tiny_qwen3.CONFIG, **sizes}))
+    (tmp_path / "config.json").write_text(json.dumps({**tiny_llama.CONFIG, **sizes}))
     parallel = make_parallel_mesh("fsdp=4,tp=2")
-    _, abstract = describe_model(Qwen3Config.read(tmp_path), parallel)
+    _, abstract = describe_model(LlamaConfig.read(tmp_path), parallel)
     leaves = jax.tree.leaves(abstract)
     assert sum(leaf.size for leaf in leaves) == count
     shardings = jax.tree.leaves(jax.tree.map(parallel.sharding, nnx.get_partition_spec(abstract)))
@@ -150,7 +168,7 @@ def test_published_sizes_have_their_number_of_parameters_and_lie_on_a_mesh(tmp_p
 
 
 def test_bfloat16_is_rounded_and_no_more(tmp_path):
-    config, _ = tiny_qwen3.write(tmp_path, dtype=tiny_qwen3.BFLOAT16, tie_word_embeddings=False)
+    config, _ = tiny_llama.write(tmp_path, dtype=tiny_llama.BFLOAT16, tie_word_embeddings=False)
     stored = {name: x.astype(np.float64) for name, x in load_file(tmp_path / "model.safetensors").items()}
     got = np.concatenate(logits_on(tmp_path, "dp=4,tp=2"))
     want = np.concatenate([logits_by_definition(config, stored, tokens) for tokens in sequences()])
@@ -159,7 +177,7 @@ def test_bfloat16_is_rounded_and_no_more(tmp_path):
 
 
 def test_each_device_reads_its_part_alone(tmp_path, monkeypatch):
-    tiny_qwen3.write(tmp_path, shards=2)
+    tiny_llama.write(tmp_path, shards=2)
     read = []
 
     class Recorded:
@@ -186,7 +204,7 @@ def test_each_device_reads_its_part_alone(tmp_path, monkeypatch):
 
     monkeypatch.setattr(model_folder, "_open", Opened)
     parallel = make_parallel_mesh("fsdp=4,tp=2")
-    _, params = load_model(tmp_path, Qwen3Config.read(tmp_path), parallel)
+    _, params = load_model(tmp_path, LlamaConfig.read(tmp_path), parallel)
     kernels = [x for x in jax.tree.leaves(params) if x.ndim == 2]
     assert all(shard.data.size == x.size // 8 for x in kernels for shard in x.addressable_shards)
     vectors = len(jax.tree.leaves(params)) - len(kernels)
@@ -200,7 +218,7 @@ TINY += ["--task", "gcd", "--updates", "1"]
 @pytest.mark.nightly
 def test_it_trains_in_the_loop(tmp_path):
     model = tmp_path / "model"
-    tiny_qwen3.write(model, shards=2, num_hidden_layers=1)
+    tiny_llama.write(model, shards=2, num_hidden_layers=1)
     args = parse([*TINY, "--model", str(model), "--out", str(tmp_path / "run")])
     run = set_up(args)
     before = jax.device_get(run.state.params)
@@ -272,23 +290,34 @@ def weight(value):
 
 
 K = "model.layers.1.self_attn.k_proj.weight"
+BOUNDS = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}
+BOUNDS |= {"original_max_position_embeddings": 8192}
 BAD = {
     "no folder": (lambda folder: shutil.rmtree(folder), "without a readable config.json"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "without a readable config.json (No such file"),
     "torn config": (cut("config.json"), "config.json, expected JSON"),
     "list": (lambda folder: (folder / "config.json").write_text("[]"), "with a list, expected a JSON object"),
-    "llama": (config_with(model_type="llama"), "got model_type 'llama' in"),
+    "gemma": (config_with(model_type="gemma3"), "got model_type 'gemma3' in"),
     "no type": (config_with(model_type=None), "got model_type None in"),
     "yarn": (config_with(rope_scaling={"type": "yarn"}), "got rope_scaling {'type': 'yarn'} in"),
+    "no factor": (config_with(rope_scaling={"type": "linear"}), "got factor None in"),
+    "text as rope": (config_with(rope_scaling="linear"), "got rope_scaling 'linear' in"),
+    "rope bounds": (config_with(rope_scaling=BOUNDS), "got high_freq_factor 1.0 in"),
+    "norms": (config_with(model_type="llama"), "self_attn.k_norm.weight and 1 more, which the model of config.json"),
+    "half a head": (config_with(partial_rotary_factor=0.5), "got partial_rotary_factor 0.5 in"),
+    "bias of a text": (config_with(attention_bias="yes"), "got attention_bias 'yes' in"),
     "rope": (config_with(rope_parameters={"rope_type": "yarn"}), "got rope_parameters {'rope_type': 'yarn'}"),
     "window": (config_with(layer_types=["sliding_attention"]), "got layer_types ['sliding_attention']"),
     "width": (config_with(hidden_size=None), "got hidden_size None in"),
     "text": (config_with(num_hidden_layers="2"), "got num_hidden_layers '2' in"),
     "groups": (config_with(num_key_value_heads=3), "got num_key_value_heads 3 in"),
-    "dtype": (config_with(torch_dtype="float8"), "got dtype 'float8' in"),
+    "dtype": (config_with(torch_dtype="float8"), "got torch_dtype 'float8' in"),
     "short": (config_with(max_position_embeddings=20), "got max_position_embeddings 20, expected"),
     "no end": (config_with(eos_token_id=None), "got eos_token_id None in"),
+    "no ends": (config_with(eos_token_id=[]), "got eos_token_id [] in"),
+    "ends of texts": (config_with(eos_token_id=["<|im_end|>"]), "got eos_token_id ['<|im_end|>'] in"),
     "strange end": (config_with(eos_token_id=270), "got eos_token_id 270, expected the id of a token in"),
+    "one strange end": (config_with(eos_token_id=[257, 270]), "got eos_token_id 270, expected the id of a token in"),
     "vocabulary": (config_with(vocab_size=256), "got vocab_size 256 in config.json, expected the 261 ids of"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "without tokenizer.json"),
     "torn tokenizer": (cut("tokenizer.json"), "tokenizer.json, expected what the tokenizers library reads"),
@@ -344,7 +373,7 @@ BAD = {
 def test_bad_folders_end_in_one_line_and_exit_code_2(tmp_path, capsys, name):
     change, message = BAD[name]
     folder = tmp_path / "model"
-    tiny_qwen3.write(folder)
+    tiny_llama.write(folder)
     change(folder)
     assert main([*TINY, "--model", str(folder), "--out", str(tmp_path / "run")]) == 2
     errors = capsys.readouterr().err.splitlines()
@@ -354,34 +383,56 @@ def test_bad_folders_end_in_one_line_and_exit_code_2(tmp_path, capsys, name):
 
 
 def test_meshes_that_do_not_divide_the_model(tmp_path):
-    tiny_qwen3.write(tmp_path)
-    config = Qwen3Config.read(tmp_path)
+    tiny_llama.write(tmp_path)
+    config = LlamaConfig.read(tmp_path)
     with pytest.raises(ValueError, match="mesh: got 4 tensor shards, expected a divisor of the 2 key-value heads"):
         load_model(tmp_path, config, make_parallel_mesh("dp=2,tp=4"))
-    tiny_qwen3.write(tmp_path / "wide", hidden_size=28)
+    tiny_llama.write(tmp_path / "wide", hidden_size=28)
     with pytest.raises(ValueError, match=r"mesh: got .*'fsdp': 8.*, expected sizes that divide model.embed_tokens"):
-        load_model(tmp_path / "wide", Qwen3Config.read(tmp_path / "wide"), make_parallel_mesh("fsdp=8"))
+        load_model(tmp_path / "wide", LlamaConfig.read(tmp_path / "wide"), make_parallel_mesh("fsdp=8"))
 
 
-def test_a_base_models_end_of_text_asks_plainly(tmp_path):
-    tiny_qwen3.write(tmp_path, eos_token_id=[256, 257])
-    tokenizer = FolderTokenizer(tmp_path, Qwen3Config.read(tmp_path).end)
-    assert tokenizer.decode(tokenizer.encode_question("2 + 2 = ä?")) == "2 + 2 = ä?\n"
-    assert tokenizer.end == 256
+def tokenizer_of(folder, worked=()):
+    return FolderTokenizer(folder, LlamaConfig.read(folder).ends, worked)
 
 
-def asked(folder):
-    tokenizer = FolderTokenizer(folder, Qwen3Config.read(folder).end)
+def asked(folder, worked=()):
+    tokenizer = tokenizer_of(folder, worked)
     return tokenizer._tokenizer.decode(tokenizer.encode_question("2 + 2 = ä?"), skip_special_tokens=False)
+
+
+def test_a_base_models_end_of_text_asks_plainly_and_says_so(tmp_path, capsys):
+    tiny_llama.write(tmp_path, eos_token_id=256)
+    assert asked(tmp_path) == "2 + 2 = ä?\n"
+    told = capsys.readouterr().out
+    assert told.endswith("tokenizer_config.json is not used: no answer in it ends with <|endoftext|>\n")
+    assert asked(tmp_path, [("1 + 1 = ?", "2")]) == "1 + 1 = ?\n2\n2 + 2 = ä?\n"
+
+
+@pytest.mark.parametrize(("here", "there"), [([256, 257], None), (256, [257, 256]), ([256], 257)])
+def test_several_ends_are_a_set_and_the_template_says_which_ends_an_answer(tmp_path, here, there):
+    """The first one was taken, and then the template, which ends turns with another, was dropped."""
+    tiny_llama.write(tmp_path, eos_token_id=here)
+    if there is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": there}))
+    tokenizer = tokenizer_of(tmp_path)
+    assert (tokenizer.ends, tokenizer.end) == ((256, 257), 257)
+    assert asked(tmp_path).startswith("<|im_start|>user\n2 + 2 = ä?<|im_end|>")
+
+
+def test_worked_questions_are_turns_before_the_question(tmp_path):
+    tiny_llama.write(tmp_path)
+    turns = "<|im_start|>user\n1 + 1 = ?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+    assert asked(tmp_path, [("1 + 1 = ?", "2")]) == turns + asked(tmp_path)
 
 
 def test_questions_are_asked_by_the_template_of_the_folder(tmp_path):
     """That of tokenizer_config.json, one or several by name, or that of chat_template.jinja; or none."""
-    tiny_qwen3.write(tmp_path)
+    tiny_llama.write(tmp_path)
     as_turn = "<|im_start|>user\n2 + 2 = ä?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert asked(tmp_path) == as_turn
     config = tmp_path / "tokenizer_config.json"
-    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": tiny_qwen3.TEMPLATE}]
+    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": tiny_llama.TEMPLATE}]
     config.write_text(json.dumps({"chat_template": named}))
     assert asked(tmp_path) == as_turn
     other = "{% for m in messages %}Q: {{ m.content }}{{ eos_token }}A:{% endfor %}"
@@ -398,7 +449,7 @@ def test_questions_are_asked_by_the_template_of_the_folder(tmp_path):
     ["{% for %}", "{{ messages[7].content }}", "{{ raise_exception('no user') }}", "{{ ''.__class__.mro() }}"],
 )
 def test_a_template_that_does_not_render_is_refused(tmp_path, template):
-    tiny_qwen3.write(tmp_path)
+    tiny_llama.write(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(ValueError, match=r"--model: got a chat template in .*chat_template.jinja that does not render"):
         asked(tmp_path)

@@ -1,4 +1,5 @@
-"""Writes a tiny random Qwen3 in its published form: config.json, tokenizer.json, safetensors in one file or several."""
+"""Writes a tiny random model of the Llama kind in its published form, by default a Qwen3: config.json, tokenizer.json,
+safetensors in one file or several."""
 
 import json
 
@@ -41,6 +42,13 @@ TEMPLATE = """{%- for message in messages %}
 SPECIAL = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>"]
 
 
+def is_biased(config, name):
+    """Whether a projection has a bias."""
+    if config["model_type"] == "qwen2":
+        return name[-6:] in ("q_proj", "k_proj", "v_proj")
+    return config.get("mlp_bias", False) if name.startswith("mlp") else config["attention_bias"]
+
+
 def tensors(config, seed=0):
     """Every tensor by its published name, matrices as [out, in]."""
     rng = np.random.default_rng(seed)
@@ -50,6 +58,8 @@ def tensors(config, seed=0):
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], width)
     for i in range(config["num_hidden_layers"]):
+        biases = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+        biases |= {"self_attn.o_proj": width, "mlp.gate_proj": mlp, "mlp.up_proj": mlp, "mlp.down_proj": width}
         layer = {
             "self_attn.q_proj": (queries, width),
             "self_attn.k_proj": (keys, width),
@@ -63,9 +73,12 @@ def tensors(config, seed=0):
             "input_layernorm": (width,),
             "post_attention_layernorm": (width,),
         }
+        if config["model_type"] != "qwen3":
+            layer = {name: shape for name, shape in layer.items() if name[-6:] not in ("q_norm", "k_norm")}
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+        shapes |= {f"model.layers.{i}.{name}.bias": (n,) for name, n in biases.items() if is_biased(config, name)}
     return {
-        name: (rng.normal(0, 0.15, shape) if len(shape) == 2 else rng.normal(1, 0.2, shape)).astype(np.float32)
+        name: rng.normal(name.endswith("norm.weight"), 0.15 if len(shape) == 2 else 0.2, shape).astype(np.float32)
         for name, shape in shapes.items()
     }
 
@@ -80,8 +93,8 @@ def tokenizer():
     return made
 
 
-def write(folder, shards=1, dtype=np.float32, seed=0, **settings):
-    """Writes the folder; returns its settings and tensors."""
+def write(folder, shards=1, dtype=np.float32, seed=0, copied_head=True, **settings):
+    """Writes the folder; returns its settings and tensors. A tied model gets another head, which nothing reads."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {**CONFIG, **settings, "torch_dtype": np.dtype(dtype).name}
     (folder / "config.json").write_text(json.dumps(config))
@@ -89,7 +102,7 @@ def write(folder, shards=1, dtype=np.float32, seed=0, **settings):
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
     found = tensors(config, seed)
     stored = {name: x.astype(dtype) for name, x in found.items()}
-    if config["tie_word_embeddings"]:  # small models are published with a copy of the head, which nothing reads
+    if config["tie_word_embeddings"] and copied_head:  # small models are published with a copy of the head
         stored["lm_head.weight"] = np.zeros_like(stored["model.embed_tokens.weight"])
     if shards == 1:
         save_file(stored, folder / "model.safetensors")

@@ -1,0 +1,52 @@
+"""Records the logits of the public implementations of Llama, Qwen 2 and Qwen 3 on tiny random models.
+
+    python tests/support/transformers_logits.py tests/golden/llama.npz
+
+It takes torch, transformers, and what tiny_llama.py imports; the tests read the file alone. Each model has the true
+architecture with other sizes. Every fourth column is kept.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import tiny_llama
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 16}
+MODELS = {
+    "llama": {"model_type": "llama", "tie_word_embeddings": True, "rope_theta": 10000.0, "head_dim": 6},
+    "llama3": {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 100.0, "rope_scaling": LLAMA3},
+    "biased": {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "linear": {"model_type": "llama", "tie_word_embeddings": True, "rope_scaling": {"type": "linear", "factor": 3.0}},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": False, "head_dim": 6},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen3_biased": {"model_type": "qwen3", "tie_word_embeddings": True, "attention_bias": True},
+}
+COLUMNS = slice(None, None, 4)
+
+
+def sequences():
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 256, n) for n in (11, 6, 30)]
+
+
+def main(path):
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    found = {"versions": np.array([transformers.__version__, torch.__version__])}
+    for name, settings in MODELS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            tiny_llama.write(Path(folder), copied_head=False, **settings)
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        with torch.no_grad():
+            rows = [model(torch.tensor(tokens[None])).logits[0, :, COLUMNS].numpy() for tokens in sequences()]
+        found[name] = np.concatenate(rows).astype(np.float32)
+    np.savez_compressed(path, **found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
