@@ -10,7 +10,7 @@ import math
 from types import FunctionType
 from typing import Any
 
-from jaxppo.base.arrays import check, check_count, check_number
+from jaxppo.base.arrays import check, check_count, check_number, plain_number
 from jaxppo.base.kl import KL
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy.off_policy import OffPolicyConfig, Rejection
@@ -305,8 +305,8 @@ def sequence_masked_importance_sampling(low: float = 0.999, high: float = 1.002)
 
     https://github.com/NVIDIA-NeMo/RL, https://github.com/OpenRLHF/OpenRLHF
     """
-    check_number("low", low, above=0)
-    check_number("high", high, above=low)
+    low = plain_number("low", low, above=0)
+    high = plain_number("high", high, above=low)
     rejection = Rejection("seq_mean_k1", 1 / high, 1 / low)  # k1 bounds are for sampler / trainer
     return PolicyLossConfig(off_policy=OffPolicyConfig(weights="token", high=math.inf, rejections=(rejection,)))
 
@@ -329,8 +329,8 @@ def rollout_is(clip_low: float = 0.2, clip_high: float = 0.28) -> PolicyLossConf
 
     https://github.com/NovaSky-AI/SkyRL
     """
-    check_number("clip_low", clip_low, least=0, most=1)
-    check_number("clip_high", clip_high, least=0)
+    clip_low = plain_number("clip_low", clip_low, least=0, most=1)
+    clip_high = plain_number("clip_high", clip_high, least=0)
     low, high = 1 - clip_low, 1 + clip_high
     off_policy = OffPolicyConfig("token", low, high, outside="zero", compares="current/rollout")
     return PolicyLossConfig(Reinforce(), ratio_to="rollout", off_policy=off_policy)

@@ -12,9 +12,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Num
 
+from jaxppo.advantages.by_group import readable
 from jaxppo.advantages.token_statistics import Parallel, on_rows
-from jaxppo.base.arrays import check, check_array, check_flag, check_number, is_nan, needed
+from jaxppo.base.arrays import as_number, check, check_array, check_flag, check_number, is_nan, is_number, needed
+from jaxppo.base.ranks import total
 from jaxppo.base.stacked import of_rows
+from jaxppo.batch.loss_tokens import LossTokens
+from jaxppo.batch.reads import PER_TOKEN, Kind
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.samples import Sample, check_samples
 from jaxppo.policy.off_policy import OffPolicyConfig, correction
@@ -47,11 +51,12 @@ def overlong_penalty(
     """
     check_array("lengths", lengths)
     check("lengths", f"shape {lengths.shape}", lengths.ndim in (2, 3), "[R, S], or [K, R, S]")
-    check_number("max_length", max_length, above=0)
-    check_number("buffer", buffer, above=0, most=max_length)
-    check_number("factor", factor, least=0)
-    over = (lengths.astype(jnp.float32) - (max_length - buffer)) / buffer
-    return lax.stop_gradient(0 - factor * jnp.clip(over, 0, 1))
+    limit, part = as_number("max_length", max_length, above=0), as_number("buffer", buffer, above=0)
+    if is_number(max_length) and is_number(buffer):
+        check("buffer", buffer, buffer <= max_length, f"at most max_length, {max_length}")
+    part = jnp.where(part <= limit, part, jnp.nan)
+    over = (lengths.astype(jnp.float32) - (limit - part)) / part
+    return lax.stop_gradient(0 - as_number("factor", factor, least=0) * jnp.clip(over, 0, 1))
 
 
 def drop_equal_groups(samples: Sequence[Sample], *, keep_lone: bool = False, tolerance: float = 0.0) -> list[Sample]:
@@ -108,10 +113,11 @@ def accepted_samples(
       config: the correction. Its `opsm_delta`, which reads advantages, and `batch_normalize` are not read.
 
     Returns:
-      `bool[R, S]`; False also where a sample has no loss token.
+      `bool[R, S]`; False also where a sample has no loss token. Under `jit`, False for all samples in place of the
+      error for data: the loss of such a step is NaN.
 
     Raises:
-      TypeError, ValueError: another config; log-probs that the correction needs are absent.
+      TypeError, ValueError: another config; log-probs that the correction needs are absent, or break a rule of a loss.
 
     Example:
       >>> ids, mask = jnp.array([[1, 1, 2]]), jnp.ones((1, 3))
@@ -123,14 +129,26 @@ def accepted_samples(
     if not isinstance(config, OffPolicyConfig):
         raise TypeError(f"config: got {type(config).__name__}, expected OffPolicyConfig")
     config = dataclasses.replace(config, opsm_delta=None, batch_normalize=False)
-    return on_rows("accepted_samples", _accepted_samples, parallel, batch, {}, static=config, of_samples=True)
+    found = on_rows("accepted_samples", _accepted_samples, parallel, batch, {}, static=config, of_samples=True)
+    if readable(found):
+        got = "a loss mask or log-probs that break a rule of a loss"
+        check("batch", got, not np.isnan(found).any(), "none: batch.validate(vocab_size) names the first entry")
+    return found > 0
 
 
 @of_rows
 def _accepted_samples(axes: ShardAxes, config: OffPolicyConfig, batch: RolloutBatch) -> jax.Array:
-    segments, mask, old = batch.segments(axes), batch.loss_mask, batch.old_log_probs
-    for name in {"old" if name == "current" else name for name in config.policies}:
-        needed(f"batch.{name}_log_probs", getattr(batch, f"{name}_log_probs"))
-    policies = {"current": old, "old": old, "rollout": batch.rollout_log_probs}
-    weights, _ = correction(policies, jnp.zeros_like(mask), mask, segments, config)
-    return segments.sum((weights > 0).astype(jnp.float32)) > 0
+    """f32[R, S], 1 for accepted samples; NaN for all of a step whose loss would be NaN."""
+    segments, tokens = batch.segments(axes), LossTokens.of(batch)
+    names = {"old" if name == "current" else name for name in config.policies}
+    read = {name: tokens.read(*_log_probs(batch, name), impossible=True) for name in sorted(names)}
+    policies = {"current": read.get("old"), "old": read.get("old"), "rollout": read.get("rollout")}
+    weights, _ = correction(policies, jnp.zeros_like(tokens.mask), tokens.mask, segments, config)
+    accepted = (segments.sum((weights > 0).astype(jnp.float32)) > 0).astype(jnp.float32)
+    return jnp.where(jnp.isnan(total(axes, sum(read.values(), tokens.unsound))), jnp.nan, accepted)
+
+
+def _log_probs(batch: RolloutBatch, policy: str) -> tuple[Kind, jax.Array]:
+    """The kind of a policy's log-probs, and those of the batch."""
+    name = f"{policy}_log_probs"
+    return PER_TOKEN[name][0], needed(f"batch.{name}", getattr(batch, name))

@@ -12,9 +12,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo.advantages.by_group import Singletons, readable
 from jaxppo.advantages.token_statistics import Parallel, on_rows, scan_rows
-from jaxppo.base.arrays import Coefficient, as_number, check_choice, check_ids, masked, sound
+from jaxppo.base.arrays import Coefficient, as_number, check_choice, check_ids, masked
 from jaxppo.base.by_id import ById
 from jaxppo.base.stacked import check_whole_step, of_rows
+from jaxppo.batch.loss_tokens import LossTokens
+from jaxppo.batch.reads import FINITE, LOG_PROBS
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.call import check_stats
@@ -120,12 +122,14 @@ def _per_shard(
 ) -> jax.Array:
     place, singletons = static
     segments, by_id = batch.segments(axes), ById.of(axes, group_ids)
-    counts = (batch.loss_mask > 0) & (segments.spread(by_id.there.astype(jnp.int32)) > 0)
+    tokens = LossTokens.of(batch)
+    counts = (tokens.mask > 0) & (segments.spread(by_id.there.astype(jnp.int32)) > 0)
     mask = counts.astype(jnp.float32)
-    returns = masked(returns, mask)
-    log_probs = masked(sound("log_probs", log_probs), mask)
+    returns = masked(tokens.see(returns), mask)
+    log_probs = masked(tokens.read(LOG_PROBS, log_probs), mask)
     # 1 - 2 p + sum p^2, as (1 - p)^2 and what the other tokens add: no rounding makes it negative
-    energy = jnp.expm1(log_probs) ** 2 + jnp.maximum(masked(sum_p2, mask) - jnp.exp(2 * log_probs), 0)
+    sum_p2 = masked(tokens.read(FINITE, sum_p2), mask)
+    energy = jnp.expm1(log_probs) ** 2 + jnp.maximum(sum_p2 - jnp.exp(2 * log_probs), 0)
     energy = energy if weights is None else energy * masked(weights, mask) ** 2
     upto = scan_rows(axes, batch, jnp.ones_like(mask), jnp.where(counts, energy, 0))
     at = _places(place, axes, batch, segments, mask)
@@ -155,7 +159,7 @@ def _per_shard(
         rollouts = ById.of(axes, rollout_ids)
         parts = rollouts.sum(rollouts.gather(rollouts.there.astype(jnp.float32)))
         advantages = jnp.where((parts > 1).any(), jnp.nan, advantages)
-    return lax.stop_gradient(jnp.where(counts, advantages, 0))
+    return lax.stop_gradient(jnp.where(counts, advantages, 0) + tokens.unsound)
 
 
 def _places(place: Place, axes: ShardAxes, batch: RolloutBatch, segments: Segments, mask: jax.Array) -> jax.Array:

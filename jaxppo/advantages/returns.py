@@ -21,9 +21,10 @@ from jaxppo.base.arrays import (
     check_flag,
     is_number,
     masked,
-    unless_mask,
 )
+from jaxppo.base.ranks import total
 from jaxppo.base.stacked import check_whole_step, of_rows
+from jaxppo.batch.loss_tokens import LossTokens
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.sharding import Segments, ShardAxes, shift_shard
@@ -65,9 +66,9 @@ def token_rewards(
 def _token_rewards(
     axes: ShardAxes, kl: jax.Array | None, rewards: jax.Array, kl_coef: jax.Array, batch: RolloutBatch
 ) -> jax.Array:
-    segments, mask = batch.segments(axes), batch.loss_mask
-    result = jnp.where(_is_last(segments, batch, mask > 0), segments.spread(rewards), 0).astype(jnp.float32)
-    return lax.stop_gradient(result if kl is None else result - kl_coef * masked(kl, mask))
+    segments, tokens = batch.segments(axes), LossTokens.of(batch)
+    result = tokens.see(jnp.where(_is_last(segments, batch, tokens.mask > 0), segments.spread(rewards), 0))
+    return lax.stop_gradient(result if kl is None else result - kl_coef * tokens.see(kl))
 
 
 def _is_last(segments: Segments, batch: RolloutBatch, counts: jax.Array) -> jax.Array:
@@ -120,11 +121,9 @@ def _returns(
 ) -> jax.Array:
     gamma, through = static
     batch.check_layout(axes)
-    mask = batch.loss_mask if mask is None else mask
-    counts = mask.astype(jnp.float32) > 0
-    a = jnp.where(counts, gamma, through).astype(jnp.float32)
-    b = jnp.where(counts, rewards.astype(jnp.float32), 0)
-    return lax.stop_gradient(jnp.where(counts, scan_rows(axes, batch, a, b, reverse=True), 0) + unless_mask(mask))
+    tokens = LossTokens.of(batch, mask)
+    a = jnp.where(tokens.mask > 0, gamma, through).astype(jnp.float32)
+    return lax.stop_gradient(tokens.see(scan_rows(axes, batch, a, masked(rewards, tokens.mask), reverse=True)))
 
 
 def gae(
@@ -192,9 +191,9 @@ def _gae(
     batch: RolloutBatch,
 ) -> tuple[jax.Array, jax.Array]:
     gamma, lam, value_lam, length_alpha = static
-    segments, mask = batch.segments(axes), batch.loss_mask if mask is None else mask
-    counts = mask.astype(jnp.float32) > 0
-    rewards, values = (jnp.where(counts, x.astype(jnp.float32), 0) + unless_mask(mask) for x in (rewards, values))
+    segments, tokens = batch.segments(axes), LossTokens.of(batch, mask)
+    counts = tokens.mask > 0
+    rewards, values = tokens.see(rewards), tokens.see(values)
     nearest = scan_rows(axes, batch, jnp.where(counts, 0.0, 1.0), values, reverse=True)
     next_value = shift_shard(axes, nearest, 1, 0, batch.segment_ids, batch.num_segments)
     if last_values is not None:
@@ -204,7 +203,7 @@ def _gae(
 
     def advantages(lam: float | jax.Array) -> jax.Array:
         a = jnp.where(counts, gamma * lam, 1.0).astype(jnp.float32)
-        return jnp.where(counts, scan_rows(axes, batch, a, delta, reverse=True), 0)
+        return tokens.see(scan_rows(axes, batch, a, delta, reverse=True))
 
     if length_alpha is None:
         policy = advantages(lam)
@@ -256,7 +255,9 @@ def _last_values(axes: ShardAxes, values: jax.Array, truncated: jax.Array, batch
     check("batch", "rows whose last position has a target", not batch.real_last_targets, expected)
     segments, read = batch.segments(axes), batch.segment_ids > 0
     found = segments.sum(jnp.where(_is_last(segments, batch, read), values.astype(jnp.float32), 0))
-    return lax.stop_gradient(jnp.where(truncated & (batch.sample_ids >= 0), found, 0))
+    outside = (batch.segment_ids < 0) | (batch.segment_ids > batch.num_segments)
+    unsound = jnp.where(total(axes, outside.astype(jnp.float32)) > 0, jnp.nan, jnp.float32(0))
+    return lax.stop_gradient(jnp.where(truncated & (batch.sample_ids >= 0), found, 0) + unsound)
 
 
 def reinforce_plus_plus(

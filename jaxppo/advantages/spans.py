@@ -24,6 +24,8 @@ from jaxppo.base.arrays import (
 )
 from jaxppo.base.stacked import of_rows
 from jaxppo.batch.host import as_integers, as_numbers, finite_number, shown
+from jaxppo.batch.loss_tokens import LossTokens
+from jaxppo.batch.reads import LOG_PROBS, SAMPLED
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.sharding import ShardAxes
 
@@ -108,13 +110,13 @@ def importance_weighted_distillation(
 
 @of_rows
 def _weighted(axes: ShardAxes, own: jax.Array, teacher: jax.Array, gain: jax.Array, batch: RolloutBatch) -> jax.Array:
-    mask, segments = batch.loss_mask.astype(jnp.float32), batch.segments(axes)
-    d = masked(sound("teacher_log_probs", teacher), mask) - masked(sound("log_probs", own), mask)
+    tokens, segments = LossTokens.of(batch), batch.segments(axes)
+    d = tokens.read(SAMPLED, teacher) - tokens.read(LOG_PROBS, own)
     size = jnp.abs(d)
     before = scan_rows(axes, batch, jnp.ones_like(size), size) - size
     whole = segments.spread(segments.sum(size))
     weights = 1 + gain * (1 - before / jnp.maximum(whole, 1e-8))
-    return lax.stop_gradient(jnp.where(mask > 0, weights * d, 0) + unless_mask(batch.loss_mask))
+    return lax.stop_gradient(tokens.see(weights * d))
 
 
 def align_spans(

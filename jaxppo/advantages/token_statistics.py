@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo.base.arrays import Coefficient, as_number, check, check_alike, check_array, check_flag, spec_of, unless_mask
 from jaxppo.base.stacked import check_whole_step, of_rows
+from jaxppo.batch.loss_tokens import LossTokens
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.sharding import ParallelMesh, ShardAxes, scan_shard, shard_call, vary
@@ -81,7 +82,7 @@ def spread(x: Float[Array, "*K R S"], batch: RolloutBatch, *, parallel: Parallel
 
 @of_rows
 def _spread(axes: ShardAxes, x: jax.Array, batch: RolloutBatch) -> jax.Array:
-    return jnp.where(batch.loss_mask > 0, batch.segments(axes).spread(x), 0).astype(jnp.float32)
+    return LossTokens.of(batch).see(batch.segments(axes).spread(x))
 
 
 def counted_tokens(
@@ -200,7 +201,7 @@ def explained_variance(
       mask, parallel: see `whiten`.
 
     Returns:
-      An f32 scalar; NaN if all returns are equal, since there is no variance to explain.
+      An f32 scalar; 0 if all returns are equal, since there is no variance to explain.
 
     Raises:
       ValueError, TypeError: shapes that differ; a call inside `accumulate_gradients`.
@@ -230,4 +231,4 @@ def _explained_variance(axes: ShardAxes, values: jax.Array, returns: jax.Array, 
     _, _, left, _ = _moments(axes, returns.astype(jnp.float32) - values.astype(jnp.float32), counts)
     nothing = _is_rounding(variance, mean)
     bad = axes.psum(vary(unless_mask(mask).sum(), axes.tokens), axes.tokens)
-    return jnp.where(nothing, jnp.nan, 1 - left / jnp.where(nothing, 1, variance)) + bad
+    return jnp.where(nothing, 0, 1 - left / jnp.where(nothing, 1, variance)) + bad

@@ -95,7 +95,7 @@ def dtype_name(x: Any) -> Any:
     """The name of a dtype in any form that jnp takes; x itself if it is no dtype, and `check_choice` refuses it."""
     try:
         return x if x is None else jnp.dtype(x).name
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError for a PRNG key
         return x
 
 
@@ -105,6 +105,11 @@ _BOUNDS = {  # of a number; None is no bound
     "most": ("of at most", operator.le),
     "below": ("below", operator.lt),
 }
+
+
+def _is_numeric(x: AnyArray) -> bool:
+    """Whether an array holds floats or integers."""
+    return jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)
 
 
 def check_number(what: str, value: Any, **bounds: float | None) -> Any:
@@ -124,9 +129,16 @@ def check_number(what: str, value: Any, **bounds: float | None) -> Any:
 def check_scalar(what: str, value: Array, expected: str = "a number") -> Float[Array, ""]:
     """The number that an array is, in f32; raises unless it is one."""
     check(what, f"shape {value.shape}", value.ndim == 0, f"{expected}, or a scalar array")
-    numeric = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
-    check(what, f"dtype {value.dtype}", numeric, f"{expected}, or a scalar array")
+    check(what, f"dtype {value.dtype}", _is_numeric(value), f"{expected}, or a scalar array")
     return value.astype(jnp.float32)
+
+
+def plain_number(what: str, value: Any, **bounds: float | None) -> float:
+    """The checked number as one of Python's; a traced one is refused, since the program of a call depends on it."""
+    if isinstance(value, AnyArray) and not isinstance(value, jax.core.Tracer) and value.ndim == 0:
+        value = np.asarray(value).item() if _is_numeric(value) else value
+    check(what, "a traced number", not isinstance(value, jax.core.Tracer), "a number that is known at trace time")
+    return check_number(what, value, **bounds)
 
 
 def check_field(of: Any, name: str, **bounds: float | None) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import Coefficient, check_alike, check_choice, check_choices, check_field, check_number, sound
+from jaxppo.base.arrays import Coefficient, as_number, check_alike, check_choice, check_choices, check_field, sound
 from jaxppo.sharding import wider_dtype
 
 __all__ = ["KL", "adaptive_kl_coef", "kl_divergence"]
@@ -163,10 +163,12 @@ def adaptive_kl_coef(
 
     Ziegler et al. 2019, Fine-tuning language models from human preferences, https://arxiv.org/abs/1909.08593
     """
-    for what, value in (("coef", coef), ("kl", kl)):
-        check_number(what, value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value)
-    target = check_number("target", target, above=0)
-    samples = check_number("samples", samples, least=0)
-    horizon = check_number("horizon", horizon, above=0)
-    error = jnp.clip(kl / target - 1, -0.2, 0.2)
-    return jnp.float32(coef) * (1 + error * samples / horizon)
+    error = jnp.clip(_number("kl", kl) / _number("target", target, above=0) - 1, -0.2, 0.2)
+    share = _number("samples", samples, least=0) / _number("horizon", horizon, above=0)
+    return _number("coef", coef) * (1 + error * share)
+
+
+def _number(what: str, value: Any, **bounds: float) -> Float[Array, ""]:
+    """`as_number` that takes a metric too, which numpy holds as an array."""
+    is_scalar = isinstance(value, np.ndarray) and value.ndim == 0
+    return as_number(what, value.item() if is_scalar else value, **bounds)

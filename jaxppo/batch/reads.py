@@ -30,6 +30,10 @@ SAMPLED = Kind(
     f"finite log-probs of at most {MAX_SAMPLED} where loss_mask is 1",
     lambda x, xp: ~(xp.isfinite(x) & (x <= MAX_SAMPLED)),
 )
+ENTROPIES = Kind(
+    f"finite entropies of at least -{MAX_LOG_PROB}, which log-probs are not, where loss_mask is 1",
+    lambda x, xp: ~(xp.isfinite(x) & (x >= -MAX_LOG_PROB)),
+)
 FINITE = Kind("finite numbers where loss_mask is 1", lambda x, xp: ~xp.isfinite(x))
 WEIGHTS = Kind("finite weights of at least 0 where loss_mask is 1", lambda x, xp: ~(xp.isfinite(x) & (x >= 0)))
 FLAGS = Kind("0 or 1 where loss_mask is 1", lambda x, xp: (x != 0) & (x != 1))
@@ -51,7 +55,7 @@ PER_TOKEN: dict[str, tuple[Kind, str]] = {
         LOG_PROBS,
         f", from the policy: {OF_MODELS}, and targets are in the vocabulary, as are nucleus_ids. {_IMPOSSIBLE}",
     ),
-    "entropy": (FINITE, f", from the policy: {OF_MODELS}"),
+    "entropy": (ENTROPIES, f", from the policy: {OF_MODELS}"),
     "log_z": (FINITE, f", from the policy: {OF_MODELS}"),
     "mean_logit": (FINITE, f", from the policy: {OF_MODELS}"),
     "new_values": (FINITE, ", the critic's new values"),

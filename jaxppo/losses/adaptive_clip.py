@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -11,17 +12,24 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import RatioTo, as_number, check, check_choice, check_number, masked, needed
+from jaxppo.base.arrays import RatioTo, as_number, check, check_choice, plain_number
 from jaxppo.base.kl import log_ratio
 from jaxppo.base.stacked import as_rows, check_whole_step
+from jaxppo.batch.loss_tokens import LossTokens
+from jaxppo.batch.reads import FINITE, LOG_PROBS, PER_TOKEN
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.policy_tokens import BY_RATIO
+from jaxppo.losses.policy_tokens import BY_RATIO, PolicyTokenLoss, check_needed
+from jaxppo.policy.config import ImpossibleTokens, PolicyLossConfig
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 
+__all__ = ["adaptive_clip"]
+
 First = Literal["high", "low"]
+Bounds = tuple[float, float]  # the first and the last value of a bound
+_MOST_STEPS = 10_000  # of both bounds together: each is a sum over the tokens of the step
 
 
 def adaptive_clip(
@@ -30,10 +38,11 @@ def adaptive_clip(
     *,
     ratio_to: RatioTo = "old",
     target: float | Array = 1.0,
-    low: tuple[float, float] = (0.6, 0.8),
-    high: tuple[float, float] = (1.2, 2.0),
+    low: Bounds = (0.6, 0.8),
+    high: Bounds = (1.2, 2.0),
     step: float = 0.05,
     first: First = "high",
+    impossible_tokens: ImpossibleTokens = "nan",
     parallel: ParallelMesh | ShardAxes | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """BAPO's bounds of a step: (clip_low, clip_high) of the first bounds with P / N of at least the target.
@@ -53,13 +62,15 @@ def adaptive_clip(
       low, high: the first and the last lower bound of the ratio, at most 1, and upper bound, at least 1.
       step: by which a bound is raised.
       first: the bound that is raised first: "high", as in the paper, or "low", as in the published code.
+      impossible_tokens: that of the loss, see `PolicyLossConfig`; with "leave_out" such tokens are in no sum.
       parallel: the mesh.
 
     Returns:
-      1 - the lower bound and the upper bound - 1, `f32[]`.
+      1 - the lower bound and the upper bound - 1, `f32[]`; NaN, as the loss then is, where a loss token has no finite
+      advantage, ratio or mask, or a traced target is not above 0.
 
     Raises:
-      ValueError: bounds out of order, arrays that the batch lacks, one micro-batch of several.
+      TypeError, ValueError: bounds out of order, arrays that the batch lacks, one micro-batch of several.
 
     Example:
       >>> sample = Sample([1] * 5, 1, advantages=[1.0, 0.5, -1.0, -1.0], old_log_probs=[-2.0] * 4)
@@ -73,28 +84,41 @@ def adaptive_clip(
     batch = checked(batch, stacked=True)
     check_whole_step("adaptive_clip", batch)
     check_stats(stats, batch.loss_mask.shape)
-    check_choice("ratio_to", ratio_to, RatioTo)
     check_choice("first", first, First)
-    check_number("step", step, above=0)
-    for what, (start, end), least, most in (("low", low, 0, 1), ("high", high, 1, np.inf)):
-        check(what, (start, end), least <= start <= end <= most, f"{least} <= first <= last <= {most}")
-    name = BY_RATIO.get(ratio_to)
-    old = stats.log_probs if name is None else needed(f"batch.{name}", getattr(batch, name), f"ratio_to={ratio_to!r}")
-    advantages = needed("batch.advantages", batch.advantages, "f32[R, T] for adaptive_clip")
-    args = {"stats": stats.log_probs, "old_log_probs": old, "advantages": advantages, "loss_mask": batch.loss_mask}
-    args["target"] = as_number("target", target, above=0)
-    given = args, lambda p: ([batch.specs(p).loss_mask] * 4 + [P()], P()), (low, high, step, first)
-    return shard_call("adaptive_clip", _per_shard, parallel, *given)
+    config = PolicyLossConfig(ratio_to=ratio_to, impossible_tokens=impossible_tokens)
+    check_needed(batch, config)
+    steps = _steps("low", low, 0, 1, step), _steps("high", high, 1, np.inf, step)
+    args = {"stats": stats.log_probs, "batch": batch, "target": as_number("target", target, above=0)}
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
+        return [batch.specs(p).loss_mask, batch.specs(p), P()], P()
+
+    return shard_call("adaptive_clip", _per_shard, parallel, args, specs, (config, *steps, first))
 
 
-def _per_shard(axes: ShardAxes, static: tuple[Any, ...], *given: jax.Array) -> tuple[jax.Array, jax.Array]:
-    low, high, step, first = static
-    *of_tokens, target = given
-    log_probs, old, advantages, mask = lax.stop_gradient(as_rows(of_tokens))
-    mask = mask.astype(jnp.float32)
-    ratio, a = jnp.exp(log_ratio(masked(log_probs, mask), masked(old, mask))), masked(advantages, mask)
-    lows, highs = (start + step * np.arange(1 + np.ceil((end - start) / step - 1e-9)) for start, end in (low, high))
-    lows, highs = np.minimum(lows, low[1]), np.minimum(highs, high[1])  # the last step may be cut
+def _steps(what: str, bounds: Bounds, least: float, most: float, step: float) -> tuple[float, ...]:
+    """The values of a bound from its first to its last; the last step may be shorter."""
+    expected = f"two numbers with {least} <= first <= last <= {most}"
+    check(what, repr(bounds), isinstance(bounds, (tuple, list)) and len(bounds) == 2, expected)
+    start, end = (plain_number(what, x) for x in bounds)
+    check(what, repr(bounds), least <= start <= end <= most, expected)
+    by = plain_number("step", step, above=0)
+    count = np.ceil((end - start) / by - 1e-9)
+    check("step", repr(step), count <= _MOST_STEPS, f"at most {_MOST_STEPS} steps from {start} to {end}")
+    return tuple(np.minimum(start + by * np.arange(1 + count), end).tolist())
+
+
+def _per_shard(axes: ShardAxes, static: tuple[Any, ...], *given: Any) -> tuple[jax.Array, jax.Array]:
+    config, lows, highs, first = static
+    log_probs, batch, target = lax.stop_gradient(as_rows(given))
+    left_out = PolicyTokenLoss(config).left_out(TokenStats(log_probs), batch)
+    if left_out is not None:
+        batch = dataclasses.replace(batch, loss_mask=jnp.where(left_out, 0, batch.loss_mask))
+    tokens = LossTokens.of(batch)
+    a, now = tokens.read(FINITE, batch.advantages), tokens.read(LOG_PROBS, log_probs)
+    name = BY_RATIO.get(config.ratio_to)
+    old = now if name is None else tokens.read(PER_TOKEN[name][0], getattr(batch, name))
+    ratio = jnp.exp(log_ratio(now, old))
     good = jnp.stack([(jnp.maximum(a, 0) * jnp.minimum(ratio, x)).sum() for x in highs])
     bad = jnp.stack([(jnp.maximum(-a, 0) * jnp.maximum(ratio, x)).sum() for x in lows])
     good, bad = axes.psum((vary(good, axes.tokens), vary(bad, axes.tokens)), axes.tokens)
@@ -103,4 +127,6 @@ def _per_shard(axes: ShardAxes, static: tuple[Any, ...], *given: jax.Array) -> t
     of_low = raised - of_high
     met = good[of_high] >= target * bad[of_low]
     at = jnp.where(met.any(), jnp.argmax(met), raised[-1])
-    return jnp.asarray(1 - lows[of_low], jnp.float32)[at], jnp.asarray(highs[of_high] - 1, jnp.float32)[at]
+    known = jnp.where(jnp.isnan(good.sum() + bad.sum() + target), jnp.nan, jnp.float32(0))
+    of_low, of_high = np.asarray(lows)[of_low], np.asarray(highs)[of_high]
+    return jnp.asarray(1 - of_low, jnp.float32)[at] + known, jnp.asarray(of_high - 1, jnp.float32)[at] + known

@@ -15,12 +15,13 @@ from jaxppo.base.arrays import masked
 from jaxppo.base.ranks import highest, ordered_bits, total
 from jaxppo.base.stacked import check_whole_step, of_rows
 from jaxppo.base.traced import put_arrays, take_arrays
-from jaxppo.batch.reads import at_most_zero
+from jaxppo.batch.loss_tokens import LossTokens
+from jaxppo.batch.reads import FINITE, LOG_PROBS, PER_TOKEN, Kind
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.policy_tokens import PolicyTokenLoss, check_config, check_needed, old_log_probs
+from jaxppo.losses.policy_tokens import BY_RATIO, PolicyTokenLoss, check_config, check_needed, old_log_probs
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses import PolicyLoss
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
@@ -51,6 +52,7 @@ def covariance_mask(
 
     Returns:
       `f32`, the shape of `batch.loss_mask`: 1 where a token is picked; for `policy_loss` the batch's extra "selected".
+      NaN at all loss tokens, as the loss then is, where what it reads of one of them breaks a rule of the loss.
 
     Raises:
       ValueError: a config with another loss, an array that the batch lacks, shapes that differ, a part of a step.
@@ -67,9 +69,7 @@ def covariance_mask(
     batch = checked(batch, stacked=True)
     check_whole_step("covariance_mask", batch)
     check_config(config)
-    dtype = getattr(key, "dtype", None)
-    if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and key.ndim == 1)):
-        raise TypeError(f"key: got {type(key).__name__} {dtype or ''}, expected a key of jax.random")
+    _check_key(key)
     if config.loss.selects is None:
         raise ValueError(f"config.loss: got {config.loss}, expected one that selects tokens, such as ClipCov or KLCov")
     check_stats(stats, batch.loss_mask.shape)
@@ -79,20 +79,40 @@ def covariance_mask(
         batch = dataclasses.replace(batch, loss_mask=jnp.where(left_out, 0, batch.loss_mask))
     static, traced = take_arrays(config.loss)
     log_probs = lax.stop_gradient(stats.log_probs)
-    old = masked(at_most_zero(old_log_probs(log_probs, batch, config)), batch.loss_mask)
+    old = old_log_probs(log_probs, batch, config)
     args = {"stats": log_probs, "old_log_probs": old, "batch": batch, "key": key, "config": traced}
     given = args, lambda p: ([*[batch.specs(p).loss_mask] * 2, batch.specs(p), P(), P()], batch.specs(p).loss_mask)
-    return shard_call("covariance_mask", _pick, parallel, *given, static)
+    kind = PER_TOKEN[BY_RATIO.get(config.ratio_to, "log_probs")][0]
+    return shard_call("covariance_mask", _pick, parallel, *given, (static, kind))
+
+
+def _check_key(key: Any) -> None:
+    """Raises unless this is one key of `jax.random`, of the new kind or of the old one."""
+    dtype, rank = getattr(key, "dtype", None), getattr(key, "ndim", None)
+    is_new = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and rank == 0
+    is_old = dtype == jnp.uint32 and rank == 1
+    got = type(key).__name__ if dtype is None else f"dtype {dtype}, shape {key.shape}"
+    if not (is_new or is_old):
+        raise TypeError(f"key: got {got}, expected a key of jax.random")
 
 
 @of_rows
 def _pick(
-    axes: ShardAxes, static: PolicyLoss, log_probs: Array, old: Array, batch: RolloutBatch, key: Array, traced: Any
+    axes: ShardAxes,
+    static: tuple[PolicyLoss, Kind],
+    log_probs: Array,
+    old: Array,
+    batch: RolloutBatch,
+    key: Array,
+    traced: Any,
 ) -> Float[Array, "*K R T"]:
-    loss: Any = put_arrays(static, traced)
+    config, kind_of_old = static
+    loss: Any = put_arrays(config, traced)
     axes.check_complete("a selection of the step's tokens", batch.loss_mask)
-    mask = (batch.loss_mask > 0).astype(jnp.float32)
-    log_probs, advantages = masked(log_probs, mask), masked(batch.advantages, mask)
+    read = LossTokens.of(batch)
+    mask = read.mask
+    log_probs, old = read.read(LOG_PROBS, log_probs), read.read(kind_of_old, old)
+    advantages = read.read(FINITE, batch.advantages)
 
     def draw(sample: jax.Array, position: jax.Array) -> jax.Array:
         of_token = jax.random.fold_in(jax.random.fold_in(key, sample), position)
@@ -106,4 +126,7 @@ def _pick(
     wanted = jnp.maximum(jnp.floor(loss.share * tokens), 1).astype(jnp.int32)
     candidates = (mask > 0) & loss.selectable(covariance, log_probs, old, advantages)
     scores = lots if loss.selects == "random" else ordered_bits(covariance)
-    return highest(axes, scores, lots, candidates, wanted).astype(jnp.float32)
+    picked = highest(axes, scores, lots, candidates, wanted).astype(jnp.float32)
+    # all picks depend on the means of the step
+    unsound = jnp.isnan(total(axes, log_probs + old + advantages))
+    return jnp.where(unsound & (mask > 0), jnp.nan, picked)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxppo.base.arrays import Aggregation, AnyArray, Coefficient, check, check_floating, check_type
 from jaxppo.base.metrics import Metric, Metrics, reduce_metric
+from jaxppo.batch.loss_tokens import LossTokens
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.arguments import Pair, prepare_head, prepare_pair
@@ -282,5 +283,6 @@ def _end_to_end(depths: Sequence[Depth]) -> Float[Array, "R T"]:
 
 
 def _mean(x: Float[Array, "R T"], batch: RolloutBatch, parallel: Parallel) -> Metric:
-    args = {"x": x, "mask": (batch.loss_mask > 0).astype(jnp.float32)}
+    tokens = LossTokens.of(batch)
+    args = {"x": tokens.see(x), "mask": tokens.mask}
     return shard_call("draft_metrics", reduce_metric, parallel, args, lambda p: ([p.tokens_spec] * 2, P()))

@@ -16,9 +16,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxppo.base.arrays import check_array, masked
+from jaxppo.base.arrays import check_array, check_type, masked
 from jaxppo.base.metrics import CompositeTerm
 from jaxppo.base.pytree import register
+from jaxppo.batch.loss_tokens import LossTokens
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
 from jaxppo.losses.compute import Numbers, Static, step_of
@@ -158,10 +159,11 @@ def by_sample(
       >>> round(float(found["contribution"][0, 0]), 2), float(found["clipped above"][0, 0])
       (-1.1, 1.0)
     """
-    check_array("batch.segment_ids", batch.segment_ids, explained.reason.shape, "that of explained.reason")
+    _check_pair(explained, batch)
     counted = {name or "trained": explained.reason == i for i, name in enumerate(explained.reasons)}
     counted.pop("padding", None)
-    arrays = {**explained.arrays, "tokens": batch.loss_mask, **counted}
+    tokens = LossTokens.of(batch)
+    arrays = {**explained.arrays, "tokens": tokens.see(tokens.mask), **counted}
     given = batch.segment_ids, batch.num_segments, parallel
     return {name: segment_sum(jnp.asarray(x, jnp.float32), *given) for name, x in arrays.items()}
 
@@ -188,6 +190,7 @@ def write_tokens(path: str | os.PathLike[str], explained: ExplainedTokens, batch
       >>> write_tokens(os.path.join(tempfile.mkdtemp(), "tokens.jsonl"), found, batch, step=7)
       1
     """
+    _check_pair(explained, batch)
     given, arrays = jax.tree.map(np.asarray, batch), jax.tree.map(np.asarray, explained.arrays)
     reasons = np.asarray(explained.reason_names(), object)
     of_tokens = {"tokens": given.targets, "loss_mask": given.loss_mask, "reason": reasons, **arrays}
@@ -201,6 +204,13 @@ def write_tokens(path: str | os.PathLike[str], explained: ExplainedTokens, batch
             lists = {name: [_plain(y) for y in x[row, at]] for name, x in of_tokens.items()}
             file.write(json.dumps({**fields, **ids, **lists}) + "\n")
     return len(places)
+
+
+def _check_pair(explained: ExplainedTokens, batch: RolloutBatch) -> None:
+    """Raises where the batch is not one that was explained, as far as shapes show it."""
+    check_type("explained", explained, isinstance(explained, ExplainedTokens), "ExplainedTokens, of explain_tokens")
+    check_type("batch", batch, isinstance(batch, RolloutBatch), "RolloutBatch")
+    check_array("batch.segment_ids", batch.segment_ids, explained.reason.shape, "that of explained.reason")
 
 
 def _plain(x: Any) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import check_array, masked, needed, sound
+from jaxppo.base.arrays import check_array, needed
 from jaxppo.base.kl import MAX_LOG_RATIO, k3
 from jaxppo.base.metrics import (
     CompositeTerm,
@@ -21,6 +21,8 @@ from jaxppo.base.metrics import (
     moments,
     reduce_metrics,
 )
+from jaxppo.batch.loss_tokens import LossTokens
+from jaxppo.batch.reads import LOG_PROBS, SAMPLED
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call
@@ -58,12 +60,13 @@ def mismatch_metrics(
     The sampler draws the tokens, so `k3_kl` is the only unbiased one of the divergences that use k3.
 
     Args:
-      batch: `[R, T]`; needs `rollout_log_probs`, and `old_log_probs` unless others are given.
+      batch: `[R, T]`; needs `rollout_log_probs`, and `old_log_probs` unless others are given. A sampler's log-prob
+        above 0 counts as 0, as in a loss.
       trainer_log_probs: `f32[R, T]`, in place of `batch.old_log_probs`.
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
-      Metrics by the names above.
+      Metrics by the names above; NaN where a log-prob or the mask of a loss token breaks a rule of a loss.
 
     Raises:
       ValueError: log-probs that are absent or of another shape.
@@ -87,9 +90,10 @@ def mismatch_metrics(
 
 
 def _per_shard(axes: ShardAxes, trainer: jax.Array, batch: RolloutBatch) -> Metrics:
-    mask = (batch.loss_mask > 0).astype(jnp.float32)
-    trainer = masked(sound("trainer_log_probs", trainer), mask)
-    rollout = masked(sound("rollout_log_probs", batch.rollout_log_probs), mask)
+    tokens = LossTokens.of(batch)
+    mask = tokens.mask
+    trainer = tokens.read(LOG_PROBS, trainer, impossible=True)
+    rollout = tokens.read(SAMPLED, batch.rollout_log_probs, impossible=True)
     rows = dataclasses.replace(axes, context=(), fsdp=())  # per-sequence values are the same on all context shards
     of_sequences = _sequence_terms(trainer, rollout, mask, batch.segments(axes))
     return reduce_metrics(axes, _token_terms(trainer - rollout, mask)) | reduce_metrics(rows, of_sequences)

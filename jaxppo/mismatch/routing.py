@@ -10,10 +10,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo.base.arrays import KINDS, check, check_array, check_count, masked, needed
+from jaxppo.base.arrays import KINDS, check, check_array, check_count, check_type, needed
 from jaxppo.base.metrics import CompositeTerm, Metrics, Terms, means, reduce_metrics, share
 from jaxppo.batch.extras import Extra, extra_of
 from jaxppo.batch.host import as_integers, from_bytes, scalar
+from jaxppo.batch.loss_tokens import LossTokens
+from jaxppo.batch.reads import LOG_PROBS, SAMPLED
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
@@ -117,6 +119,7 @@ def routing_metrics(
       {'choices_differ': 0.25, 'layer_0_choices_differ': 0.25, 'layer_0_tokens_differ': 0.5, 'missing_rows': 0.33}
     """
     batch = checked(batch)
+    check_type("name", name, isinstance(name, str), "the name of an extra")
     sampled = extra_of(batch, name, "i32[R, T, L, k]")
     check_array(f"batch.extras[{name!r}]", sampled, kind=KINDS["ids"])
     check(f"batch.extras[{name!r}]", f"shape {sampled.shape}", sampled.ndim == 4, "[R, T, layers, k]")
@@ -150,10 +153,10 @@ def _per_shard(
     terms["choices_differ"] = (all_layers, some, "mean")
     terms["missing_rows"] = (some == 0, inside, "mean")
     if log_probs is not None and replayed is not None:
-        mask = (batch.loss_mask > 0).astype(jnp.float32)
-        sampler = masked(batch.rollout_log_probs, mask)
-        first, second = (jnp.abs(masked(x, mask) - sampler) for x in (log_probs, replayed))
-        terms |= means({"log_prob_gap": first, "log_prob_gap_replayed": second}, mask)
-        parts = {"part": (first - second, mask, "mean"), "whole": (first, mask, "mean")}
+        tokens = LossTokens.of(batch)
+        sampler = tokens.read(SAMPLED, batch.rollout_log_probs)
+        first, second = (jnp.abs(tokens.read(LOG_PROBS, x) - sampler) for x in (log_probs, replayed))
+        terms |= means({"log_prob_gap": first, "log_prob_gap_replayed": second}, tokens.mask)
+        parts = {"part": (first - second, tokens.mask, "mean"), "whole": (first, tokens.mask, "mean")}
         terms["gap_explained"] = CompositeTerm(parts, share)  # type: ignore[arg-type]
     return reduce_metrics(axes, terms)

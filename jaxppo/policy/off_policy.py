@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jaxppo.base.arrays import (
+    AnyArray,
     Compared,
     check,
     check_choices,
@@ -140,7 +141,7 @@ class OffPolicyConfig:
         check_choices(self, opsm_compares=Compared, opsm_fraction=OPSMFraction)
         _check_bounds(self, 0.0)
         check_flag("batch_normalize", self.batch_normalize)
-        if not isinstance(self.rejections, Iterable):
+        if not isinstance(self.rejections, Iterable) or isinstance(self.rejections, AnyArray):
             raise TypeError(f"rejections: got {self.rejections!r}, expected a tuple of Rejection")
         object.__setattr__(self, "rejections", tuple(self.rejections))
         for rejection in self.rejections:

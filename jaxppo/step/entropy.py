@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +14,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import check, check_array, check_number, masked, sound
+from jaxppo.base.arrays import as_number, check, check_array, check_number, plain_number, sound
 from jaxppo.base.metrics import Composite, Metric, Metrics, Terms, reduce_metrics
 from jaxppo.base.pytree import register
+from jaxppo.batch.loss_tokens import LossTokens
+from jaxppo.batch.reads import ENTROPIES
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.call import check_stats
@@ -86,10 +89,10 @@ class AdaptiveEntropy:
         Where the entropy is a NaN of an array, the state is NaN, and so is the next loss.
         """
         _check_state(state)
-        if not isinstance(entropy, (np.ndarray, np.floating)) or np.ndim(entropy):  # NaN may come from a metric
-            check_number("entropy", entropy)
-        moved = jnp.where(entropy > self.target, -self.step, self.step) + jnp.where(jnp.isnan(entropy), jnp.nan, 0)
-        return EntropyState(jnp.clip(state.coef + moved, 0, self.most).astype(jnp.float32), jnp.float32(entropy))
+        from_metric = isinstance(entropy, (np.ndarray, np.floating)) and np.ndim(entropy) == 0  # which may be NaN
+        found = as_number("entropy", jnp.asarray(entropy) if from_metric else entropy)
+        moved = jnp.where(found > self.target, -self.step, self.step) + jnp.where(jnp.isnan(found), jnp.nan, 0)
+        return EntropyState(jnp.clip(state.coef + moved, 0, self.most).astype(jnp.float32), found)
 
 
 def _check_state(state: Any) -> None:
@@ -143,11 +146,11 @@ def entropy_metrics(
     for name, given in (("quantiles", quantiles), ("starts", starts)):
         if not isinstance(given, Sequence) or isinstance(given, str):
             raise TypeError(f"{name}: got {type(given).__name__}, expected a tuple or list of numbers")
-    for q in quantiles:
-        check_number("quantiles", q, least=0, most=1)
-    in_order = list(starts)[:1] == [0] and all(a < b for a, b in zip(starts, list(starts)[1:], strict=False))
-    check("starts", tuple(starts), in_order, "0 and then larger numbers")
-    args, static = {"entropy": stats.entropy, "batch": batch}, (tuple(quantiles), tuple(starts))
+    shares = tuple(plain_number("quantiles", q, least=0, most=1) for q in quantiles)
+    places = tuple(plain_number("starts", start) for start in starts)
+    in_order = places[:1] == (0,) and all(a < b for a, b in itertools.pairwise(places))
+    check("starts", places, in_order, "0 and then larger numbers")
+    args, static = {"entropy": stats.entropy, "batch": batch}, (shares, places)
     return shard_call(
         "entropy_metrics", _per_shard, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], P()), static
     )
@@ -193,8 +196,8 @@ def _per_shard(
     batch: RolloutBatch,
 ) -> Metrics:
     quantiles, starts = static
-    mask, segments = (batch.loss_mask > 0).astype(jnp.float32), batch.segments(axes)
-    entropy = lax.stop_gradient(masked(entropy, mask))
+    tokens, segments = LossTokens.of(batch), batch.segments(axes)
+    mask, entropy = tokens.mask, lax.stop_gradient(tokens.read(ENTROPIES, entropy))
     positions = batch.positions.astype(jnp.float32)
     first = -segments.max(-positions, mask)
     place = positions - segments.spread(jnp.where(jnp.isfinite(first), first, 0))
@@ -206,7 +209,7 @@ def _per_shard(
     found = reduce_metrics(axes, terms)
     if not quantiles:
         return found
-    bins = jnp.clip((jnp.sqrt(entropy / _HIGHEST) * _BINS).astype(jnp.int32), 0, _BINS - 1)
+    bins = jnp.clip((jnp.sqrt(jnp.maximum(entropy, 0) / _HIGHEST) * _BINS).astype(jnp.int32), 0, _BINS - 1)
     empty = vary(jnp.zeros(_BINS, jnp.float32), axes.tokens)
     counts = axes.psum(empty.at[bins].add(jnp.where(jnp.isfinite(entropy), mask, jnp.nan)), axes.tokens)
     histogram = Metric(counts, counts.sum(), "sum")

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jaxppo.base.arrays import as_number, check_alike, needed
+from jaxppo.base.arrays import as_number, check_alike, needed, plain_number
 from jaxppo.base.ranks import kth, largest, ordered_bits, total
 from jaxppo.base.stacked import check_whole_step, of_rows
+from jaxppo.batch.loss_tokens import LossTokens
+from jaxppo.batch.reads import ENTROPIES, LOG_PROBS, SAMPLED
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 
 __all__ = ["second_moment_mask", "top_entropy_mask"]
+
+Share = Float[Array, ""] | tuple[Int[Array, ""], Int[Array, ""]]  # a traced number, or a fraction
+_LARGEST = 2**15  # denominator of a fraction
 
 
 def second_moment_mask(
@@ -57,18 +62,23 @@ def second_moment_mask(
     batch = checked(batch, stacked=True)
     check_whole_step("second_moment_mask", batch)
     batch.check_layout(parallel)
-    given = {"old_log_probs": batch.old_log_probs, "rollout_log_probs": batch.rollout_log_probs}
-    args = {name: needed(f"batch.{name}", x, "f32[R, T] for second_moment_mask") for name, x in given.items()}
-    args |= {"loss_mask": batch.loss_mask, "bound": as_number("bound", bound, above=0)}
-    return shard_call("second_moment_mask", _second_moment, parallel, args, _specs(batch, 3))
+    for name in ("old_log_probs", "rollout_log_probs"):
+        needed(f"batch.{name}", getattr(batch, name), "f32[R, T] for second_moment_mask")
+    args = {"batch": batch, "bound": as_number("bound", bound, above=0)}
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
+        return [batch.specs(p), P()], batch.specs(p).loss_mask
+
+    return shard_call("second_moment_mask", _second_moment, parallel, args, specs)
 
 
 @of_rows
-def _second_moment(
-    axes: ShardAxes, old: jax.Array, rollout: jax.Array, loss_mask: jax.Array, bound: jax.Array
-) -> Float[Array, "*K R T"]:
-    axes.check_complete("the second moment of a step", loss_mask)
-    mask = loss_mask > 0
+def _second_moment(axes: ShardAxes, batch: RolloutBatch, bound: jax.Array) -> Float[Array, "*K R T"]:
+    axes.check_complete("the second moment of a step", batch.loss_mask)
+    tokens = LossTokens.of(batch)
+    mask = tokens.mask > 0
+    old = tokens.read(LOG_PROBS, batch.old_log_probs, impossible=True)
+    rollout = tokens.read(SAMPLED, batch.rollout_log_probs, impossible=True)
     d = jnp.where(mask, jnp.square(rollout - old), 0)
     scores = jnp.where(jnp.isnan(d), jnp.uint32(0xFFFFFFFF), ordered_bits(d))
 
@@ -81,7 +91,7 @@ def _second_moment(
     least = jnp.where(mask, scores, jnp.uint32(0xFFFFFFFF)).min()
     least = lax.pmin(vary(least, axes.tokens), axes.tokens) if axes.tokens else least
     stays = (mask & (scores <= jnp.maximum(largest(holds), least))).astype(jnp.float32)
-    return jnp.where(mask & jnp.isnan(bound), jnp.nan, stays)
+    return jnp.where(jnp.isnan(old) | jnp.isnan(rollout) | (mask & jnp.isnan(bound)), jnp.nan, stays)
 
 
 def top_entropy_mask(
@@ -122,22 +132,41 @@ def top_entropy_mask(
     check_whole_step("top_entropy_mask", batch)
     batch.check_layout(parallel)
     check_alike({"batch.loss_mask": batch.loss_mask, "entropy": entropy})
-    number = as_number("share", share, above=0, most=1)
-    args = {"entropy": entropy, "loss_mask": batch.loss_mask, "share": number}
-    return shard_call("top_entropy_mask", _top_entropy, parallel, args, _specs(batch, 2))
+    args = {"entropy": entropy, "batch": batch, "share": _share(share)}
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
+        return [batch.specs(p).loss_mask, batch.specs(p), P()], batch.specs(p).loss_mask
+
+    return shard_call("top_entropy_mask", _top_entropy, parallel, args, specs)
 
 
 @of_rows
-def _top_entropy(axes: ShardAxes, entropy: jax.Array, loss_mask: jax.Array, share: jax.Array) -> Float[Array, "*K R T"]:
-    axes.check_complete("a quantile of the step's entropies", loss_mask)
-    mask = loss_mask > 0
+def _top_entropy(axes: ShardAxes, entropy: jax.Array, batch: RolloutBatch, share: Share) -> Float[Array, "*K R T"]:
+    axes.check_complete("a quantile of the step's entropies", batch.loss_mask)
+    tokens = LossTokens.of(batch)
+    mask = tokens.mask > 0
+    entropy = tokens.read(ENTROPIES, entropy)
     count = total(axes, mask.astype(jnp.int32))
-    wanted = count - jnp.ceil((count - 1).astype(jnp.float32) * (1 - share)).astype(jnp.int32)
-    scores = ordered_bits(jnp.where(mask, entropy.astype(jnp.float32), 0))
-    stays = (mask & (scores >= kth(axes, scores, mask, wanted))).astype(jnp.float32)
-    return jnp.where(mask & ~(jnp.isfinite(entropy) & jnp.isfinite(share)), jnp.nan, stays)
+    scores = ordered_bits(entropy)
+    stays = (mask & (scores >= kth(axes, scores, mask, count - _dropped(count - 1, share)))).astype(jnp.float32)
+    known = jnp.isfinite(share) if isinstance(share, jax.Array) else True
+    return jnp.where(jnp.isfinite(entropy) & (known | ~mask), stays, jnp.nan)
 
 
-def _specs(batch: RolloutBatch, arrays: int) -> Callable[[ParallelMesh], tuple[list[Any], Any]]:
-    """The specs of a mask that is computed from so many arrays of tokens and a number."""
-    return lambda p: ([batch.specs(p).loss_mask] * arrays + [P()], batch.specs(p).loss_mask)
+def _share(share: Any) -> Share:
+    """The checked share: a fraction of two integers where it is known, since 0.7 is none in f32; else f32."""
+    if isinstance(share, jax.core.Tracer):
+        return as_number("share", share, above=0, most=1)
+    number = Fraction(plain_number("share", share, above=0, most=1)).limit_denominator(_LARGEST)
+    return jnp.int32(number.numerator), jnp.int32(number.denominator)
+
+
+def _dropped(most: Int[Array, ""], share: Share) -> Int[Array, ""]:
+    """ceil(most (1 - share)), exact where the share is a fraction."""
+    if isinstance(share, jax.Array):
+        rounding = most.astype(jnp.float32) * 2.0**-23  # of the share, of 1 - share and of their product
+        return jnp.ceil(most.astype(jnp.float32) * (1 - share) - rounding).astype(jnp.int32)
+    part, whole = share
+    rest = whole - part
+    # most = whole * q + r: no product is beyond 32 bits
+    return most // whole * rest + (most % whole * rest + whole - 1) // whole

@@ -15,8 +15,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo.base.arrays import as_number, check_alike, check_choice, needed, sound
+from jaxppo.base.arrays import AnyArray, as_number, check, check_alike, check_choice, needed, sound
 from jaxppo.base.metrics import Metrics, reduce_metric
+from jaxppo.batch.loss_tokens import LossTokens
 from jaxppo.batch.reads import at_most_zero
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
@@ -56,7 +57,7 @@ def proximal_log_probs(
 
     Raises:
       TypeError: log-probs of 16 bits.
-      ValueError: arrays of different shapes.
+      ValueError: arrays of different shapes; a proximal version newer than the version, NaN if one is traced.
 
     Example:
       >>> log_pi, log_b = jnp.array([[-1.0, -1.0, -1.0]]), jnp.array([[-3.0, -3.0, -3.0]])
@@ -70,11 +71,14 @@ def proximal_log_probs(
     _check_version("version", version)
     proximal = version - 1 if proximal_version is None else proximal_version
     _check_version("proximal_version", proximal)
+    known = not isinstance(version, jax.core.Tracer) and not isinstance(proximal, jax.core.Tracer)
+    check("proximal_version", proximal, not known or proximal <= version, f"at most the version, {version}")
     policy_versions = policy_versions.astype(jnp.int32)
     total = version - policy_versions
     share = (proximal - policy_versions) / jnp.where(total > 0, total, 1)
     alpha = jnp.where(total > 0, jnp.clip(share, 0, 1), 0).astype(jnp.float32)
-    alpha = jnp.where(total >= 0, alpha, jnp.nan)  # no token is drawn by a version to come
+    # no token is drawn by a version to come, and no step stays near one
+    alpha = jnp.where((total >= 0) & (proximal <= version), alpha, jnp.nan)
     b = at_most_zero(sound("rollout_log_probs", rollout_log_probs).astype(jnp.float32))
     return lax.stop_gradient(b + alpha * (sound("log_probs", log_probs).astype(jnp.float32) - b))
 
@@ -156,8 +160,10 @@ def staleness_weights(
 
 
 def _check_version(what: str, version: Any) -> None:
-    array = version if hasattr(version, "dtype") else np.asarray(version)
-    if array.shape != () or not jnp.issubdtype(array.dtype, jnp.integer):
+    integer = isinstance(version, (int, np.integer)) and not isinstance(version, bool)
+    if isinstance(version, AnyArray):
+        integer = version.shape == () and jnp.issubdtype(version.dtype, jnp.integer)
+    if not integer:
         raise TypeError(f"{what}: got {version!r}, expected an integer, or a scalar array of integers")
 
 
@@ -167,12 +173,12 @@ def _arguments(batch: RolloutBatch, version: Version) -> dict[str, Any]:
 
 
 def _staleness(version: jax.Array, batch: RolloutBatch) -> tuple[jax.Array, jax.Array]:
-    """f32[R, T], staleness where the mask is above 0, NaN where it is below 0, and that mask."""
-    mask = (batch.loss_mask > 0).astype(jnp.float32)
+    """f32[R, T], the staleness of loss tokens, NaN where it is below 0 or the mask breaks a rule; and their mask."""
+    tokens = LossTokens.of(batch)
     expected = "i32[R, T]; give samples policy_versions="
     age = version - needed("batch.policy_versions", batch.policy_versions, expected)
     known = jnp.where(age >= 0, age.astype(jnp.float32), jnp.nan)  # no token is drawn by a version to come
-    return jnp.where(mask > 0, known, 0), mask
+    return tokens.see(known), tokens.mask
 
 
 def _metrics(axes: ShardAxes, version: jax.Array, batch: RolloutBatch) -> Metrics:

@@ -103,6 +103,26 @@ def test_what_acceptance_reads():
         advantages.accepted_samples(batch, Rejection("token_k1"))
 
 
+def test_a_log_prob_of_the_sampler_above_0_counts_as_0_here_too():
+    """exp(0.1) of the sampler over the trainer is beyond 1.05, and the capped one is 1."""
+    more = {"old_log_probs": [0.0, -1.0], "rollout_log_probs": [0.1, -1.0]}
+    batch = RolloutBatch.from_samples([dataclasses.replace(SAMPLES[0], **more)], row_length=4)
+    config = OffPolicyConfig(rejections=(Rejection("seq_max_k1", 0.95, 1.05),))
+    assert advantages.accepted_samples(batch, config).tolist() == [[True]]
+
+
+@pytest.mark.parametrize("unsound", [np.nan, np.inf, 0.5])
+def test_no_sample_of_an_unsound_step_is_accepted(unsound):
+    """Once True: no comparison with NaN is beyond a bound."""
+    more = {"old_log_probs": [-1.0, -1.0], "rollout_log_probs": [-1.0, unsound]}
+    batch = RolloutBatch.from_samples([dataclasses.replace(SAMPLES[0], **more)], row_length=4)
+    config = OffPolicyConfig(rejections=(Rejection("token_k1", 0.5, 2.0),))
+    with pytest.raises(ValueError, match="batch: got a loss mask or log-probs that break a rule"):
+        advantages.accepted_samples(batch, config)
+    under_jit = jax.jit(lambda b: advantages.accepted_samples(b, config))
+    assert under_jit(jax.tree.map(jnp.asarray, batch)).tolist() == [[False]]
+
+
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
@@ -125,9 +145,24 @@ def test_overlong_penalty():
 
 def test_bad_lengths():
     lengths = jnp.ones((1, 2))
-    for name, wrong in {"max_length": 0, "buffer": 9, "factor": -1.0}.items():
+    sound = {"max_length": 8, "buffer": 4, "factor": 1.0}
+    for name, wrong in {"max_length": 0, "buffer": 0, "factor": -1.0}.items():
         with pytest.raises(ValueError, match=f"{name}: got {wrong}, expected a finite number"):
-            advantages.overlong_penalty(lengths, **{"max_length": 8, "buffer": 4, "factor": 1.0, name: wrong})
+            advantages.overlong_penalty(lengths, **sound | {name: wrong})
+    with pytest.raises(ValueError, match="buffer: got 9, expected at most max_length, 8"):
+        advantages.overlong_penalty(lengths, **sound | {"buffer": 9})
+    run = jax.jit(lambda **numbers: advantages.overlong_penalty(lengths, **sound | numbers))
+    np.testing.assert_array_equal(run(), advantages.overlong_penalty(lengths, **sound))
+    for name, wrong in {"max_length": 0, "buffer": 9, "factor": -1.0}.items():
+        assert np.isnan(run(**{name: wrong})).all()
+
+
+def test_numbers_of_a_penalty_that_are_arrays():
+    """Once a TypePromotionError of JAX: an array of integers was added to one of floats."""
+    numbers = {"max_length": 8, "buffer": 4, "factor": 2}
+    for kind in (np.int64, np.float32, jnp.int32, jnp.float32):
+        got = advantages.overlong_penalty(jnp.array([[6, 8]]), **{name: kind(x) for name, x in numbers.items()})
+        np.testing.assert_array_equal(got, [[-1, -2]])
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
@@ -158,6 +193,7 @@ def test_equal_returns_leave_nothing_to_explain():
     """The variance of 97 equal numbers is 1e-21 in some programs: numbers of 1e20 without the bound."""
     values, mask = jnp.linspace(-1, 1, 97)[None], jnp.ones((1, 97))
     explained = jax.jit(lambda x: advantages.explained_variance(values, jnp.full((1, 97), x), jnp.ones((1, 97), bool)))
-    assert all(np.isnan(explained(jnp.float32(value))) for value in (1.2573022, -1.321048, 0.1, 0.0))
+    with jax.debug_nans(True):
+        assert all(explained(jnp.float32(value)) == 0 for value in (1.2573022, -1.321048, 0.1, 0.0))
     one_apart = jnp.full((1, 97), 1.25).at[0, 0].set(1.5)
     np.testing.assert_allclose(advantages.explained_variance(0 * values, one_apart, mask), 0, atol=1e-6)

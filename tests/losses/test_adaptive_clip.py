@@ -80,10 +80,49 @@ def test_a_loss_of_the_bounds():
     np.testing.assert_allclose(value, expected, rtol=1e-6)
 
 
+def four_tokens(old, advantages, **more):
+    """A batch of one row."""
+    ids, row = jnp.array([[1, 1, 1, 1]]), {"advantages": advantages, "old_log_probs": old, **more}
+    arrays = {name: jnp.array([x], jnp.float32) for name, x in row.items()}
+    return RolloutBatch(ids, ids, ids, ids, jnp.ones((1, 4)), jnp.array([[0]]), **arrays)
+
+
+def test_impossible_tokens_are_in_no_sum():
+    """P = 2 and N = 1 meet 1.9 at once. The token that is left out would bring N to 4, which no bound meets."""
+    old, now = [-2.0, -2.0, -2.0, -2.0], jnp.array([[-2.0, -2.0, -jnp.inf, -2.0]])
+    batch = four_tokens(old, [2.0, -1.0, -5.0, 0.0])
+    with_it = adaptive_clip(TokenStats(now), batch, target=1.9)
+    assert np.isnan(with_it).all()
+    left_out = adaptive_clip(TokenStats(now), batch, target=1.9, impossible_tokens="leave_out")
+    np.testing.assert_allclose(left_out, (0.4, 0.2), rtol=1e-5)
+
+
+def test_a_log_prob_of_the_sampler_above_0_counts_as_0():
+    """The ratio of exp(-0.1) of the capped log-prob is 1 with the cap, and 0.905 without: P = 0.905, below 0.95."""
+    batch = four_tokens([-2.0] * 4, [1.0, -1.0, 0.0, 0.0], rollout_log_probs=[0.1, -2.0, -2.0, -2.0])
+    now = TokenStats(jnp.array([[0.0, -2.0, -2.0, -2.0]]))
+    found = adaptive_clip(now, batch, ratio_to="rollout", target=0.95)
+    np.testing.assert_allclose(found, (0.4, 0.2), rtol=1e-5)
+
+
+@pytest.mark.parametrize("target", [-1.0, 0.0, np.nan])
+def test_a_traced_target_out_of_its_range(target):
+    """Once the bounds were the last ones, since no sum meets a target of NaN."""
+    batch = four_tokens([-2.0] * 4, [1.0, -1.0, 0.0, 0.0])
+    run = jax.jit(lambda x: adaptive_clip(TokenStats(batch.old_log_probs), batch, target=x))
+    assert np.isnan(run(target)).all()
+    np.testing.assert_allclose(run(0.5), (0.4, 0.2), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"low": (0.8, 0.6)}, r"low: got \(0.8, 0.6\), expected 0 <= first <= last <= 1"),
+        ({"low": (0.8, 0.6)}, r"low: got \(0.8, 0.6\), expected two numbers with 0 <= first <= last <= 1"),
+        ({"low": 0.6}, "low: got 0.6, expected two numbers"),
+        ({"low": (0.6, "0.8")}, "low: got '0.8', expected a finite number"),
+        ({"high": (1.2, 1.5, 2.0)}, "high: got"),
+        ({"step": 1e-9}, "step: got 1e-09, expected at most 10000 steps from 0.6 to 0.8"),
+        ({"impossible_tokens": "drop"}, "impossible_tokens: got 'drop'"),
         ({"high": (0.9, 2.0)}, r"high: got"),
         ({"step": 0.0}, "step: got 0"),
         ({"first": "both"}, "first: got 'both'"),

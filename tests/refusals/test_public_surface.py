@@ -124,6 +124,13 @@ OF_NAME = {
     ),
     **_rows("object", "micro_batches mismatched module normalizer normalizers off_policy output parallel parts"),
     **_rows("object", "prompts quantiles recorded rejected rejections rollout_hidden_spec spec stacked starts state"),
+    **_rows("list", "ends teacher_ends spans teacher_spans"),
+    **_rows("own log-probs", "replayed_log_probs"),
+    **_rows("ids", "own"),
+    **_rows("count", "seed layers"),
+    **_rows("number", "fill"),
+    **_rows("choice", "at"),
+    **_rows("object", "hidden_fn explained"),
     **_rows("object", "extras positive negative losses numbers"),
     **_rows("object", "stats teacher_hidden_spec weights adapter_ids nucleus buckets total count"),
 }
@@ -147,6 +154,12 @@ OF_FUNCTION = {  # where a name has another kind than elsewhere, or a value that
     **{(of, "high"): "bound" for of in ("OffPolicyConfig", "Rejection")},
     **{(of, "low"): "bound" for of in ("OffPolicyConfig", "Rejection")},
     ("last_values", "truncated"): "bool",
+    **{("span_distillation", x): "list" for x in ("log_probs", "teacher_log_probs")},
+    ("span_distillation", "teacher_spans"): "held",
+    ("Extra", "values"): "held",
+    ("routed_experts", "rows"): "list",
+    ("routed_experts", "tokens"): "count",
+    ("routing_metrics", "name"): "name",
     ("gdpo", "weights"): "object",
     ("gigpo", "returns"): "floats that may be NaN",
     **{("state_groups", x): "list" for x in ("group_ids", "states")},
@@ -185,7 +198,7 @@ OF_FUNCTION = {  # where a name has another kind than elsewhere, or a value that
     ("StepTerm.of", "counts"): "where",
     ("StepTerm.of", "sums"): "floats",
 }
-FREE = {"params": "any pytree: apply reads it"}
+FREE = {"params": "any pytree: apply reads it", "path": "opened, and the system's errors name it"}
 
 
 @pytest.mark.parametrize("name", SURFACE)

@@ -42,7 +42,7 @@ def oldest():
     return out
 
 
-@pytest.mark.parametrize("proximal", [None, 17, 20, 25])
+@pytest.mark.parametrize("proximal", [None, 17, 20])
 def test_proximal_log_probs(proximal):
     got = proximal_log_probs(LOG_PROBS, BATCH.rollout_log_probs, BATCH.policy_versions, VERSION, proximal)
     pi, b = (np.asarray(x, np.float64) for x in (LOG_PROBS, BATCH.rollout_log_probs))
@@ -50,6 +50,15 @@ def test_proximal_log_probs(proximal):
     alpha = np.where(AGE == 0, 0, np.clip(between / np.maximum(AGE, 1), 0, 1))
     np.testing.assert_allclose(np.asarray(got)[MASK], (b + alpha * (pi - b))[MASK], rtol=0, atol=5e-7)
     assert (AGE[MASK] == 0).any()
+
+
+def test_a_proximal_policy_newer_than_the_version():
+    """Once its log-probs were those of the policy that learns."""
+    given = LOG_PROBS, BATCH.rollout_log_probs, BATCH.policy_versions, VERSION
+    with pytest.raises(ValueError, match="proximal_version: got 21, expected at most the version, 20"):
+        proximal_log_probs(*given, VERSION + 1)
+    assert np.isnan(jax.jit(proximal_log_probs)(*given, VERSION + 1)).all()
+    assert np.isfinite(np.asarray(jax.jit(proximal_log_probs)(*given, VERSION))[MASK]).all()
 
 
 def test_proximal_log_probs_are_constants():

@@ -68,6 +68,50 @@ def test_the_highest_entropies_stay(place, share):
     assert expected.sum() == n - math.ceil((n - 1) * (1 - share) - 1e-9)
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_share_keeps_exactly_its_tokens(traced):
+    """Once one token too many went for 0.4, 0.7, 0.9 and 0.95: 10 (1 - 0.4) is 6.0000002 in f32."""
+    wrong = []
+    for n in (1, 2, 10, 11, 21, 41, 60):
+        ids = jnp.ones((1, n), jnp.int32)
+        batch = RolloutBatch(ids, ids, ids, ids, jnp.ones((1, n)), jnp.array([[0]]))
+        entropy = jnp.arange(n, dtype=jnp.float32)[None]
+        run = quick_jit(lambda share, e=entropy, b=batch: top_entropy_mask(e, b, share))
+        for twentieths in range(1, 21):
+            share = twentieths / 20
+            found = run(share) if traced else top_entropy_mask(entropy, batch, share)
+            kept = n + -(n - 1) * (20 - twentieths) // 20  # n - ceil((n - 1)(1 - share)), in integers
+            wrong += [(n, share, float(found.sum()))] * (found.tolist() != [[i >= n - kept for i in range(n)]])
+    assert not wrong
+
+
+def test_a_share_of_many_tokens():
+    """An f32 holds no share of a million tokens to a token: the fraction does."""
+    n = 1_000_001
+    ids = jnp.ones((1, n), jnp.int32)
+    batch = RolloutBatch(ids, ids, ids, ids, jnp.ones((1, n)), jnp.array([[0]]))
+    entropy = jnp.arange(n, dtype=jnp.float32)[None]
+    for share, kept in ((0.2, 200_001), (0.95, 950_001), (1 / 3, 333_334)):
+        assert top_entropy_mask(entropy, batch, share).sum() == kept
+
+
+def test_log_probs_are_no_entropies():
+    """Once the mask kept the likeliest tokens."""
+    batch, _ = packed()
+    assert np.isnan(top_entropy_mask(jnp.asarray(batch.old_log_probs), batch)).any()
+
+
+def test_the_sampler_is_at_most_0_and_unsound_entries_keep_nothing():
+    """The drift of 0.1 above 0 is 0, not 0.01; an entry that is no log-prob makes the mask NaN there."""
+    ids, old = jnp.array([[1] * 3]), jnp.array([[0.0, -1.0, -1.0]])
+    batch = RolloutBatch(ids, ids, ids, ids, jnp.ones((1, 3)), jnp.array([[0]]), old_log_probs=old)
+    batch = dataclasses.replace(batch, rollout_log_probs=jnp.array([[0.1, -1.001, -1.2]]))
+    assert second_moment_mask(batch, 0.001).tolist() == [[1, 1, 0]]
+    for unsound in (np.nan, np.inf, 0.5):
+        spoilt = dataclasses.replace(batch, rollout_log_probs=batch.rollout_log_probs.at[0, 1].set(unsound))
+        assert np.isnan(second_moment_mask(spoilt, 0.001)).tolist() == [[False, True, False]]
+
+
 def test_an_entropy_that_is_not_finite_makes_the_loss_nan():
     """Once it was taken as the highest of all, and the loss was finite."""
     ids, one = jnp.array([[1, 1, 1, 1]]), jnp.array([[-1.0, -1.0, -1.0, -1.0]])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import os
 import pkgutil
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -17,13 +19,14 @@ import jaxppo
 from jaxppo import LoRA, Normalizer, OffPolicyConfig, PolicyLossConfig, RolloutBatch, Sample, TokenStats
 from jaxppo.base.arrays import PER_TOKEN_VALUES
 from jaxppo.head import HeadOptions
-from jaxppo.losses import SFT, Part, TopKDistillation, draft, mtp
+from jaxppo.losses import SFT, Part, TopKDistillation, draft, explain_tokens, mtp
 from jaxppo.mismatch import TokenMismatch
 from jaxppo.policy_losses import ClipCov
 from jaxppo.step import entropy as entropies
 
-LOW_LEVEL = "jaxppo.sharding"  # has refusals of its own, in sharding/ and test_layouts_inputs
-R, T, S, H, V, K = 2, 8, 2, 4, 9, 2
+# The first has refusals of its own, in sharding/ and test_layouts_inputs; the second imports other packages.
+ELSEWHERE = ("jaxppo.sharding", "jaxppo.integrations")
+R, T, S, H, V, K = 2, 10, 2, 4, 9, 2  # the last two positions of a row are padding
 
 
 def _samples() -> list[Sample]:
@@ -52,6 +55,8 @@ EXTRAS = {"selected": MASK, "teacher_ids": IDS, "teacher_log_probs": OF_IDS}
 GIVEN = dataclasses.replace(BATCH, extras=EXTRAS)
 PARTS = {"policy": Part(PolicyLossConfig(), 1.0), "taught": Part(TopKDistillation(), 0.5)}
 NORMALIZER = Normalizer.of(SFT(), BATCH)
+EXPERTS = jnp.tile(IDS[:, :, None], (1, 1, 2, 1))  # of two layers
+ROUTED = dataclasses.replace(BATCH, extras={"routed_experts": EXPERTS.at[..., 1].set(0)})
 MTP = Normalizer.of(mtp.MTP(1), PLAIN)
 
 SOFT: dict[str, Any] = {"parallel": None}
@@ -229,6 +234,22 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "token_rewards": {**SOFT, "rewards": REWARDS, "batch": BATCH, "kl": -LOG, "kl_coef": 0.1},
     "whiten": {**SOFT, "x": BATCH.returns, "mask": MASK, "among": MASK > 0, "shift_mean": True, "epsilon": 1e-12},
+    "align_spans": {"ends": [1, 3, 5, 6], "teacher_ends": [3, 4, 6, 8]},
+    "span_distillation": {
+        "log_probs": np.log([0.5, 0.4]), "teacher_log_probs": np.log([0.3]), "spans": np.array([0, 0]),
+        "teacher_spans": np.array([0]), "coef": 1.0,
+    },
+    "Extra": {"values": [[3, 4], [5, 6]], "at": "predicting", "fill": -1},
+    "by_sample": {**SOFT, "explained": explain_tokens(STATS, BATCH, SFT()), "batch": BATCH},
+    "write_tokens": {"path": os.devnull, "explained": explain_tokens(STATS, BATCH, SFT()), "batch": BATCH},
+    "routed_experts": {"rows": np.array([3, 1, 1, 2], "<i4").tobytes(), "tokens": 3, "layers": 1, "top_k": 2},
+    "routing_metrics": {
+        **SOFT, "own": EXPERTS, "batch": ROUTED, "log_probs": LOG, "replayed_log_probs": LOG, "name": "routed_experts",
+    },
+    "adaptive_clip": {
+        **SOFT, "stats": STATS, "batch": BATCH, "ratio_to": "rollout", "target": 1.0, "low": (0.6, 0.8),
+        "high": (1.2, 2.0), "step": 0.05, "first": "high", "impossible_tokens": "nan",
+    },
     "covariance_mask": {**SOFT, "stats": STATS, "batch": BATCH, "config": COVARIANCE, "key": jax.random.key(0)},
     "AdaptiveEntropy.init": {"coef": 0.1},
     "AdaptiveEntropy.coef": {"state": entropies.AdaptiveEntropy().init()},
@@ -301,21 +322,27 @@ CALLS: dict[str, dict[str, Any]] = {
 
 CONTAINERS = {  # of arrays, which the functions that read them check; and what a model reads, not a loss
     "TokenStats", "RolloutBatch", "Normalizer", "StepTerm", "Composite", "MismatchReport", "TokenMismatch", "Paths",
-    "Paths.of", "check_recurrent", "Asks",
+    "Paths.of", "check_recurrent", "Asks", "TokenSets", "TokenSets.empty", "TokenSets.flat", "TokenSets.join",
+    "TokenSets.of", "ExplainedTokens",
 }  # fmt: skip
 
 
-def modules() -> list[str]:
-    """The modules whose public names users import: jaxppo itself, and all that say their names in `__all__`."""
-    found = ["jaxppo"]
+def documented(module: ModuleType) -> list[str]:
+    """The public names of a module: those of its `__all__`, and else what a docstring explains to users."""
+    if "__all__" in vars(module):
+        return list(module.__all__)
+    own = {name: x for name, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__}
+    docs = {name: inspect.getdoc(x) or "" for name, x in own.items() if not name.startswith("_")}
+    return [name for name, doc in docs.items() if "\nArgs:" in doc or "\nExample:" in doc]
+
+
+def modules() -> list[ModuleType]:
+    """The modules with public names, jaxppo itself first."""
+    found = [jaxppo]
     for module in pkgutil.walk_packages(jaxppo.__path__, "jaxppo."):
         private = any(part.startswith("_") for part in module.name.split("."))
-        if (
-            not private
-            and not module.name.startswith(LOW_LEVEL)
-            and "__all__" in vars(importlib.import_module(module.name))
-        ):
-            found.append(module.name)
+        if not private and not module.name.startswith(ELSEWHERE):
+            found.append(importlib.import_module(module.name))
     return found
 
 
@@ -323,8 +350,8 @@ def surface() -> dict[str, Callable[..., Any]]:
     """Each public function, config class, and constructor or method of a class, by name."""
     found: dict[str, Callable[..., Any]] = {}
     for module in modules():
-        for name in importlib.import_module(module).__all__:
-            x = getattr(importlib.import_module(module), name)
+        for name in documented(module):
+            x = getattr(module, name)
             if not callable(x) or not getattr(x, "__module__", "").startswith("jaxppo") or x in found.values():
                 continue
             if not inspect.isclass(x):

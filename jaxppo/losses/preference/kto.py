@@ -11,9 +11,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import Coefficient, masked, needed, sound
+from jaxppo.base.arrays import Coefficient, needed
 from jaxppo.base.metrics import reduce_metric
+from jaxppo.base.ranks import total
 from jaxppo.base.stacked import as_rows, check_whole_step
+from jaxppo.batch.loss_tokens import LossTokens
+from jaxppo.batch.reads import LOG_PROBS
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.call import check_stats
@@ -92,10 +95,10 @@ def kto_reference_point(
 
 def _of_step(axes: ShardAxes, log_probs: Float[Array, "*K R T"], mismatched: RolloutBatch) -> Float[Array, ""]:
     log_probs, batch = as_rows((log_probs, mismatched))
-    mask, segments = batch.loss_mask, batch.segments(axes)
-    own, theirs = (masked(sound("log_probs", x), mask) for x in (log_probs, batch.ref_log_probs))
+    tokens, segments = LossTokens.of(batch), batch.segments(axes)
+    own, theirs = (tokens.read(LOG_PROBS, x) for x in (log_probs, batch.ref_log_probs))
     drift = segments.sum(own - theirs)
     rows = dataclasses.replace(axes, context=(), fsdp=())  # a sequence's sum is the same on all context shards
-    mean = reduce_metric(rows, drift, (segments.sum(mask) > 0).astype(jnp.float32))
-    known = (mean.count > 0) & jnp.isfinite(mean.value)
+    mean = reduce_metric(rows, drift, (segments.sum(tokens.mask) > 0).astype(jnp.float32))
+    known = (mean.count > 0) & jnp.isfinite(mean.value + total(axes, tokens.unsound))
     return lax.stop_gradient(jnp.where(known, jnp.maximum(mean.value, 0), jnp.nan))
