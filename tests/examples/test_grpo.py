@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -9,13 +10,15 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from programs import xla_flags
 
 from examples import grpo
-from jaxppo import assert_packing_invariant, make_parallel_mesh
+from jaxppo import ParallelMesh, RolloutBatch, Sample, assert_packing_invariant, make_parallel_mesh
 
 ROOT = Path(__file__).parents[2]
 STEPS = 25
@@ -72,3 +75,36 @@ def test_samples_do_not_see_each_other(mesh):
     model = grpo.Decoder(parallel or make_parallel_mesh("dp=1", devices=jax.devices()[:1]), nnx.Rngs(0))
     hidden = jax.jit(lambda model, batch: grpo.hidden_and_head(model, batch)[0])
     assert_packing_invariant(hidden, model, vocab_size=grpo.VOCAB, parallel=parallel)
+
+
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+def test_a_mesh_of_jax_make_mesh(kind):
+    """Its axes are Explicit, where the model's products are ambiguous to JAX; troubleshooting.md has the error."""
+    options = {} if kind == "Explicit" else {"axis_types": (jax.sharding.AxisType.Auto,) * 3}
+    mesh = ParallelMesh(jax.make_mesh((2, 2, 2), ("dp", "cp", "tp"), **options))
+    assert mesh.is_explicit == (kind == "Explicit")
+    placed = jax.tree.map(mesh.sharding, nnx.get_partition_spec(jax.eval_shape(partial(grpo.create, mesh))))
+    state = jax.jit(partial(grpo.create, mesh), out_shardings=placed)()
+    batch = RolloutBatch.from_samples([Sample([5, 6, 7], 1)] * 4, row_length=8, parallel=mesh).put(mesh)
+    tokens = jax.device_put(jnp.ones((4, 8), jnp.int32), mesh.sharding(P()))
+
+    def generated():
+        return grpo.generate(state["model"], tokens, jax.random.key(0))
+
+    def mask():
+        return jax.jit(lambda batch: batch.paths.attends(batch.paths))(batch)
+
+    def embedded():
+        return jax.jit(lambda table, batch: table[batch.tokens])(jnp.ones((50, 8)), batch)
+
+    if kind == "Auto":
+        assert generated().shape == (4, 8)
+        assert mask().shape == (2, 8, 8)
+        assert embedded().shape == (2, 8, 8)
+        return
+    messages = ("ambiguous how the output should be sharded", "illegally sharded result", "is not found in mesh: ()")
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    for call, message in zip((generated, mask, embedded), messages, strict=True):
+        assert f'"{message}"' in page
+        with pytest.raises(Exception, match=re.escape(message)):
+            call()
