@@ -108,7 +108,7 @@ class StepTerm:
         count = part_of_a_step.value
         check("term", f"one of {self.micro_batches} micro-batches", count in (0, self.micro_batches), f"one of {count}")
         check("term", f"value of shape {self.value.shape}", self.value.ndim == 0, "that of one micro-batch, ()")
-        expected, found = (jax.tree.structure(x) for x in (self.slopes, sums))
+        expected, found = (str(jax.tree.structure(x)) for x in (self.slopes, sums))
         check("sums", found, found == expected, f"those of the first pass, {expected}")
         total = self.value / self.micro_batches
         slopes = jax.tree.leaves(self.slopes)

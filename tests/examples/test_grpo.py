@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from programs import xla_flags
 
 from examples import grpo
-from jaxppo import ParallelMesh, RolloutBatch, Sample, assert_packing_invariant, make_parallel_mesh
+from jaxppo import Head, ParallelMesh, RolloutBatch, Sample, assert_packing_invariant, make_parallel_mesh
 
 ROOT = Path(__file__).parents[2]
 STEPS = 25
@@ -75,6 +75,19 @@ def test_samples_do_not_see_each_other(mesh):
     model = grpo.Decoder(parallel or make_parallel_mesh("dp=1", devices=jax.devices()[:1]), nnx.Rngs(0))
     hidden = jax.jit(lambda model, batch: grpo.hidden_and_head(model, batch)[0])
     assert_packing_invariant(hidden, model, vocab_size=grpo.VOCAB, parallel=parallel)
+
+
+def test_a_blind_model_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    """It learned, and no metric showed it."""
+
+    def blind(model, batch):
+        causal = jnp.tril(jnp.ones((batch.tokens.shape[1],) * 2, bool))
+        return model(batch.tokens, batch.positions, causal[None]), Head.of(model.head)
+
+    monkeypatch.setattr(grpo, "hidden_and_head", blind)
+    one = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
+    with pytest.raises(AssertionError, match="hidden states of a sample that depend on what is packed beside it"):
+        next(grpo.train(one, tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])

@@ -1,14 +1,19 @@
 """The hidden states of every example's model do not depend on how its samples are packed."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import nnx_policy
 import pytest
 import tiny_llama
+import tiny_runs
 from flax import nnx
 
 from examples import flax_linen
 from examples.flax_linen import VOCAB
+from examples.trainer import grpo_run, learner
+from examples.trainer.arguments import parse
 from examples.trainer.attention import context_attention
 from examples.trainer.llama import LlamaConfig, load_model
 from examples.trainer.model import ModelConfig, create_model
@@ -62,6 +67,31 @@ def test_the_decoder_without_its_mask_fails():
 
     with pytest.raises(AssertionError, match="depend on what is packed beside it"):
         assert_packing_invariant(jax.jit(blind), params, vocab_size=29)
+
+
+def test_a_run_checks_its_model(tmp_path, monkeypatch):
+    """With the model's own attention, before anything is learned; a run whose attention is blind ends there."""
+    arguments = [
+        *tiny_runs.TINY,
+        "--mesh",
+        "dp=2,cp=4,tp=1",
+        "--out",
+        str(tmp_path / "run"),
+        "--sft-steps",
+        "0",
+        "--steps",
+        "1",
+    ]
+    run = grpo_run.set_up(parse(arguments))
+    run.learner.check_packing(run.state.params)
+
+    def blind(paths, parallel):
+        return partial(jax.nn.dot_product_attention, is_causal=True)
+
+    monkeypatch.setattr(learner, "context_attention", blind)
+    with pytest.raises(AssertionError, match="depend on what is packed beside it"):
+        grpo_run.one_process(parse([*arguments, "--overwrite"]))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def of_nnx():
