@@ -45,8 +45,8 @@ quick: lint
 		tests/losses/test_policy_loss.py -x -n 2 --dist worksteal
 
 # Four runs: the tests of exact bits (all cases) and the head's tests (daytime cases) without QUICK_COMPILES, the tests of
-# numbers as on another processor, then everything but the first (all cases) with QUICK_COMPILES. nightly-PART-failed.txt lists failures as they happen.
-# nightly-PART-summary.md lists what ran, the times, the slowest tests and the seeds.
+# numbers as on another processor, then everything but the first (all cases) with QUICK_COMPILES. nightly-PART-failed.txt
+# lists failures as they happen. nightly-PART-summary.md lists what ran, the times, the slowest tests and the seeds.
 HEADS = $(wildcard tests/head/test_from_*.py) $(patsubst %,tests/head/test_%.py,ids nucleus precision reference_first)
 NIGHTLY = $(RUN) -m pytest -n 2 --dist worksteal -p tests.support.nightly_summary
 nightly: lint types docs

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import re
@@ -48,6 +49,16 @@ def xla_flags(*, quick: bool | None = None) -> str:
 def without_gpu_plugin(text: str) -> str:
     """What a process printed, without the lines of JAX's GPU plugin (the extra gpu-aot) on a machine with no driver."""
     return re.sub(r"^(WARNING: All log messages before absl|I\d+ .*cudart_stub\.cc).*\n", "", text, flags=re.MULTILINE)
+
+
+@functools.cache
+def float16_compiles() -> bool:
+    """Whether XLA can convert float16 here. For a processor without F16C it calls a function that jaxlib lacks."""
+    try:
+        jax.jit(lambda x: x.astype("float32") * 2)(jax.numpy.ones(8, "float16"))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 def let_go() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 from oracle import OracleSample
 from policy_steps import with_garbage
+from programs import float16_compiles
 
 from jaxppo import RolloutBatch, Sample
 from sharding import ParallelMesh, make_parallel_mesh
@@ -21,6 +22,7 @@ from sharding.testing import factorings
 
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_segment", "striped")
 MESHES = factorings(8)
+FLOATS = ("float32", "bfloat16", *(("float16",) if float16_compiles() else ()))
 LONGEST, MOST = 16, 8  # tokens of a sample, samples of a step
 IDS = (7, 9, 0, 2**31 - 1, 123456789)
 VALUES = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
@@ -84,7 +86,7 @@ def of_samples(samples: st.SearchStrategy[tuple[Drawn, ...]]) -> st.SearchStrate
         st.sampled_from([0.3, 0.0, 1e-3, 3.0, 30.0]),
         st.sampled_from(["by token", "by sample", "some 0"]),
         st.sampled_from([0.0, np.nan, -np.inf, 1e30]),
-        st.sampled_from(["float32", "bfloat16", "float16"]),
+        st.sampled_from(FLOATS),
         st.sampled_from(["float32", "bool", "int8", "bfloat16"]),
         st.sampled_from(["int32", "int16", "uint16"]),
     ).filter(lambda step: step.seed > 0)  # hypothesis tries 0 first, with all else at its simplest
