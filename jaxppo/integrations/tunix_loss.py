@@ -327,15 +327,16 @@ def _of_batch(x: Any, weighs: bool) -> Metrics:
     mask = jnp.asarray(x.completion_mask, jnp.float32)
     a = jnp.asarray(x.advantages, jnp.float32)
     a = jnp.broadcast_to(a if a.ndim == 2 else a[:, None], mask.shape)
-    found = {"advantage/abs_mean": _mean(jnp.abs(a), mask), "advantage/max": _extreme(a, mask, "max")}
+    found: Metrics = {"advantage/abs_mean": _mean(jnp.abs(a), mask), "advantage/max": _extreme(a, mask, "max")}
     found |= {"advantage/min": _extreme(a, mask, "min")}
     found |= {"advantage/nonzero_frac": _mean((jnp.abs(a) > 1e-8).astype(jnp.float32), mask)}
     if not weighs:
         return found
     weights = getattr(x, "sampler_is_weights", None)
     weights = jnp.ones_like(mask) if weights is None else jnp.asarray(weights, jnp.float32)
-    means = {"sampler_is/weight_mean": _mean(weights, mask), "sampler_is/weight_min": _extreme(weights, mask, "min")}
-    return found | means
+    found["sampler_is/weight_mean"] = _mean(weights, mask)
+    found["sampler_is/weight_min"] = _extreme(weights, mask, "min")
+    return found
 
 
 def _mean(x: jax.Array, mask: jax.Array) -> Metric:

@@ -100,7 +100,8 @@ def _correction(algo_config: Any, asked: dict[str, Any]) -> OffPolicyConfig:
 def _gate(algo_config: Any, kind: Any) -> Rejection:
     """Keeps trainer / sampler ratios within Tunix's band; the bounds of a `Rejection` are those of the inverse."""
     check("sampler_rs", repr(kind), kind in _STATISTICS, f"None or one of {', '.join(_STATISTICS)}")
-    low, high = (getattr(algo_config, f"sampler_rs_{name}", None) for name in ("min", "max"))
+    low: Any = getattr(algo_config, "sampler_rs_min", None)
+    high: Any = getattr(algo_config, "sampler_rs_max", None)
     good = is_number(low) and is_number(high) and 0 <= low < high
     check("sampler_rs_min, sampler_rs_max", f"{low!r}, {high!r}", good, "two numbers with 0 <= min < max")
     largest = 1 / low if low else math.inf

@@ -38,7 +38,7 @@ REFERENCE = np.array([[-2.9, -2.8, 0.0, -2.7, 0.0], [-2.7, -2.9, -3.0, 0.0, 0.0]
 
 
 def log_probs(model, token_mask):
-    """Of the completions, from all logits: tokens attend to the tokens up to them, and positions count tokens."""
+    """Those of the completions, from all logits: tokens attend to the tokens up to them, and positions count tokens."""
     tokens = jnp.concatenate([PROMPTS, COMPLETIONS], axis=1)
     positions = np.maximum(np.cumsum(token_mask, axis=1) - 1, 0)
     attended = np.tril(np.ones((tokens.shape[1],) * 2, bool)) & token_mask[:, None, :]
