@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxppo.base.arrays import Coefficient, as_number, check_alike, check_choice, check_choices, check_field, sound
+from jaxppo.base.option_names import NamesItsOptions
 from jaxppo.sharding import wider_dtype
 
 __all__ = ["KL", "adaptive_kl_coef", "kl_divergence"]
@@ -22,7 +23,7 @@ Over = Literal["current/old", "current/rollout"]
 
 
 @dataclasses.dataclass(frozen=True)
-class KL:
+class KL(NamesItsOptions):
     """The penalty of a policy loss: coef * KL(policy || reference), of the batch's `ref_log_probs`.
 
     Args:

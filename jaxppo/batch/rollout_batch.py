@@ -268,10 +268,13 @@ class RolloutBatch(Constructors):
         return {name: x for name in (*REQUIRED, *OPTIONAL) if (x := getattr(self, name)) is not None}
 
 
-def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Array]:
+def check_arrays(
+    batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.", reader: str = ""
+) -> dict[str, Array]:
     """The arrays of a batch without the extras; raises where it is none, or where a shape or dtype is wrong.
 
-    With `stacked`, micro-batches may be stacked, `[K, R, T]`. The prefix stands before the names of arrays in errors.
+    With `stacked`, micro-batches may be stacked, `[K, R, T]`. The prefix stands before the names of arrays in errors;
+    the reader is the function that reads the batch.
     """
     if not isinstance(batch, RolloutBatch):
         raise TypeError(f"{prefix.rstrip('.')}: got {type(batch).__name__}, expected RolloutBatch")
@@ -286,6 +289,9 @@ def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "b
     rows = arrays["loss_mask"].shape
     expected = "[R, T], or [K, R, T]" if stacked else "[R, T], one micro-batch"
     good = len(rows) == 2 or (stacked and len(rows) == 3)
+    if len(rows) == 3 and not stacked:
+        given = "accumulate_gradients gives a loss one after the other of a stack [K, R, T]"
+        expected = f"{expected}{reader and f' for {reader}'}: {given}"
     check(prefix.rstrip(".") or "batch", f"a loss mask of shape {rows}", good, expected)
     segments = (*rows[:-1], *(arrays["sample_ids"].shape[-1:] or ("S",)))
     for name, x in arrays.items():

@@ -130,7 +130,7 @@ def distillation_loss(
       >>> float(distillation_loss(*states, *states, batch)[0])
       0.0
     """
-    batch = checked(batch)
+    batch = checked(batch, reader="distillation_loss")
     loss = DivergenceLoss(aggregation, aggregation_norm)
     states = hidden, head, teacher_hidden, teacher_head
     given: Any = {"divergence": divergence, "beta": beta, "temperature": temperature, "where": batch.loss_mask > 0}

@@ -210,7 +210,7 @@ def from_stats(
     name: str, stats: Any, batch: RolloutBatch, loss: Any, parallel: Parallel, normalizer: Normalizers, **more: Any
 ) -> Any:
     """`loss_from_stats` under the name of another door; see `call_parts` for `numbers` and `fn`, one to `[R, T]`."""
-    batch, parts = checked(batch), as_parts(loss)
+    batch, parts = checked(batch, reader=name), as_parts(loss)
     for part in parts.values():
         of, its_loss = part.of(batch), as_token_loss(part.loss)
         its_loss.check(of)
@@ -223,7 +223,7 @@ def from_hidden(
     name: str, states: Pair, batch: RolloutBatch, loss: Any, parallel: Parallel, normalizer: Normalizers, **given: Any
 ) -> Any:
     """`loss_from_hidden` under the name of another door; `given` are arguments of `prepare_head`."""
-    batch, parts = checked(batch), as_parts(loss)
+    batch, parts = checked(batch, reader=name), as_parts(loss)
     asked, masks = [], []
     for which, part in parts.items():
         of, its_loss, what = part.of(batch), as_token_loss(part.loss), f"loss[{which!r}]" if which else "loss"

@@ -197,7 +197,8 @@ def _depths(
     loss: Draft | None, normalizers: Any, draft: Pair, policy: Pair, batch: RolloutBatch, ids: Any, **given: Any
 ) -> list[Depth]:
     """Each depth k: the draft beside the policy k places later; without a loss also whether they agree on the top."""
-    batch, of_depths, parallel = checked(batch), loss or Draft(), given["parallel"]
+    batch = checked(batch, reader="draft_loss" if loss else "draft_metrics")
+    of_depths, parallel = loss or Draft(), given["parallel"]
     heads = heads_of(*draft, normalizers, of_depths)
     check_floating("policy_hidden", policy[0], 3, "[R, T, H]")
     shape, tokens = policy[0].shape, batch.loss_mask.shape

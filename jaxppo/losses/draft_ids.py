@@ -92,7 +92,7 @@ def draft_targets(
       ([2, 0, 1], [1.0, 0.0, 1.0, 0.0])
     """
     check_count("vocab_size", vocab_size, least=1)
-    batch, draft_ids = checked(batch), as_draft_ids(draft_ids, vocab_size)
+    batch, draft_ids = checked(batch, reader="draft_targets"), as_draft_ids(draft_ids, vocab_size)
     args = {"targets": batch.targets, "loss_mask": batch.loss_mask, "draft_ids": draft_ids}
     given = args, lambda p: ([p.tokens_spec, p.tokens_spec, jax.P()], p.tokens_spec), vocab_size
     targets, mask = shard_call("draft_targets", _as_columns, parallel, *given)

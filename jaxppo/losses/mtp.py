@@ -121,7 +121,7 @@ def mtp_loss(
 
     DeepSeek-V3, section 2.2, https://arxiv.org/abs/2412.19437
     """
-    batch = checked(batch)
+    batch = checked(batch, reader="mtp_loss")
     loss = MTP() if loss is None else loss
     check_type("loss", loss, isinstance(loss, MTP), "MTP")
     depths = []

@@ -80,7 +80,11 @@ def mismatch_metrics(
     Names and conventions: verl's rollout correction, https://verl.readthedocs.io/en/latest/algo/rollout_corr.html;
     token_mult_prob_error and the divergence of Jensen and Shannon: NeMo-RL
     """
-    batch, trainer, expected = checked(batch), trainer_log_probs, "f32[R, T] to compare sampler and trainer"
+    batch, trainer, expected = (
+        checked(batch, reader="mismatch_metrics"),
+        trainer_log_probs,
+        "f32[R, T] to compare sampler and trainer",
+    )
     needed("batch.rollout_log_probs", batch.rollout_log_probs, expected)
     if trainer is None:
         trainer = needed("batch.old_log_probs", batch.old_log_probs, expected)

@@ -118,7 +118,7 @@ def routing_metrics(
       >>> {name: round(float(x), 2) for name, x in finalize_metrics(found).items()}
       {'choices_differ': 0.25, 'layer_0_choices_differ': 0.25, 'layer_0_tokens_differ': 0.5, 'missing_rows': 0.33}
     """
-    batch = checked(batch)
+    batch = checked(batch, reader="routing_metrics")
     check_type("name", name, isinstance(name, str), "the name of an extra")
     sampled = extra_of(batch, name, "i32[R, T, L, k]")
     check_array(f"batch.extras[{name!r}]", sampled, kind=KINDS["ids"])

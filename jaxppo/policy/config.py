@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from jaxppo.base.arrays import (
     Aggregation,
@@ -16,9 +16,11 @@ from jaxppo.base.arrays import (
     check_choices,
     check_field,
     check_flag,
+    is_number,
     is_zero,
 )
 from jaxppo.base.kl import KL
+from jaxppo.base.option_names import same_here
 from jaxppo.policy.off_policy import OffPolicyConfig
 from jaxppo.policy_losses import BY_NAME, PPO, PolicyLoss
 from jaxppo.policy_losses.base import Loss
@@ -70,11 +72,20 @@ class PolicyLossConfig(Loss):
     impossible_tokens: ImpossibleTokens = "nan"
     clip_by_sign: bool = False
 
-    def __new__(cls, *args: Any, **fields: Any) -> Self:
-        for name, value in fields.items():
-            if name not in cls.__dataclass_fields__:
-                raise TypeError(f"{name}: got {value!r} for PolicyLossConfig, expected {_place_of(name)}")
-        return super().__new__(cls)
+    @classmethod
+    def in_place_of(cls, name: str, value: Any) -> str:
+        """What to write for an option that this class lacks: the class that has it."""
+        if name == "temperature":
+            where = "an argument of policy_loss_from_hidden and log_probs_from_hidden"
+            return f"it where logits are divided by it: {where}"
+        for field, kind in (("loss", PPO), ("kl", KL)):
+            own = same_here(name, value, kind.__dataclass_fields__)
+            if own is not None:
+                return f"it in {field}={kind.__name__}({own})"
+        losses = dict.fromkeys([PPO, *BY_NAME.values()])
+        classes: list[tuple[str, Any]] = [*(("loss", x) for x in losses), ("kl", KL), ("off_policy", OffPolicyConfig)]
+        found = [f"{field}={kind.__name__}({name}=...)" for field, kind in classes if name in kind.__dataclass_fields__]
+        return f"it in {' or '.join(found)}" if found else super().in_place_of(name, value)
 
     def __post_init__(self) -> None:
         expected = "an instance of a frozen dataclass that derives from jaxppo.policy_losses.PolicyLoss, such as PPO()"
@@ -85,7 +96,10 @@ class PolicyLossConfig(Loss):
             raise TypeError(f"loss: got {type(self.loss).__name__}, expected {expected}")
         for name, value, kind in (("kl", self.kl, KL), ("off_policy", self.off_policy, OffPolicyConfig)):
             if value is not None and not isinstance(value, kind):
-                raise TypeError(f"{name}: got {type(value).__name__}, expected {kind.__name__} or None")
+                got, given = type(value).__name__, ""
+                if name == "kl" and is_number(value):
+                    got, given = repr(value), f"({value!r})"
+                raise TypeError(f"{name}: got {got}, expected {kind.__name__}{given} or None")
         check_field(self, "entropy_coef")
         check_choices(self, ratio_to=RatioTo, metric_aggregation=MetricAggregation, impossible_tokens=ImpossibleTokens)
         check_flag("clip_by_sign", self.clip_by_sign)
@@ -152,14 +166,3 @@ class PolicyLossConfig(Loss):
     def penalises_kl(self) -> bool:
         """Whether the divergence is a part of the loss, and not only a metric."""
         return self.kl is not None and not is_zero(self.kl.coef)
-
-
-def _place_of(name: str) -> str:
-    """Names the class that has an option that `PolicyLossConfig` lacks."""
-    if name == "temperature":
-        return "it where logits are divided by it: an argument of policy_loss_from_hidden and log_probs_from_hidden"
-    losses = dict.fromkeys([PPO, *BY_NAME.values()])
-    classes: list[tuple[str, Any]] = [*(("loss", x) for x in losses), ("kl", KL), ("off_policy", OffPolicyConfig)]
-    found = [f"{field}={kind.__name__}({name}=...)" for field, kind in classes if name in kind.__dataclass_fields__]
-    own = ", ".join(field.name for field in dataclasses.fields(PolicyLossConfig))
-    return f"it in {' or '.join(found)}" if found else f"one of {own}"

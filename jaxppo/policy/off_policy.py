@@ -30,6 +30,7 @@ from jaxppo.base.arrays import (
     needed,
 )
 from jaxppo.base.kl import MAX_LOG_RATIO, k3
+from jaxppo.base.option_names import NamesItsOptions
 from jaxppo.sharding import Segments, scan_affine, vary
 
 Level = Literal["none", "token", "sequence", "geometric"]
@@ -46,7 +47,7 @@ Statistic = Literal[  # noqa: RUF041  a level a line
 
 
 @dataclasses.dataclass(frozen=True)
-class Rejection:
+class Rejection(NamesItsOptions):
     """Keeps the tokens, runs of tokens or sequences whose statistic lies within [low, high].
 
     The statistic compares two policies a / b. With d = log a - log b: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d,
@@ -90,7 +91,7 @@ class Rejection:
 
 
 @dataclasses.dataclass(frozen=True)
-class OffPolicyConfig:
+class OffPolicyConfig(NamesItsOptions):
     """The off-policy corrections of a policy loss, by rho = a / b of two policies; by default none.
 
     Weights multiply the policy loss of a token, and a token that is left out has weight 0. The penalties (KL and

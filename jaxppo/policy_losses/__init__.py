@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from jaxppo.base.arrays import check
+from jaxppo.base.option_names import same_here
 from jaxppo.policy_losses.base import PolicyLoss
 from jaxppo.policy_losses.by_token import CISPO, DPPO, DRO, PPO, SAPO, BySign, ProbabilityMask, Reinforce
 from jaxppo.policy_losses.covariances import ClipCov, KLCov
@@ -48,6 +49,7 @@ def by_name(name: str, **hyperparameters: Any) -> PolicyLoss:
     """
     check("name", repr(name), isinstance(name, str) and name in BY_NAME, f"one of {', '.join(BY_NAME)}")
     fields = [field.name for field in dataclasses.fields(BY_NAME[name])]  # type: ignore[arg-type]
-    for given in hyperparameters:
-        check(given, f"it with {name!r}", given in fields, f"one of {', '.join(fields) or 'no hyperparameter'}")
+    for given, value in hyperparameters.items():
+        expected = same_here(given, value, fields) or f"one of {', '.join(fields) or 'no hyperparameter'}"
+        check(given, f"it with {name!r}", given in fields, expected)
     return BY_NAME[name](**hyperparameters)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxppo.base.arrays import Coefficient, check_aggregation, check_choice, check_field, check_flag
 from jaxppo.base.kl import MAX_LOG_RATIO, log_ratio
+from jaxppo.base.option_names import NamesItsOptions, same_here
 from jaxppo.sharding import Segments
 
 Tokens = Float[Array, "R T"]
@@ -19,7 +20,7 @@ Result = tuple[Tokens, Indicators]
 Level = Literal["token", "sequence"]
 
 
-class Loss:
+class Loss(NamesItsOptions):
     """A loss as a value, or a part of a sum of losses: what a dict of parts holds."""
 
     def __post_init__(self) -> None:
@@ -67,6 +68,13 @@ class PolicyLoss(Loss, abc.ABC):
     token_local: ClassVar[bool] = False
     weighs_by_ratio: ClassVar[bool] = True
     selects: ClassVar[Literal["highest", "random"] | None] = None
+
+    @classmethod
+    def in_place_of(cls, name: str, value: Any) -> str:
+        if same_here(name, value, ("coef", "estimator")) or name == "kl":
+            penalty = f"KL({value!r})" if isinstance(value, (int, float)) else "KL(...)"
+            return f"it in the config of the loss: PolicyLossConfig({cls.__name__}(...), kl={penalty})"
+        return super().in_place_of(name, value)
 
     @abc.abstractmethod
     def __call__(

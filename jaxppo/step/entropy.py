@@ -141,7 +141,7 @@ def entropy_metrics(
 
     Why the tail matters: Wang et al. 2025, https://arxiv.org/abs/2506.01939
     """
-    batch = checked(batch)
+    batch = checked(batch, reader="entropy_metrics")
     check_stats(stats, batch.loss_mask.shape, "entropy", how="log_probs_from_hidden(..., entropy='metric')")
     for name, given in (("quantiles", quantiles), ("starts", starts)):
         if not isinstance(given, Sequence) or isinstance(given, str):
