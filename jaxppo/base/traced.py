@@ -36,6 +36,11 @@ class ByToken:
     extra: str
 
 
+def is_mark(x: Any) -> bool:
+    """Whether x marks the place of a number."""
+    return isinstance(x, _Place | ByToken)
+
+
 def take_arrays(config: Config, coefficients: Sequence[str] = ()) -> tuple[Config, dict[str, jax.Array]]:
     """The config with a mark in place of each array in its dataclasses, and the arrays by the names of their fields.
 

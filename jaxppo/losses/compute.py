@@ -25,6 +25,7 @@ from jaxppo.batch.reads import LOG_PROBS, at_most_zero
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import HeadCall, Inputs
 from jaxppo.head.gradient import reduce_tokens, stats_of_tokens
+from jaxppo.losses.hooks import check_tokens, constants_of, loss_of_tokens, metrics_of, name_of, reads_of
 from jaxppo.losses.parts import ALONE, Part, as_token_loss
 from jaxppo.losses.token_loss import Reads, Step, masked_batch
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call, vary
@@ -133,7 +134,7 @@ def step_of(
     loss = part.with_numbers(loss, batch)
     segments = batch.segments(axes)
     weighs = known or step_normalizer(batch, segments, normalizer, loss.aggregation, loss.off_policy)
-    reads = {**loss.reads(stats, batch, segments)}
+    reads = reads_of(loss, stats, batch, segments)
     reads |= {"rollout_ids": batch.rollouts} if loss.aggregation == "rollout_mean" else {}
     broken = _broken_rules(batch, segments, normalizer, reads, {**numbers, **part.numbers_in(loss)}, head)
     capped = None
@@ -145,6 +146,7 @@ def step_of(
         weights *= masked(batch.loss_weights, batch.loss_mask)
     left_out, mask = loss.left_out(stats, batch), batch.loss_mask
     if left_out is not None:  # the denominators still count all tokens
+        check_tokens(f"{name_of(loss)}.left_out", left_out, mask.shape)
         weights, mask = (jnp.where(left_out, 0, x) for x in (weights, mask))
     batch = masked_batch(batch, mask)
     # NaN in the weights makes gradients NaN too; a factor of the summed losses would cost one more
@@ -177,14 +179,14 @@ def _broken_rules(
 def finish(step: Step, stats: Any, total: Float[Array, ""] | None = None) -> Found:
     """Per-shard: the loss, `total` where one pass has computed it already, and its metrics."""
     loss, axes, mask = step.loss, step.segments.axes, step.batch.loss_mask
-    constants, seen = lax.stop_gradient(loss.constants(stats, step)), loss.seen(stats, mask)
+    constants, seen = lax.stop_gradient(constants_of(loss, stats, step)), loss.seen(stats, mask)
     if total is None:
-        losses = loss.per_token(seen, step.batch, constants, step.segments)
+        losses = loss_of_tokens(loss, seen, step.batch, constants, step.segments)
         weighted = (jnp.where(mask > 0, losses, 0) * step.weights).sum()
         total = axes.psum(vary(weighted, axes.tokens), axes.tokens)
     broken = step.broken.metric(total)
     total += jnp.where(step.broken.any | ~jnp.isfinite(total), jnp.nan, 0)  # also if no token has a weight
-    terms = loss.metrics(lax.stop_gradient(seen), step, constants)
+    terms = metrics_of(loss, lax.stop_gradient(seen), step, constants)
     if step.left_out is not None:
         terms["impossible_tokens"] = (step.left_out, jnp.ones_like(mask), "sum")
     of_loss = Metric(lax.stop_gradient(total), jnp.float32(1), "sum")
@@ -193,7 +195,7 @@ def finish(step: Step, stats: Any, total: Float[Array, ""] | None = None) -> Fou
 
 def _known_before(step: Step, numbers: Numbers) -> tuple[Any, Any]:
     """The inputs of `_OfTokens` beside the statistics: arrays by token, and arrays that every token reads whole."""
-    constants = lax.stop_gradient(step.loss.constants(None, step))
+    constants = lax.stop_gradient(constants_of(step.loss, None, step))
     weights = step.weights * numbers.get("part.coef", 1)
     by_segment = {name: getattr(step.batch, name) for name in PER_SEGMENT}
     tokens = dataclasses.replace(step.batch, **dict.fromkeys(PER_SEGMENT))  # type: ignore[arg-type]
@@ -216,7 +218,7 @@ class _OfTokens:
             if left_out is not None:
                 batch = masked_batch(batch, jnp.where(left_out, 0, batch.loss_mask))
             segments = Segments(batch.segment_ids, batch.num_segments)
-            losses = loss.per_token(loss.seen(stats, batch.loss_mask), batch, constants, segments)
+            losses = loss_of_tokens(loss, loss.seen(stats, batch.loss_mask), batch, constants, segments)
             losses = jnp.where(batch.loss_mask > 0, losses, 0) * weights
             log_probs = loss.reads(stats, batch, segments).get("log_probs")
             if log_probs is not None:

@@ -24,6 +24,7 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
 from jaxppo.losses.compute import Numbers, Static, step_of
 from jaxppo.losses.doors import from_stats
+from jaxppo.losses.hooks import constants_of, flags_of, metrics_of, name_of, terms_of
 from jaxppo.losses.parts import ALONE, OfPolicy, Parts
 from jaxppo.losses.token_loss import Losses, Step, TokenLoss
 from jaxppo.sharding import ShardAxes, segment_sum
@@ -108,17 +109,17 @@ def _per_shard(
 
 def _explained(step: Step, stats: Any, numbers: Numbers) -> ExplainedTokens:
     loss, mask, weights = step.loss, step.batch.loss_mask, step.weights * numbers.get("part.coef", 1)
-    constants, seen = loss.constants(stats, step), loss.seen(stats, mask)
+    constants, seen = constants_of(loss, stats, step), loss.seen(stats, mask)
 
     def contributed(stats: Any) -> tuple[Array, Losses]:
-        terms = loss.terms(loss.seen(stats, mask), step.batch, constants, step.segments)
+        terms = terms_of(loss, loss.seen(stats, mask), step.batch, constants, step.segments)
         total = functools.reduce(jnp.add, terms.values())
         return jnp.where(mask > 0, total, 0) * weights, terms
 
     contribution, pull, terms = jax.vjp(contributed, stats, has_aux=True)
     by_stats = jax.tree.leaves(pull(jnp.ones_like(contribution)))
     slopes = [x for x in by_stats if x.dtype != jax.dtypes.float0]  # of integers, such as ids
-    metrics = loss.metrics(seen, step, constants)
+    metrics = metrics_of(loss, seen, step, constants)
     reported = {name: x for name, x in metrics.items() if not isinstance(x, CompositeTerm) and x[2] in ("mean", "sum")}
     arrays: dict[str, Any] = {name.removesuffix("_mean"): x[0] for name, x in reported.items()}
     if isinstance(stats, TokenStats):
@@ -130,7 +131,8 @@ def _explained(step: Step, stats: Any, numbers: Numbers) -> ExplainedTokens:
     still = functools.reduce(jnp.logical_and, [(x == 0).reshape(*mask.shape, -1).all(axis=-1) for x in slopes])
     left_out = jnp.zeros(mask.shape, bool) if step.left_out is None else step.left_out
     reasons = {"padding": step.batch.segment_ids <= 0, "masked": ~((mask > 0) | left_out), "impossible": left_out}
-    reasons |= {"no weight": weights == 0, **loss.reasons(seen, step, constants), "no gradient": still}
+    own = flags_of(f"{name_of(loss)}.reasons", loss.reasons(seen, step, constants), mask.shape)
+    reasons |= {"no weight": weights == 0, **own, "no gradient": still}
     reason = jnp.select([*reasons.values()], [*range(1, len(reasons) + 1)], 0)  # the first that holds
     brought = {name: masked(x, mask) for name, x in arrays.items()}
     return ExplainedTokens(brought, reason.astype(jnp.int32), ("", *reasons))

@@ -24,6 +24,7 @@ from jaxppo.base.traced import (
 )
 from jaxppo.batch.extras import check_name, extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.losses.hooks import check_attributes
 from jaxppo.losses.policy_tokens import PolicyTokenLoss
 from jaxppo.losses.token_loss import TokenLoss
 from jaxppo.policy.config import PolicyLossConfig
@@ -63,7 +64,7 @@ class Part(Loss):
     equals: int | None = None
 
     def __post_init__(self) -> None:
-        as_token_loss(self.loss)  # refuses what is no loss
+        check_attributes(as_token_loss(self.loss))
         of = self.loss.loss if isinstance(self.loss, PolicyLossConfig) else self.loss
         if isinstance(of, PolicyLoss) and of.selects is not None:
             raise ValueError(f"loss: got {of}, expected one that selects no tokens of the step")

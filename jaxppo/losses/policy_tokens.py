@@ -23,7 +23,7 @@ from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy.off_policy import correction as off_policy_correction
 from jaxppo.policy.off_policy import left_out_by
-from jaxppo.policy_losses.base import Indicators, choice, ratio_at
+from jaxppo.policy_losses.base import Indicators, checked_result, choice, ratio_at
 from jaxppo.sharding import Segments
 
 SELECTED = "selected"  # the extra of a batch that holds the tokens which ClipCov and KLCov select
@@ -212,7 +212,9 @@ class PolicyTokenLoss(OfConfig):
         mask, selected = batch.loss_mask, batch.extras.get(SELECTED)
         given = old_log_probs(log_probs, batch, self.config), batch.advantages
         extra = {} if selected is None else {"selected": masked(selected, mask)}
-        policy, indicators = self.config.loss(log_probs, *given, mask=mask, segments=segments, **extra)
+        loss = self.config.loss
+        result = loss(log_probs, *given, mask=mask, segments=segments, **extra)
+        policy, indicators = checked_result(loss, result, mask.shape)
         return policy if correction is None else policy * correction.weights, indicators
 
 

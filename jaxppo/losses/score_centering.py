@@ -19,7 +19,7 @@ from jaxppo.losses.policy_tokens import OfConfig, check_config
 from jaxppo.losses.token_loss import Losses, Reads
 from jaxppo.losses.top_k_divergence import OfIds, PerId, with_tail
 from jaxppo.policy.config import PolicyLossConfig
-from jaxppo.policy_losses.base import choice
+from jaxppo.policy_losses.base import checked_result, choice
 from jaxppo.sharding import Segments
 
 CenteringTail = Literal["bucket", "renormalise"]
@@ -132,7 +132,8 @@ class ScoreCentering(OfConfig, OfIds):
         loss = map_leaves(self.config.loss, of_ids)
 
         def at(x: Float[Array, "R TK"], advantages: Float[Array, "R TK"]) -> Float[Array, ""]:
-            return loss(x, old, advantages, mask=jnp.ones_like(x), segments=segments)[0].sum()
+            result = loss(x, old, advantages, mask=jnp.ones_like(x), segments=segments)
+            return checked_result(loss, result, x.shape)[0].sum()
 
         by_advantage, without = (jax.grad(at)(new, a) for a in (wide, jnp.zeros_like(wide)))
         return (by_advantage - without).reshape(R, T, K)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -153,11 +152,6 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
     def seen(self, stats: Stats, mask: Float[Array, "R T"]) -> Stats:
         """The statistics as `terms` and `metrics` see them."""
         return masked_arrays(stats, mask)
-
-    def per_token(self, stats: Stats, batch: RolloutBatch, constants: Any, segments: Segments) -> Float[Array, "R T"]:
-        """Per-shard: the loss of each token before weighting, NaN, in the gradient too, where it is not finite."""
-        losses = functools.reduce(jnp.add, self.terms(stats, batch, constants, segments).values())
-        return losses * jnp.where(jnp.isfinite(losses), 1, jnp.nan)
 
 
 def for_each(number: Any) -> Any:

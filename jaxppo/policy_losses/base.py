@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Coefficient, check_aggregation, check_choice, check_field, check_flag
+from jaxppo.base.arrays import (
+    KINDS,
+    Coefficient,
+    check,
+    check_aggregation,
+    check_array,
+    check_choice,
+    check_field,
+    check_flag,
+    check_type,
+)
 from jaxppo.base.kl import MAX_LOG_RATIO, log_ratio
 from jaxppo.base.option_names import NamesItsOptions, same_here
 from jaxppo.sharding import Segments
@@ -106,6 +117,22 @@ class PolicyLoss(Loss, abc.ABC):
     ) -> Bool[Array, "R T"]:
         """The tokens that `covariance_mask` may pick; all by default."""
         return jnp.ones(covariance.shape, bool)
+
+
+def checked_result(loss: PolicyLoss, result: Any, shape: tuple[int, ...]) -> Result:
+    """What a policy loss returns; raises unless it is the loss of each token, and indicators of tokens by name."""
+    what = f"{type(loss).__name__}.__call__"
+    expected = "(losses [R, T], indicators [R, T] by name)"
+    got = "an array" if hasattr(result, "dtype") else type(result).__name__
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"{what}: got {got}, expected {expected}")
+    losses, indicators = result
+    check_type(what, indicators, isinstance(indicators, Mapping), f"{expected}, a dict last")
+    for name, x in {"losses": losses, **indicators}.items():
+        check_type(f"{what}, {name}", x, hasattr(x, "dtype") and hasattr(x, "shape"), "an array [R, T]")
+        check(f"{what}, {name}", f"shape {x.shape}", x.shape == shape, f"{shape}, one for each token")
+    check_array(f"{what}, losses", losses, kind=KINDS["x"])
+    return losses, dict(indicators)
 
 
 def number(default: Any = dataclasses.MISSING, **bounds: float | None) -> Any:

@@ -11,7 +11,17 @@ from jax import lax
 
 from jaxppo.base.arrays import Coefficient
 from jaxppo.base.kl import log_ratio
-from jaxppo.policy_losses.base import Level, PolicyLoss, Result, Tokens, choice, clipped_surrogate, number, ratio_at
+from jaxppo.policy_losses.base import (
+    Level,
+    PolicyLoss,
+    Result,
+    Tokens,
+    checked_result,
+    choice,
+    clipped_surrogate,
+    number,
+    ratio_at,
+)
 
 Divergence = Literal["tv", "kl"]
 _TINY = 1e-30
@@ -292,7 +302,8 @@ class BySign(PolicyLoss):
 
     def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **given: Any) -> Result:
         good, arrays = advantages > 0, (log_probs, old_log_probs, advantages)
-        (loss, found), (other, others) = self.positive(*arrays, **given), self.negative(*arrays, **given)
+        loss, found = checked_result(self.positive, self.positive(*arrays, **given), log_probs.shape)
+        other, others = checked_result(self.negative, self.negative(*arrays, **given), log_probs.shape)
         indicators = {name: jnp.where(good, x, others.get(name, 0 * x)) for name, x in found.items()}
         indicators |= {name: jnp.where(good, 0, x) for name, x in others.items() if name not in found}
         return jnp.where(good, loss, other), indicators

@@ -1,0 +1,257 @@
+"""A check of a loss of your own: its numbers are the same whichever way they are computed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxppo.base.arrays import PER_TOKEN_VALUES, check, check_count, check_type, needed
+from jaxppo.batch.broken_rules import explain_broken_rules
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.validation import checked
+from jaxppo.head.api import log_probs_from_hidden
+from jaxppo.losses.doors import loss_from_hidden, loss_from_stats
+from jaxppo.losses.explain import explain_tokens
+from jaxppo.losses.hooks import name_of
+from jaxppo.losses.parts import OfPolicy, as_token_loss
+from jaxppo.losses.token_loss import TokenLoss
+from jaxppo.sharding import ParallelMesh, _submodule, make_parallel_mesh
+
+testing = _submodule("testing")  # `jaxppo.sharding.testing` is a door for users, above this module
+FEATURES, MOST_MOVED = 8, 64
+Leaves = list[Any]
+
+
+def assert_token_loss(
+    loss: TokenLoss[Any] | OfPolicy,
+    batch: RolloutBatch,
+    *,
+    stats: Any = None,
+    vocab_size: int | None = None,
+    meshes: Sequence[str | ParallelMesh] | None = None,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+    seed: int = 0,
+) -> float:
+    """Checks a loss of your own: that its numbers are the same whichever way they are computed.
+
+    - It is finite on this batch, and trains some token of it.
+    - A token-local loss of a token does not move when the log-prob of another token does. Values are compared, since a
+      slope would miss a weight of the sequence under `stop_gradient`.
+    - Hidden states, in one pass if it is token-local, give the loss and the gradients that statistics give.
+    - NaN in all that it reads where the loss mask is 0, and ids that are none, change neither loss nor gradient.
+    - Meshes give the loss and the gradients of one device.
+
+    Args:
+      loss: a `TokenLoss`, a policy loss or a config of one.
+      batch: `[R, T]`, on the host and in the contiguous layout, with the arrays that the loss reads. A few samples of a
+        few tokens do; some should lie in one row.
+      stats: the statistics of a loss that reads no log-probs, such as values `f32[R, T]`; else random hidden states and
+        a random head make them.
+      vocab_size: V of that head; by default above all targets and ids.
+      meshes: ParallelMeshes or descriptions; by default all factorings of the devices that this batch fits.
+      rtol, atol: tolerances; atol is a share of each array's largest magnitude.
+      seed: of the random numbers.
+
+    Returns:
+      The loss.
+
+    Raises:
+      AssertionError: says what differs, and by how much.
+      TypeError, ValueError: what `loss_from_stats` raises; no statistics where they are needed, or no mesh that fits.
+
+    Example:
+      >>> import dataclasses
+      >>> from jaxppo.losses import assert_token_loss
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Centred(TokenLoss[TokenStats]):
+      ...     token_local: ClassVar[bool] = True                          # it is not
+      ...
+      ...     def terms(self, stats, batch, constants, segments):
+      ...         return {"centred": (stats.log_probs - stats.log_probs.mean()) ** 2}
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1)] * 8, row_length=8, rows=8)
+      >>> assert_token_loss(SFT(), batch, meshes=[f"dp={jax.device_count()}"]) > 0
+      True
+      >>> assert_token_loss(Centred(), batch)
+      Traceback (most recent call last):
+      ...
+      AssertionError: Centred.token_local: got True, but the loss of the token at (0, 1) moves with the log-prob of ...
+    """
+    of, batch = as_token_loss(loss), checked(batch, reader="assert_token_loss")
+    case = _Case(loss, of, batch, rtol, atol)
+    if of.of_head:
+        check("stats", "some", stats is None, "None for a loss of log-probs, which random hidden states give")
+        states = _states(case, vocab_size, seed)
+        stats = jax.jit(lambda *x: case.stats_of(None, *x))(*states)
+    else:
+        stats = needed("stats", stats, f"the statistics that {of} reads")
+    value = _finite(case, stats)
+    if of.of_head:
+        if of.token_local:
+            _assert_local(case, stats)
+        expected = jax.jit(lambda *x: case.two_steps(None, *x))(*states)
+        got = jax.jit(lambda *x: case.from_hidden(None, batch, *x))(*states)
+        testing.assert_trees_close(got, expected, rtol, atol, f"{name_of(of)} from hidden states, against statistics,")
+        _assert_blind(case, states, case.from_hidden, "hidden states")
+        fn: Callable[..., Any] = case.from_hidden
+    else:
+        states, fn = (stats,), case.from_stats
+    if type(of).seen is TokenLoss.seen:  # another one may show the loss what stands without loss
+        _assert_blind(case, (stats,), case.from_stats, "statistics")
+    tried = _meshes(batch, meshes)
+    testing.assert_mesh_invariant(lambda p, *x: fn(p, batch, *x), *states, meshes=tried, rtol=rtol, atol=atol)
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """A loss and its batch."""
+
+    loss: Any
+    of: TokenLoss[Any]
+    batch: RolloutBatch
+    rtol: float
+    atol: float
+
+    def stats_of(self, parallel: Any, hidden: Array, kernel: Array) -> Any:
+        asks, batch = self.of.asks, self.batch
+        ids = None if asks.ids is None else jnp.asarray(batch.extras[asks.ids])
+        options: Any = {"entropy": asks.entropy, "logit_stats": asks.logit_stats, "ids": ids}
+        given = hidden, kernel, jnp.asarray(batch.targets)
+        return log_probs_from_hidden(*given, where=batch.loss_mask > 0, parallel=parallel, **options)
+
+    def from_stats(self, parallel: Any, batch: RolloutBatch, stats: Any) -> Any:
+        """The loss, and its gradients by the statistics that are floats."""
+        floats, others = _floats(stats)
+
+        def fn(floats: Leaves) -> Array:
+            return loss_from_stats(_joined(floats, others), batch, self.loss, parallel=parallel)[0]
+
+        return jax.value_and_grad(fn)(floats)
+
+    def from_hidden(self, parallel: Any, batch: RolloutBatch, hidden: Array, kernel: Array) -> Any:
+        def fn(hidden: Array, kernel: Array) -> Array:
+            return loss_from_hidden(hidden, kernel, batch, self.loss, parallel=parallel)[0]
+
+        return jax.value_and_grad(fn, (0, 1))(hidden, kernel)
+
+    def two_steps(self, parallel: Any, hidden: Array, kernel: Array) -> Any:
+        """What `from_hidden` gives, by statistics."""
+
+        def fn(hidden: Array, kernel: Array) -> Array:
+            stats = self.stats_of(parallel, hidden, kernel)
+            return loss_from_stats(stats, self.batch, self.loss, parallel=parallel)[0]
+
+        return jax.value_and_grad(fn, (0, 1))(hidden, kernel)
+
+
+def _floats(tree: Any) -> tuple[Leaves, Any]:
+    """The leaves that have a gradient, and what `_joined` needs to put them back."""
+    leaves, structure = jax.tree.flatten(tree)
+    is_float = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves]
+    floats = [x for x, yes in zip(leaves, is_float, strict=True) if yes]
+    others = [None if yes else x for x, yes in zip(leaves, is_float, strict=True)]
+    return floats, (others, structure)
+
+
+def _joined(floats: Leaves, rest: Any) -> Any:
+    others, structure = rest
+    left = iter(floats)
+    return structure.unflatten([next(left) if x is None else x for x in others])
+
+
+def _states(case: _Case, vocab_size: int | None, seed: int) -> tuple[Float[Array, "R T H"], Float[Array, "H V"]]:
+    """Random hidden states and a random head, whose log-probs differ by a few nats."""
+    ids = [np.asarray(case.batch.targets)]
+    if case.of.asks.ids is not None:
+        case.of.check(case.batch)
+        ids.append(np.asarray(case.batch.extras[case.of.asks.ids]))
+    if vocab_size is None:
+        vocab_size = -(-(1 + max(int(x.max(initial=0)) for x in ids)) // 16) * 16
+    check_count("vocab_size", vocab_size, least=1)
+    draws = np.random.default_rng(seed)
+    hidden = draws.normal(size=(*case.batch.loss_mask.shape, FEATURES)).astype(np.float32)
+    return jnp.asarray(hidden), jnp.asarray(0.4 * draws.normal(size=(FEATURES, vocab_size)), jnp.float32)
+
+
+def _finite(case: _Case, stats: Any) -> float:
+    """The loss from statistics; raises where it is not finite, or moves no token: equal numbers would show nothing."""
+    name = name_of(case.of)
+    _, metrics = jax.jit(lambda x: loss_from_stats(x, case.batch, case.loss))(stats)
+    value, slopes = jax.jit(lambda x: case.from_stats(None, case.batch, x))(stats)
+    if not np.isfinite(value):
+        why = "; ".join(explain_broken_rules(metrics["broken_rules"].value))
+        raise AssertionError(f"{name}: got the loss {value} for this batch, expected a finite one. {why}")
+    largest = max(float(jnp.abs(x).max()) for x in slopes)
+    if not 0 < largest < np.inf:
+        raise AssertionError(f"{name}: got gradients of at most {largest}, expected finite ones that train some token")
+    return float(value)
+
+
+def _assert_local(case: _Case, stats: Any) -> None:
+    """Moves the statistics of one token after the other."""
+    floats, others = _floats(stats)
+    places = np.argwhere(np.asarray(case.batch.loss_mask) > 0)
+    places = places[:: -(-len(places) // MOST_MOVED)]
+
+    def losses(floats: Leaves) -> Float[Array, "R T"]:
+        return explain_tokens(_joined(floats, others), case.batch, case.loss).arrays["contribution"]
+
+    def moved(place: Array) -> Float[Array, "R T"]:
+        return losses([x.at[place[0], place[1]].add(-0.1) for x in floats])
+
+    usual, found = jax.jit(lambda: (losses(floats), jax.lax.map(moved, jnp.asarray(places))))()
+    differences = np.abs(np.asarray(found) - np.asarray(usual))
+    differences[np.arange(len(places)), places[:, 0], places[:, 1]] = 0
+    if differences.max() > case.atol * np.abs(usual).max():
+        which, *of = (int(i) for i in np.unravel_index(differences.argmax(), differences.shape))
+        by = tuple(int(i) for i in places[which])
+        raise AssertionError(
+            f"{name_of(case.of)}.token_local: got True, but the loss of the token at {tuple(of)} moves with the "
+            f"log-prob of the one at {by}, by {differences.max():.3g}; expected token_local=False"
+        )
+
+
+def _assert_blind(case: _Case, given: tuple[Any, ...], fn: Callable[..., Any], what: str) -> None:
+    """The loss with garbage where the loss mask is 0."""
+    on = np.asarray(case.batch.loss_mask) > 0
+    shape = on.shape
+
+    def spoilt(x: Any) -> Any:
+        if x is None or jnp.shape(x)[:2] != shape:
+            return x
+        garbage = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else -7
+        return jnp.where(on.reshape(*shape, *(1,) * (x.ndim - 2)), x, jnp.asarray(garbage).astype(x.dtype))
+
+    arrays = {name: spoilt(getattr(case.batch, name)) for name in PER_TOKEN_VALUES}
+    extras = {name: spoilt(x) for name, x in case.batch.extras.items()}
+    batch = dataclasses.replace(case.batch, **arrays, extras=extras)
+    expected = jax.jit(lambda *x: fn(None, case.batch, *x))(*given)
+    of_tokens, *others = given  # a head has no tokens
+    got = jax.jit(lambda *x: fn(None, batch, *x))(jax.tree.map(spoilt, of_tokens), *others)
+    where = f"{name_of(case.of)} from {what} with NaN where the loss mask is 0"
+    testing.assert_trees_close(got, expected, case.rtol, case.atol, where)
+
+
+def _meshes(batch: RolloutBatch, meshes: Sequence[str | ParallelMesh] | None) -> list[Any]:
+    """The meshes to try: those that divide the rows and the positions of the batch."""
+    if meshes is not None:
+        check_type("meshes", meshes, isinstance(meshes, Sequence) and not isinstance(meshes, str), "a list of meshes")
+        return list(meshes)
+    rows, positions = batch.loss_mask.shape
+    found, spread = [], False
+    for mesh in testing.factorings(jax.device_count()):
+        parallel = make_parallel_mesh(mesh)
+        if rows % parallel.data_size == 0 and positions % parallel.context_size == 0:
+            found.append(mesh)
+            spread = spread or parallel.data_size * parallel.context_size > 1
+    expected = "several devices, as `emulate_devices(8)` makes of a CPU, and rows and positions that they divide"
+    got = f"{jax.device_count()} devices for {rows} rows of {positions} positions"
+    check("meshes", got, spread, f"{expected}; or meshes=[] for none")
+    return found

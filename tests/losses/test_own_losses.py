@@ -1,0 +1,303 @@
+"""Losses of one's own: what is wrong with one is said where it is traced, and `assert_token_loss` finds the rest."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from policy_steps import AGGREGATIONS, config_of, loss_named
+
+from jaxppo import KL, PPO, SFT, PolicyLossConfig, RolloutBatch, Sample, TokenLoss, TokenStats, Value
+from jaxppo.batch.extras import Extra
+from jaxppo.losses import (
+    Part,
+    ReferenceKL,
+    ScoreCentering,
+    TopKDistillation,
+    assert_token_loss,
+    explain_tokens,
+    loss_from_hidden,
+    loss_from_stats,
+    preference,
+)
+from jaxppo.losses.features import Features, States
+from jaxppo.losses.token_loss import Asks
+from jaxppo.policy_losses import CISPO, GMPO, BySign, PolicyLoss
+
+COUNT = 16
+
+
+def samples():
+    """Pairs of samples of unequal length, with holes in their masks, and two sequences a row."""
+    draws = np.random.default_rng(0)
+    found = []
+    for i in range(COUNT):
+        n = 2 + i % 3
+        ids = np.stack([draws.permutation(12)[:3] for _ in range(n)])
+        log_probs = np.log(draws.dirichlet(np.ones(4), n)[:, :3])
+        extras = {"teacher_ids": Extra(ids, fill=-1), "teacher_log_probs": log_probs, "bonus": draws.normal(size=n)}
+        extras |= {"sampler_ids": Extra(ids, fill=-1), "sampler_log_probs": log_probs}
+        near = [-2 - np.abs(draws.normal(size=n)) for _ in range(3)]
+        values = {"advantages": draws.normal(size=n), "returns": draws.normal(size=n), "values": draws.normal(size=n)}
+        values |= dict(zip(("old_log_probs", "ref_log_probs", "rollout_log_probs"), near, strict=True))
+        mask = [0.0, *[1.0] * n]
+        mask[2] = float(i % 2)
+        of = {"group_id": i // 2, "reward": float(i % 2), "sample_id": i, "rollout_id": i // 2}
+        found.append(Sample(draws.integers(0, 12, n + 1), 1, loss_mask=mask, extras=extras, **of, **values))
+    return found
+
+
+BATCH = RolloutBatch.from_samples(samples(), row_length=16, rows=8, num_segments=4)
+STATS = TokenStats(jnp.asarray(BATCH.old_log_probs))
+HIDDEN = jnp.ones((*BATCH.tokens.shape, 4)), jnp.zeros((4, 16))
+MESHES = ["dp=2,cp=2,tp=2", "cp=8"]
+
+
+def made(name="Own", **methods):
+    """A loss of one's own whose class has these methods and attributes."""
+    plain = {"terms": lambda self, stats, batch, constants, segments: {"nll": -stats.log_probs}}
+    return dataclasses.dataclass(frozen=True)(type(name, (TokenLoss,), plain | methods))()
+
+
+def policy(call, local=True):
+    methods = {"__call__": call, "token_local": local}
+    return dataclasses.dataclass(frozen=True)(type("Mine", (PolicyLoss,), methods))()
+
+
+def of_terms(fn):
+    return made(terms=lambda self, stats, batch, constants, segments: fn(stats.log_probs, segments))
+
+
+def with_metrics(fn):
+    return made(metrics=lambda self, stats, step, constants: fn(stats.log_probs, step.batch.loss_mask))
+
+
+TRACED = {
+    "an aggregation": (made(aggregation="mean"), r"Own.aggregation: got 'mean', expected one of"),
+    "a norm": (
+        made(aggregation_norm=3.0),
+        r"Own.aggregation_norm: got 3.0 with aggregation='token_mean', expected None",
+    ),
+    "no norm": (made(aggregation="sequence_mean_token_sum_norm"), r"Own.aggregation_norm: got None, expected a finite"),
+    "off_policy": (made(off_policy=3), r"Own.off_policy: got int, expected OffPolicyConfig or None"),
+    "asks": (made(asks=3), r"Own.asks: got int, expected losses.token_loss.Asks"),
+    "token_local": (made(token_local=1), r"Own.token_local: got int, expected True or False"),
+    "a scalar": (of_terms(lambda x, _: {"a": -x.mean()}), r"Own.terms\['a'\]: got shape \(\), expected \("),
+    "a number": (of_terms(lambda x, _: {"a": 1.0}), r"Own.terms\['a'\]: got float, expected an array \[R, T\]"),
+    "integers": (
+        of_terms(lambda x, _: {"a": jnp.ones(x.shape, int)}),
+        r"Own.terms\['a'\]: got dtype int32, expected flo",
+    ),
+    "a list": (of_terms(lambda x, _: [-x]), r"Own.terms: got list, expected the terms of each token's loss by name"),
+    "an array": (of_terms(lambda x, _: -x), r"Own.terms: got an array, expected the terms of each token's loss by"),
+    "no term": (of_terms(lambda x, _: {}), r"Own.terms: got no term, expected at least one"),
+    "a sum over a sequence": (
+        of_terms(lambda x, segments: {"a": segments.spread(segments.sum(x))}),
+        r"Own.token_local: got True with segments.sum in its loss of a token, expected token_local=False",
+    ),
+    "constants of log-probs": (
+        made(constants=lambda self, stats, step: {"x": stats.log_probs}),
+        r"Own.constants: got a need for stats, expected token_local=False",
+    ),
+    "constants of samples": (
+        made(constants=lambda self, stats, step: {"x": step.batch.sample_ids}),
+        r"Own.constants\['x'\]: got shape \(8, 4\), expected \(8, 16\) and more",
+    ),
+    "metrics": (
+        with_metrics(lambda x, mask: {"a": x}),
+        r"Own.metrics\['a'\]: got another term, expected \(values, weights",
+    ),
+    "a metric's way": (
+        with_metrics(lambda x, mask: {"a": (x, mask, "avg")}),
+        r"Own.metrics\['a'\]\[2\]: got 'avg', expect",
+    ),
+    "a metric's values": (
+        with_metrics(lambda x, mask: {"a": (1.0, mask, "sum")}),
+        r"Own.metrics\['a'\]\[0\]: got float",
+    ),
+    "reads": (
+        made(reads=lambda self, stats, batch, segments: [1]),
+        r"Own.reads: got list, expected arrays by the names",
+    ),
+    "reads of another shape": (
+        made(reads=lambda self, stats, batch, segments: {"x": jnp.ones(3)}),
+        r"Own.reads\['x'\]: got shape \(3,\), expected \(8, 16\) and more",
+    ),
+    "left_out": (
+        made(left_out=lambda self, stats, batch: jnp.array(True)),
+        r"Own.left_out: got shape \(\), expected \(8, 16\), one for each token",
+    ),
+    "a policy's scalar": (
+        policy(lambda self, x, old, advantages, **_: (x.mean(), {})),
+        r"Mine.__call__, losses: got shape \(\), expected \(",
+    ),
+    "a policy's array": (
+        policy(lambda self, x, old, advantages, **_: -x),
+        r"Mine.__call__: got an array, expected \(losses \[R, T\], indicators \[R, T\] by name\)",
+    ),
+    "a policy's indicator": (
+        policy(lambda self, x, old, advantages, **_: (-x, {"share": 1.0})),
+        r"Mine.__call__, share: got float, expected an array \[R, T\]",
+    ),
+    "a policy's scalar, by sign": (
+        BySign(positive=policy(lambda self, x, old, advantages, **_: (x.mean(), {}))),
+        r"Mine.__call__, losses: got shape \(\), expected \(",
+    ),
+    "a policy's sum over a sequence": (
+        policy(lambda self, x, old, advantages, *, segments, **_: (segments.spread(segments.sum(x)), {})),
+        r"Mine.token_local: got True with segments.sum in its loss of a token",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TRACED)
+def test_said_where_it_is_traced(what):
+    loss, message = TRACED[what]
+    for call in (lambda: loss_from_stats(STATS, BATCH, loss), lambda: loss_from_hidden(*HIDDEN, BATCH, loss)):
+        with pytest.raises((TypeError, ValueError), match="^" + message):
+            call()
+
+
+def test_reasons_are_checked_where_they_are_read():
+    loss = made(reasons=lambda self, stats, step, constants: {"why": True})
+    with pytest.raises(TypeError, match=r"^Own.reasons\['why'\]: got bool, expected an array"):
+        explain_tokens(STATS, BATCH, loss)
+
+
+def test_a_part_is_checked_where_it_is_made():
+    with pytest.raises(ValueError, match=r"^Own.aggregation: got 'mean'"):
+        Part(made(aggregation="mean"), coef=0.5)
+
+
+VALUES, STATES = jnp.asarray(BATCH.returns), States(HIDDEN[0] * 3, 0.1 * HIDDEN[0])
+OURS = {
+    "sft": (SFT(label_smoothing=0.1, z_loss=0.01), None),
+    "dft": (SFT(dft=True, aggregation="rollout_mean"), None),
+    "reference": (ReferenceKL("k2"), None),
+    "distillation": (TopKDistillation("jensen_shannon"), None),
+    "centring": (ScoreCentering(PolicyLossConfig(CISPO(), ratio_to="rollout")), None),
+    "value": (Value(clip=0.2, huber_delta=1.0), VALUES),
+    "features": (Features(), STATES),
+    "dpo": (preference.DPO(nll_coef=0.1), None),
+    "kto": (preference.KTO(0.1), None),
+    "bradley_terry": (preference.BradleyTerry(centring=0.1), VALUES),
+    "ppo": (PPO(), None),
+    "gmpo, every penalty": (config_of(GMPO(), kl=KL(0.1, importance="sequence")), None),
+    **{f"cispo, {name}": (config_of(loss_named("cispo"), name), None) for name in AGGREGATIONS},
+}
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("name", OURS)
+def test_the_losses_of_this_package(name):
+    loss, stats = OURS[name]
+    assert np.isfinite(assert_token_loss(loss, BATCH, stats=stats, meshes=MESHES[:1]))
+
+
+def test_a_loss_that_reads_an_extra():
+    loss = made(terms=lambda self, stats, batch, constants, segments: {"a": -batch.extras["bonus"] * stats.log_probs})
+    assert_token_loss(loss, BATCH, meshes=MESHES)
+
+
+class _Weighted(TokenLoss[TokenStats]):
+    """The negative log-likelihood times a constant weight of the sequence."""
+
+    weight: ClassVar
+
+    def terms(self, stats, batch, constants, segments):
+        return {"a": -stats.log_probs * lax.stop_gradient(self.weight(stats.log_probs, segments))}
+
+
+def weighted(weight, **attributes):
+    return dataclasses.dataclass(frozen=True)(
+        type("Own", (_Weighted,), {"weight": staticmethod(weight), **attributes})
+    )()
+
+
+def test_a_wrong_flag():
+    """Sums over a row are seen by no trace: 6.70 from statistics, 10.16 from hidden states in one such case."""
+    loss = weighted(lambda x, _: x.sum(axis=1, keepdims=True))
+    with pytest.raises(
+        AssertionError, match=r"Own.token_local: got True, but the loss of the token at .* expected token_l"
+    ):
+        assert_token_loss(loss, BATCH, meshes=[])
+    right = weighted(lambda x, segments: segments.spread(segments.sum(x)), token_local=False)
+    assert_token_loss(right, BATCH, meshes=MESHES)
+
+
+def test_what_differs_on_a_mesh():
+    loss = weighted(lambda x, _: x.sum(axis=1, keepdims=True), token_local=False)
+    with pytest.raises(AssertionError, match="mesh cp=8"):
+        assert_token_loss(loss, BATCH, meshes=["cp=8"])
+
+
+def test_what_differs_from_hidden_states():
+    """A number of the shape of the rows: a block of one pass has other rows."""
+    loss = made(
+        terms=lambda self, stats, batch, constants, segments: {"a": -stats.log_probs / stats.log_probs.shape[0]}
+    )
+    with pytest.raises(AssertionError, match="Own from hidden states, against statistics,"):
+        assert_token_loss(loss, BATCH, meshes=[])
+
+
+def test_what_is_read_where_the_mask_is_0():
+    """The batch of `reads` is as the caller gave it: its rules must look where the mask is 1, as those by name do."""
+
+    class Leaky(_Weighted):
+        weight = staticmethod(lambda x, _: 1.0 + 0 * x)
+
+        def left_out(self, stats, batch):
+            return jnp.isnan(batch.ref_log_probs).any() & (batch.loss_mask > 0)
+
+    with pytest.raises(AssertionError, match="with NaN where the loss mask is 0"):
+        assert_token_loss(dataclasses.dataclass(frozen=True)(Leaky)(), BATCH, meshes=[])
+
+
+def test_what_shows_nothing_is_refused():
+    nothing = dataclasses.replace(BATCH, advantages=np.zeros_like(BATCH.advantages))
+    with pytest.raises(AssertionError, match="PPO: got gradients of at most 0.0, expected finite ones"):
+        assert_token_loss(PPO(), nothing)
+    unsound = dataclasses.replace(BATCH, advantages=np.full_like(BATCH.advantages, np.nan))
+    with pytest.raises(
+        AssertionError, match="PPO: got the loss nan for this batch, expected a finite one. advantages: ex"
+    ):
+        assert_token_loss(PPO(), unsound)
+    with pytest.raises(ValueError, match="stats: got None, expected the statistics that Value"):
+        assert_token_loss(Value(), BATCH)
+    with pytest.raises(ValueError, match="stats: got some, expected None for a loss of log-probs"):
+        assert_token_loss(SFT(), BATCH, stats=STATS)
+    with pytest.raises(ValueError, match="meshes: got 8 devices for 3 rows of 5 positions"):
+        assert_token_loss(SFT(), RolloutBatch.from_samples([Sample([1, 2, 3], 1)] * 3, row_length=5, rows=3))
+
+
+def test_asks_of_the_head():
+    """What the loss asks for reaches it: entropies with a gradient, a statistic, ids."""
+
+    class Wide(TokenLoss[TokenStats]):
+        asks = Asks("bonus", logit_stats=("log_z",), ids="teacher_ids", extras=("teacher_ids",))
+
+        def terms(self, stats, batch, constants, segments):
+            found = jnp.where(batch.extras["teacher_ids"] == -1, 0, stats.id_log_probs).sum(axis=-1)
+            return {"a": stats.entropy, "b": 0.1 * stats.log_z**2, "c": -found}
+
+    assert_token_loss(dataclasses.dataclass(frozen=True)(Wide)(), BATCH, meshes=MESHES[:1])
+
+
+def test_gradients_are_compared():
+    """The same value in both ways, and a gradient of one alone."""
+
+    @jax.custom_jvp
+    def odd(x):
+        return x
+
+    @odd.defjvp
+    def slope(primals, tangents):
+        (x,), (dx,) = primals, tangents
+        return x, dx * x.shape[0]
+
+    loss = made(terms=lambda self, stats, batch, constants, segments: {"a": -odd(stats.log_probs)})
+    with pytest.raises(AssertionError, match="Own from hidden states"):
+        assert_token_loss(loss, BATCH, meshes=[])
