@@ -10,6 +10,8 @@ import math
 from types import FunctionType
 from typing import Any
 
+import jax
+
 from jaxppo.base.arrays import check, check_count, check_number, plain_number
 from jaxppo.base.kl import KL
 from jaxppo.policy.config import PolicyLossConfig
@@ -172,11 +174,11 @@ def tinker(loss_fn: str, **loss_fn_config: float) -> PolicyLossConfig:
         "dro": {"beta": None},
     }
     check("loss_fn", repr(loss_fn), isinstance(loss_fn, str) and loss_fn in known, f"one of {', '.join(known)}")
-    numbers = known[loss_fn] | loss_fn_config
-    for name, x in numbers.items():
+    numbers = {}
+    for name, x in {**known[loss_fn], **loss_fn_config}.items():
         expected = f"one of {', '.join(known[loss_fn]) or 'none'}"
         check(name, f"{x} for {loss_fn!r}", name in known[loss_fn], expected)
-        check_number(name, x, least=0)
+        numbers[name] = check_number(name, x, least=0)
     if loss_fn == "importance_sampling":
         return importance_sampling()
     loss: PolicyLoss
@@ -184,7 +186,9 @@ def tinker(loss_fn: str, **loss_fn_config: float) -> PolicyLossConfig:
         loss = DRO(**numbers)
     else:
         low, high = numbers.values()
-        check("clip_low_threshold", f"{low} and {high}", low <= 1 <= high, "low <= 1 <= clip_high_threshold")
+        traced = isinstance(low, jax.Array) or isinstance(high, jax.Array)  # the constructor makes them NaN
+        good = traced or low <= 1 <= high
+        check("clip_low_threshold", f"{low} and {high}", good, "low <= 1 <= clip_high_threshold")
         loss = {"ppo": PPO, "cispo": CISPO}[loss_fn](1 - low, high - 1)
     return PolicyLossConfig(loss, ratio_to="rollout", aggregation="token_sum")
 

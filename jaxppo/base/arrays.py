@@ -24,6 +24,7 @@ Coefficient = float | Float[Array, ""]
 Something = TypeVar("Something")
 Arrays = TypeVar("Arrays", np.ndarray, jax.Array)  # on the host, or on a device
 AnyArray = jax.Array | np.ndarray
+MAX_F32 = float(np.finfo(np.float32).max)
 
 
 def masked(x: Float[Array, "R T ..."], mask: Float[Array, "R T"]) -> Float[Array, "R T ..."]:
@@ -45,8 +46,11 @@ def spec_of(spec: P, x: Array) -> P:
 
 
 def is_number(x: object) -> TypeGuard[float]:
-    """Whether x is a finite Python or numpy number, and therefore known at trace time."""
-    return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool) and math.isfinite(x)
+    """Whether x is a Python or numpy number that f32 can hold, and therefore known at trace time."""
+    if isinstance(x, bool) or not isinstance(x, (int, float, np.integer, np.floating)):
+        return False
+    exact = int(x) if isinstance(x, (int, np.integer)) else float(x)  # an f16 would be compared in f16
+    return -MAX_F32 <= exact <= MAX_F32
 
 
 def is_nan(x: object) -> bool:

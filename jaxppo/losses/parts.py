@@ -191,6 +191,7 @@ def _with_marks(loss: TokenLoss[Any], extras: Mapping[str, str]) -> TokenLoss[An
     check("numbers", sorted(extras), not extras or loss.by_token, expected)
     marks: dict[Path, ByToken] = {}
     for field, extra in extras.items():
+        check_type("numbers", field, isinstance(field, str), "names of fields, such as clip_low")
         check_name(f"numbers[{field!r}]", extra)
         path, own = _number(loss, field)
         check(

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.base.arrays import Aggregation, Coefficient, is_zero
+from jaxppo.base.arrays import Aggregation, Coefficient, check_type, is_zero
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import as_logit_stats
@@ -62,6 +62,7 @@ class SFT(TokenLoss[TokenStats]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_type("logit_stats", self.logit_stats, not hasattr(self.logit_stats, "dtype"), "names of statistics")
         object.__setattr__(self, "logit_stats", as_logit_stats(self.logit_stats))
 
     @property

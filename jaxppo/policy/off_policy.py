@@ -341,5 +341,6 @@ def _check_bounds(of: Any, least: float) -> None:
     numbers = [x for x in (low, high) if not isinstance(x, jax.Array)]
     good = all(isinstance(x, (int, float, np.number)) and not isinstance(x, bool) for x in numbers)
     check("low, high", f"{low!r}, {high!r}", good and (bool(arrays) or least <= low < high), expected)
+    low, high = arrays.get("low", low), arrays.get("high", high)
     for name, x in arrays.items():
         object.__setattr__(of, name, jnp.where((least <= low) & (low < high), x, jnp.nan))

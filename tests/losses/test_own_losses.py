@@ -258,11 +258,11 @@ def test_what_is_read_where_the_mask_is_0():
 
 def test_what_shows_nothing_is_refused():
     nothing = dataclasses.replace(BATCH, advantages=np.zeros_like(BATCH.advantages))
-    with pytest.raises(AssertionError, match="PPO: got gradients of at most 0.0, expected finite ones"):
+    with pytest.raises(AssertionError, match=r"PPO: got gradients of at most 0\.0, expected finite ones"):
         assert_token_loss(PPO(), nothing)
     unsound = dataclasses.replace(BATCH, advantages=np.full_like(BATCH.advantages, np.nan))
     with pytest.raises(
-        AssertionError, match="PPO: got the loss nan for this batch, expected a finite one. advantages: ex"
+        AssertionError, match=r"PPO: got the loss nan for this batch, expected a finite one\. advantages: ex"
     ):
         assert_token_loss(PPO(), unsound)
     with pytest.raises(ValueError, match="stats: got None, expected the statistics that Value"):
