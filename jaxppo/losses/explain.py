@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxppo.base.arrays import check_array, check_type, masked
+from jaxppo.base.arrays import check, check_array, check_type, masked
 from jaxppo.base.metrics import CompositeTerm
 from jaxppo.base.pytree import register
 from jaxppo.batch.loss_tokens import LossTokens
@@ -152,7 +152,7 @@ def by_sample(
       reason, "trained" for "", how many tokens have it.
 
     Raises:
-      ValueError: a batch of another shape.
+      TypeError, ValueError: something else than `ExplainedTokens`, a batch of another shape.
 
     Example:
       >>> sample = Sample([1, 2, 3], response_start=1, advantages=[1.0, 1.0], old_log_probs=[-2.0, -2.0])
@@ -185,6 +185,9 @@ def write_tokens(path: str | os.PathLike[str], explained: ExplainedTokens, batch
     Returns:
       The number of lines.
 
+    Raises:
+      TypeError, ValueError: something else than `ExplainedTokens`, those of another batch as shapes or padding show.
+
     Example:
       >>> import os, tempfile
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1)], row_length=3)
@@ -194,6 +197,9 @@ def write_tokens(path: str | os.PathLike[str], explained: ExplainedTokens, batch
     """
     _check_pair(explained, batch)
     given, arrays = jax.tree.map(np.asarray, batch), jax.tree.map(np.asarray, explained.arrays)
+    padding = np.asarray(explained.reason) == explained.reasons.index("padding")
+    same = np.array_equal(padding, given.segment_ids <= 0)
+    check("explained", "another batch's padding", same, "what explain_tokens found for this batch")
     reasons = np.asarray(explained.reason_names(), object)
     of_tokens = {"tokens": given.targets, "loss_mask": given.loss_mask, "reason": reasons, **arrays}
     of_samples = {name: getattr(given, f"{name}s") for name in ("sample_id", "group_id", "rollout_id", "reward")}

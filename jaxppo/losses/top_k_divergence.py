@@ -139,9 +139,12 @@ def _divergence(
         share = {"forward_kl": 1, "reverse_kl": 0}.get(divergence, beta)
         if divergence == "adaptive_kl":
             share = lax.stop_gradient(_head_share(jnp.exp(log_p), jnp.exp(log_q), there, beta))
-        ways = (share, log_q, log_p), (1 - share, log_p, log_q)
-        # a term with share 0 is left out, since an infinite divergence times 0 is NaN
-        found = sum((share * kl(*of) for share, *of in ways if not is_zero(share)), jnp.float32(0))
+        found = jnp.float32(0)
+        for its_share, log_a, log_b in ((share, log_q, log_p), (1 - share, log_p, log_q)):
+            if not is_zero(its_share):
+                # a term with share 0 is left out, since an infinite divergence times 0 is NaN
+                off = jnp.asarray(its_share) == 0
+                found = found + its_share * kl(*(jnp.where(off, 0, x) for x in (log_a, log_b)))
     return jnp.where(there, found, 0).sum(axis=-1)
 
 

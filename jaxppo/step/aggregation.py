@@ -272,6 +272,7 @@ def token_weights(
 
     The normalizer says the aggregation, and N, B and n of the whole step. Weights are 0 where a denominator is.
     """
+    check_choice("normalizer.aggregation", normalizer.aggregation, Aggregation)
     mask = lax.stop_gradient(loss_mask.astype(jnp.float32))
     counts = normalizer.tokens, normalizer.sequences, normalizer.denominators
     tokens, sequences, denominators = (jnp.where(x == 0, 1, x) for x in counts)  # the mean over nothing is 0

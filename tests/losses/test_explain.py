@@ -174,3 +174,22 @@ def test_lines_of_json(tmp_path):
         assert line["group_id"] == sample.group_id
         of_loss = [x for x, m in zip(line["advantages"], line["loss_mask"], strict=True) if m]
         np.testing.assert_allclose(of_loss, sample.advantages[: len(of_loss)], rtol=1e-6)
+
+
+def test_what_was_found_for_another_batch_is_refused(tmp_path):
+    batch, _ = batch_on(None, "contiguous")
+    other, _ = batch_on(None, "contiguous", seed=5)
+    stats = TokenStats(jnp.asarray(batch.returns))
+    found, path = explain_tokens(stats, batch, PPO()), tmp_path / "tokens.jsonl"
+    with pytest.raises(ValueError, match="explained: got another batch's padding, expected what explain_tokens found"):
+        write_tokens(path, found, other)
+    longer = RolloutBatch.from_samples(step_of(4), row_length=48, rows=4, num_segments=9)
+    parts = explain_tokens(stats, batch, {"a": PPO()})
+    for call in (functools.partial(write_tokens, path), sums_by_sample):
+        with pytest.raises(ValueError, match=r"batch.segment_ids: got shape \(4, 48\), expected that of explained.reason"):
+            call(found, longer)
+        with pytest.raises(TypeError, match="explained: got dict, expected ExplainedTokens"):
+            call(parts, batch)
+        with pytest.raises(TypeError, match="batch: got NoneType, expected RolloutBatch"):
+            call(found, None)
+    assert not path.exists()

@@ -161,6 +161,32 @@ def test_said_where_it_is_traced(what):
             call()
 
 
+def test_losses_of_pairs_and_samples():
+    """One number for all pairs was spread over them."""
+
+    @dataclasses.dataclass(frozen=True)
+    class OfAll(preference.PairLoss):
+        beta: float = 0.1
+
+        def __call__(self, chosen, rejected):
+            return jnp.mean(self.reward(rejected) - self.reward(chosen))
+
+    @dataclasses.dataclass(frozen=True)
+    class OfSamples(preference.PreferenceLoss):
+        paired: ClassVar[bool] = False
+        beta: float = 0.1
+
+        def of_samples(self, x, batch, pairs):
+            return self.reward(x).mean()
+
+    for loss, what in (
+        (OfAll(), r"OfAll.__call__: got shape \(\), expected \("),
+        (OfSamples(), "OfSamples.of_samples: got"),
+    ):
+        with pytest.raises(ValueError, match="^" + what):
+            loss_from_stats(STATS, BATCH, loss)
+
+
 def test_reasons_are_checked_where_they_are_read():
     loss = made(reasons=lambda self, stats, step, constants: {"why": True})
     with pytest.raises(TypeError, match=r"^Own.reasons\['why'\]: got bool, expected an array"):

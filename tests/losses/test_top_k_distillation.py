@@ -413,3 +413,18 @@ def test_checks_on_the_host():
     ]:
         with pytest.raises(ValueError, match=message):
             distillation.check_top_k(*bad, V)
+
+
+@pytest.mark.parametrize(("beta", "same"), [(1.0, "forward_kl"), (0.0, "reverse_kl")])
+def test_a_traced_share_of_0_leaves_a_divergence_out(beta, same):
+    """Where one gives an id no probability, a divergence is infinite, and 0 times that is NaN."""
+    one, other = jnp.log(jnp.array([0.5, 0.2])), jnp.array([np.log(0.4), -np.inf])
+    log_p, log_q = (one, other) if same == "forward_kl" else (other, one)
+
+    def of(x, beta):
+        return distillation.top_k_divergence(x, log_q, divergence="mixed_kl", beta=beta)
+
+    found = jax.jit(jax.value_and_grad(of))(log_p, beta)
+    expected = jax.value_and_grad(lambda x: distillation.top_k_divergence(x, log_q, divergence=same))(log_p)
+    assert np.isfinite(expected[0])
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, expected)

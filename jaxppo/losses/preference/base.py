@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Coefficient, check, needed
+from jaxppo.base.arrays import Coefficient, check, check_type, needed
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.pairs import Pairs
 from jaxppo.batch.rollout_batch import RolloutBatch
@@ -58,8 +58,9 @@ class OfPairs(TokenLoss[Stats]):
     def terms(self, stats: Stats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
         x, pairs = self._read(stats, batch, segments)
         # with 0 * x the gradient is NaN where weights are NaN, for samples without a pair too
-        losses = self.of_samples(x, batch, pairs) + 0 * jax.tree.leaves(x)[0]
-        return {"preference": segments.spread(losses)}
+        losses, of_samples = self.of_samples(x, batch, pairs), jax.tree.leaves(x)[0]
+        check_entries(f"{type(self).__name__}.of_samples", losses, of_samples.shape, "sample")
+        return {"preference": segments.spread(losses + 0 * of_samples)}
 
     def metrics(self, stats: Stats, step: Step, constants: Any) -> Terms:
         spread, weights, rewards = step.segments.spread, step.weights, step.batch.rewards
@@ -191,7 +192,15 @@ class PairLoss(PreferenceLoss):
         # an empty slot of the table of pairs holds 0 tokens: its mean must not be NaN
         better, worse = (of._replace(tokens=jnp.maximum(of.tokens, 1)) for of in (better, worse))
         nll = -mean_log_prob(better) if self.nll == "sequence_mean_token_mean" else -better.log_prob
-        return pairs.to_both(self.of_table(better, worse, there) + self.nll_coef * nll)
+        losses = self.of_table(better, worse, there)
+        check_entries(f"{type(self).__name__}.__call__", losses, nll.shape, "pair")
+        return pairs.to_both(losses + self.nll_coef * nll)
+
+
+def check_entries(what: str, losses: Any, shape: tuple[int, ...], of: str) -> None:
+    """Raises unless a loss gave one number for each pair or sample: a single one would be spread over them."""
+    check_type(what, losses, hasattr(losses, "dtype") and hasattr(losses, "shape"), f"an array, one loss for each {of}")
+    check(what, f"shape {losses.shape}", losses.shape == shape, f"{shape}, one loss for each {of}")
 
 
 def mean_log_prob(x: Responses) -> Numbers:
