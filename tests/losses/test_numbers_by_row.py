@@ -96,7 +96,7 @@ BY_HAND = {
 @pytest.mark.parametrize("field", BY_HAND)
 @pytest.mark.parametrize("mesh", [None, MESH])
 def test_by_hand(field, mesh):
-    """Once entropy_coef had no gradient, z_loss and label_smoothing crashed, and aggregation_norm was the config's."""
+    """The norm was the config's, whatever the batch said."""
     loss, of_number = BY_HAND[field]
     value, by_log_prob, by_entropy = of_number(np.float64(NUMBERS))
     parallel = mesh and make_parallel_mesh(mesh)
@@ -118,6 +118,7 @@ def test_by_hand(field, mesh):
 @pytest.mark.parametrize("memory", [2**30, 25_000])
 @pytest.mark.parametrize("field", BY_HAND)
 def test_from_hidden_in_one_pass_or_two(field, memory):
+    """Where the config has 0, entropy_coef had no gradient, and z_loss and label_smoothing crashed."""
     batch, parts = BATCH, by_row({"a": BY_HAND[field][0]}, "client", {"a": {field: "number"}})
     hidden, kernel = normal(10, R, T, 8), 0.3 * normal(11, 8, 32)
     asked = {"entropy": "bonus", "logit_stats": ("log_z", "mean_logit"), "where": batch.loss_mask > 0}
