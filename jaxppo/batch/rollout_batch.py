@@ -290,8 +290,8 @@ def check_arrays(
     expected = "[R, T], or [K, R, T]" if stacked else "[R, T], one micro-batch"
     good = len(rows) == 2 or (stacked and len(rows) == 3)
     if len(rows) == 3 and not stacked:
-        given = "accumulate_gradients gives a loss one after the other of a stack [K, R, T]"
-        expected = f"{expected}{reader and f' for {reader}'}: {given}"
+        advice = "accumulate_gradients gives a loss one after the other of a stack [K, R, T]"
+        expected = f"{expected}{reader and f' for {reader}'}: {advice}"
     check(prefix.rstrip(".") or "batch", f"a loss mask of shape {rows}", good, expected)
     segments = (*rows[:-1], *(arrays["sample_ids"].shape[-1:] or ("S",)))
     for name, x in arrays.items():

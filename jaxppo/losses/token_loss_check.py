@@ -87,7 +87,7 @@ def assert_token_loss(
     case = _Case(loss, of, batch, rtol, atol)
     if of.of_head:
         check("stats", "some", stats is None, "None for a loss of log-probs, which random hidden states give")
-        states = _states(case, vocab_size, seed)
+        states: tuple[Any, ...] = _states(case, vocab_size, seed)
         stats = jax.jit(lambda *x: case.stats_of(None, *x))(*states)
     else:
         stats = needed("stats", stats, f"the statistics that {of} reads")

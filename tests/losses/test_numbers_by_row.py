@@ -209,7 +209,7 @@ CENTERED = PolicyLossConfig(CISPO(), ratio_to="rollout", aggregation="token_sum"
     ids=["jensen_shannon", "adaptive_kl", "score_centering", "features"],
 )
 def test_losses_of_several_entries_a_token(loss, field, own):
-    """Of the ids of a token, or of its features: each row's loss with the number of that row as its config's."""
+    """Several ids of a token, or several features: each row's loss with the number of that row as its config's."""
     parts = by_row({"a": loss}, "client", {"a": {field: "number"}})
     x = jax.nn.log_softmax(jnp.asarray(normal(12, R, T, 4)))[..., :3]
 

@@ -198,7 +198,7 @@ def roles(**given):
 CONFIGS = {
     "a loss by name": (lambda: PolicyLossConfig("ppo"), "loss: got 'ppo'"),
     "a loss that is a class": (lambda: PolicyLossConfig(PPO), "loss: got <class"),
-    "a KL that is a number": (lambda: PolicyLossConfig(kl=0.1), "kl: got float"),
+    "a KL that is a number": (lambda: PolicyLossConfig(kl=0.1), r"kl: got 0.1, expected KL\(0.1\) or None"),
     "an entropy coefficient of NaN": (lambda: PolicyLossConfig(entropy_coef=NAN), "entropy_coef: got nan"),
     "an entropy coefficient of text": (lambda: PolicyLossConfig(entropy_coef="0.1"), "entropy_coef: got"),
     "an unknown ratio": (lambda: PolicyLossConfig(ratio_to="new"), "ratio_to: got 'new'"),

@@ -121,7 +121,7 @@ REFUSED = {
     "a clip of a config": (lambda: PolicyLossConfig(clip_high=0.28), r"clip_high: got 0.28 .*loss=PPO\(clip_high="),
     "a KL's estimator": (lambda: PolicyLossConfig(estimator="k3"), r"estimator: got 'k3' .*kl=KL\(estimator="),
     "a correction's veto": (lambda: PolicyLossConfig(veto=0.1), r"veto: got 0.1 .*off_policy=OffPolicyConfig\(veto="),
-    "an unknown option": (lambda: PolicyLossConfig(kl_coef=0.1), "kl_coef: got 0.1 .*expected one of loss, kl, "),
+    "an unknown option": (lambda: PolicyLossConfig(size=0.1), "size: got 0.1 .*expected one of loss, kl, "),
     # a head's options
     "a precision of no name": (lambda: head(precision="lowest"), "precision: got 'lowest'"),
     "a precision of each": (lambda: head(precision=("high", "high")), "precision: got"),
