@@ -45,11 +45,11 @@ class NamesItsOptions:
         free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
         for name, value in options.items():
             if not free and name not in known:
-                raise TypeError(f"{name}: got {value!r} for {cls.__name__}, expected {cls.in_place_of(name, value)}")
+                raise TypeError(f"{name}: got {value!r} for {cls.__name__}, expected {cls._in_place_of(name, value)}")
         return super().__new__(cls)
 
     @classmethod
-    def in_place_of(cls, name: str, value: Any) -> str:
+    def _in_place_of(cls, name: str, value: Any) -> str:
         """What to write for an option that this class lacks."""
         own = [field for field in inspect.signature(cls.__init__).parameters if field != "self"]
         return same_here(name, value, own) or (f"one of {', '.join(own)}" if own else "no options")

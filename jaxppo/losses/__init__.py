@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from jaxppo.losses.score_centering import ScoreCentering
     from jaxppo.losses.sft import SFT
     from jaxppo.losses.token_loss import Asks, TokenLoss
-    from jaxppo.losses.token_loss_check import assert_token_loss
     from jaxppo.losses.top_k_divergence import TopKDistillation
     from jaxppo.losses.value import Value
 else:
@@ -26,11 +25,10 @@ else:
             "jaxppo.losses.score_centering": ["ScoreCentering"],
             "jaxppo.losses.sft": ["SFT"],
             "jaxppo.losses.token_loss": ["Asks", "TokenLoss"],
-            "jaxppo.losses.token_loss_check": ["assert_token_loss"],
             "jaxppo.losses.top_k_divergence": ["TopKDistillation"],
             "jaxppo.losses.value": ["Value"],
         },
     )
 
 __all__ = ["SFT", "Asks", "Part", "ReferenceKL", "ScoreCentering", "TokenLoss", "TopKDistillation", "Value"]
-__all__ += ["assert_token_loss", "by_row", "explain_tokens", "loss_from_hidden", "loss_from_stats"]
+__all__ += ["by_row", "explain_tokens", "loss_from_hidden", "loss_from_stats"]

@@ -73,7 +73,7 @@ class PolicyLossConfig(Loss):
     clip_by_sign: bool = False
 
     @classmethod
-    def in_place_of(cls, name: str, value: Any) -> str:
+    def _in_place_of(cls, name: str, value: Any) -> str:
         """What to write for an option that this class lacks: the class that has it."""
         if name == "temperature":
             where = "an argument of policy_loss_from_hidden and log_probs_from_hidden"
@@ -85,7 +85,7 @@ class PolicyLossConfig(Loss):
         losses = dict.fromkeys([PPO, *BY_NAME.values()])
         classes: list[tuple[str, Any]] = [*(("loss", x) for x in losses), ("kl", KL), ("off_policy", OffPolicyConfig)]
         found = [f"{field}={kind.__name__}({name}=...)" for field, kind in classes if name in kind.__dataclass_fields__]
-        return f"it in {' or '.join(found)}" if found else super().in_place_of(name, value)
+        return f"it in {' or '.join(found)}" if found else super()._in_place_of(name, value)
 
     def __post_init__(self) -> None:
         expected = "an instance of a frozen dataclass that derives from jaxppo.policy_losses.PolicyLoss, such as PPO()"

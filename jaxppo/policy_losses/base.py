@@ -81,11 +81,11 @@ class PolicyLoss(Loss, abc.ABC):
     selects: ClassVar[Literal["highest", "random"] | None] = None
 
     @classmethod
-    def in_place_of(cls, name: str, value: Any) -> str:
+    def _in_place_of(cls, name: str, value: Any) -> str:
         if same_here(name, value, ("coef", "estimator")) or name == "kl":
             penalty = f"KL({value!r})" if isinstance(value, (int, float)) else "KL(...)"
             return f"it in the config of the loss: PolicyLossConfig({cls.__name__}(...), kl={penalty})"
-        return super().in_place_of(name, value)
+        return super()._in_place_of(name, value)
 
     @abc.abstractmethod
     def __call__(

@@ -17,13 +17,13 @@ from jaxppo.losses import (
     ReferenceKL,
     ScoreCentering,
     TopKDistillation,
-    assert_token_loss,
     explain_tokens,
     loss_from_hidden,
     loss_from_stats,
     preference,
 )
 from jaxppo.losses.features import Features, States
+from jaxppo.losses.testing import assert_token_loss
 from jaxppo.losses.token_loss import Asks
 from jaxppo.policy_losses import CISPO, GMPO, BySign, PolicyLoss
 

@@ -68,7 +68,7 @@ def assert_token_loss(
 
     Example:
       >>> import dataclasses
-      >>> from jaxppo.losses import assert_token_loss
+      >>> from jaxppo.losses.testing import assert_token_loss
       >>> @dataclasses.dataclass(frozen=True)
       ... class Centred(TokenLoss[TokenStats]):
       ...     token_local: ClassVar[bool] = True                          # it is not
