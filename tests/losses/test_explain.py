@@ -186,7 +186,9 @@ def test_what_was_found_for_another_batch_is_refused(tmp_path):
     longer = RolloutBatch.from_samples(step_of(4), row_length=48, rows=4, num_segments=9)
     parts = explain_tokens(stats, batch, {"a": PPO()})
     for call in (functools.partial(write_tokens, path), sums_by_sample):
-        with pytest.raises(ValueError, match=r"batch.segment_ids: got shape \(4, 48\), expected that of explained.reason"):
+        with pytest.raises(
+            ValueError, match=r"batch.segment_ids: got shape \(4, 48\), expected that of explained.reason"
+        ):
             call(found, longer)
         with pytest.raises(TypeError, match="explained: got dict, expected ExplainedTokens"):
             call(parts, batch)
