@@ -142,18 +142,36 @@ def truth(call, arrays, wrt=PARAMETERS, **options):
         return jax.tree.map(np.asarray, found)
 
 
+def logit_rounding(arrays, options):
+    """The rounding error of the largest logits: sqrt(n) u sum |terms| of n terms, in whatever order a processor adds.
+
+    Errors of either sign add up to sqrt(n), not n (Higham and Mary 2019, https://doi.org/10.1137/18M1226312).
+    A soft-cap lets no more through than its own size.
+    """
+    wide = {name: np.abs(np.nan_to_num(np.asarray(x, np.float64))) for name, x in arrays.items()}
+    kernel = wide["kernel"] if options.get("layout", "hv") == "hv" else wide["kernel"].T
+    terms = wide["hidden"] @ kernel + wide.get("bias", 0.0)
+    count = len(kernel) + ("bias" in wide)
+    if "lora_a" in wide:
+        terms += wide["hidden"] @ wide["lora_a"] @ wide["lora_b"] / 2  # the adapters' scale
+        count += RANK
+    largest = min(terms.max() * options.get("scale", 1.0), options.get("softcap") or np.inf)
+    temperature = wide.get("temperature", np.asarray(options.get("temperature", 1.0)))
+    coldest = temperature[temperature > 0].min()  # 0: what was NaN, where nothing counts
+    return np.sqrt(count) * 2.0**-24 * largest / coldest
+
+
 def check_head(meshes, arrays, wrt=PARAMETERS, rtol=F32["rtol"], atol=F32["atol"], call=call_head, **options):
     """Values within f32 rounding of float64 and gradients within the tolerances, on each mesh; returns the truth.
 
     With adapters in bf16 values have those tolerances too, since hidden @ a is rounded. Gradients have twice those
     tolerances: the gradient of hidden @ a is rounded, and so are the two gradients of the hidden states before they are
-    added. A low temperature makes logits larger, and so their rounding, which is the relative error of a probability
-    where XLA for CPUs rounds x * (1 / temperature) in one of both passes and in the other not (a fused multiply-add).
+    added. The rounding error of a logit is the relative error of its probability, and so of its gradient.
     """
     rounded = "lora_a" in arrays and arrays["lora_a"].dtype == jnp.bfloat16
     of_values = {"rtol": rtol, "atol": atol} if rounded else F32
     rtol, atol = (2 * rtol, 2 * atol) if rounded else (rtol, atol)
-    atol /= min(1, options.get("temperature", 1))
+    atol += logit_rounding(arrays, options)
     stats, gradients = truth(call, arrays, wrt, **options)
     for mesh in meshes:
         got_stats, got = jax.jit(lambda a, p=mesh: with_gradients(call, p, a, wrt, **options))(arrays)
