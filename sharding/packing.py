@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence, Sized
@@ -178,6 +179,9 @@ def pack(
         given = {"row_length": row_length, **options, **of_shard}
         check_equal("pack", {name: value for name, value in given.items() if value})
         each, fullest = agree((each, fullest))
+    most_rows = (rows or max(buckets or (0,))) * (micro_batches or 1)
+    if num_segments is not None and max_tokens is None and 0 < most_rows < each * data:
+        _check_num_segments(num_segments, size, held, row_length, most_rows)
     rows, count = _rows_and_count(each * data, rows, buckets, micro_batches or 1, max_tokens is not None, data)
     has_micro_batches = micro_batches is not None or max_tokens is not None
     if used < rows * count:
@@ -278,6 +282,19 @@ def _rows_and_count(
     if rows * count < needed:
         raise ValueError(f"rows: got {rows} in each of {count} micro-batches, expected at least {needed} in all")
     return rows, count
+
+
+def _check_num_segments(given: int, size: np.ndarray, held: np.ndarray, row_length: int, rows: int) -> None:
+    """Raises where these rows would do, if each could hold more sequences."""
+
+    def fits(most: int) -> bool:
+        return int(first_fit_decreasing(size, held, row_length, most)[0].max(initial=-1)) < rows
+
+    more = range(given + 1, int(held.sum()) + 1)
+    least = bisect.bisect_left(more, True, key=fits)
+    if least < len(more):
+        expected = f"at least {more[least]}, the sequences that a row then holds"
+        raise ValueError(f"num_segments: got {given}, expected {expected}, or more rows than {rows}")
 
 
 def _bundles(bundle: np.ndarray, padded: np.ndarray, row_length: int, most: float) -> tuple[np.ndarray, np.ndarray]:

@@ -19,6 +19,7 @@ from jaxppo.base.arrays import (
     check_alike,
     check_number,
     masked,
+    needed,
     sound,
     unless_mask,
 )
@@ -200,7 +201,7 @@ def span_distillation(
         x = np.asarray(values, np.float64)
         check(name, f"shape {x.shape}", x.shape == of.shape, f"{of.shape}, one for each token of its spans")
         x, of = x[of >= 0], of[of >= 0]
-        most = KINDS[name].most
+        most = needed(name, KINDS[name].most)
         bad = x[~(np.isfinite(x) & (x <= most))]
         check(name, bad[:1].tolist(), bad.size == 0, f"finite log-probs of at most {most}")
         sums.append(np.bincount(of, x, minlength=count))

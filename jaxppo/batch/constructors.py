@@ -127,12 +127,12 @@ class Constructors:
             and loss_weights in either shape.
 
         Returns:
-          A batch with R = B, T = P + C and S = 1. A completion token that trains without a token before it makes losses
-          NaN.
+          A batch with R = B, T = P + C and S = 1. Under jit, a row that would be refused makes losses NaN.
 
         Raises:
-          TypeError, ValueError: an array of another dtype or shape, padding that `pad_id` shows, a row length that the
-            layout cannot divide, the layout "zigzag_per_segment", which needs rows that were packed for it.
+          TypeError, ValueError: an array of another dtype or shape, masks that are not 0 or 1, padding that `pad_id`
+            shows, a token that trains on padding or without a token before it, a row length that the layout cannot
+            divide, the layout "zigzag_per_segment", which needs rows that were packed for it.
 
         Example:
           >>> import jax.numpy as jnp
@@ -178,7 +178,8 @@ class Constructors:
           A batch in the mesh's layout.
 
         Raises:
-          TypeError, ValueError: as `from_padded`; num_segments that is not given under jit.
+          TypeError, ValueError: as `from_padded`; num_segments that is not given under jit, sequences that are numbered
+            from 0 and lose a token to train on, or are out of order.
 
         Example:
           >>> import jax.numpy as jnp

@@ -77,7 +77,9 @@ def sample_fields(
         expected = f"0 and 1 for each of the {len(mask)} tokens after the first prompt"
         given = as_array("loss_mask", loss_mask, expected)
         check("loss_mask", f"shape {given.shape}", given.shape == mask.shape, expected)
-        check("loss_mask", shown(loss_mask), given.dtype.kind in "bifu" and np.isin(given, (0, 1)).all(), expected)
+        check(
+            "loss_mask", shown(loss_mask), given.dtype.kind in "bifu" and bool(np.isin(given, (0, 1)).all()), expected
+        )
         mask *= given
     mask *= _weight(turns[-1].finish_reason, truncated)
     return {**found, "tokens": tokens, "response_start": start, "loss_mask": np.pad(mask, (start, 0))}
@@ -244,7 +246,8 @@ def _triples(where: str, triples: Any) -> tuple[list[Any], list[int]]:
 def _weight_versions(where: str, spans: Any, count: int) -> list[int] | None:
     """The version of each of these tokens; None where the engine was never told a number, as by default."""
     expected = "spans with version, start and end, which cover the output tokens one after another"
-    found, numbers = [], []
+    found: list[Any] = []
+    numbers: list[int | None] = []
     for i, span in enumerate([] if spans is None else as_list(where, spans, expected)):
         start, end = (scalar(_get(span, name)) for name in ("start", "end"))
         good = is_whole(start) and is_whole(end) and len(found) == start <= end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import warnings
 from collections.abc import Sequence
@@ -10,8 +11,10 @@ from typing import Any, Required, TypedDict
 import numpy as np
 
 from jaxppo.base.arrays import check, check_count, check_flag
+from jaxppo.batch.host import is_whole
 from jaxppo.batch.same_prompts import check_groups, check_groups_of_hosts
 from jaxppo.batch.samples import (
+    Piece,
     Sample,
     batch_arrays,
     check_sample_ids,
@@ -19,7 +22,14 @@ from jaxppo.batch.samples import (
     check_samples,
     whole_pieces,
 )
-from jaxppo.sharding import Packed, ParallelMesh, check_parallel, multihost, pack, segment_multiple
+from jaxppo.sharding import (
+    Packed,
+    ParallelMesh,
+    check_parallel,
+    multihost,
+    pack,
+    segment_multiple,
+)
 
 
 class RowSizes(TypedDict, total=False):
@@ -71,15 +81,10 @@ def packed_samples(
         places = [range(piece.start, piece.stop) for piece in pieces]
         if twin is not None:  # a sample and its twin have the same room, that of the longer
             places = [max(room, range(len(other.tokens)), key=len) for room, other in zip(places, twin, strict=True)]
-    packed = pack(
-        places,
-        row_length=row_length,
-        parallel=parallel,
-        loads=[0.0 if piece.shared else float(samples[piece.sample].mask.sum()) for piece in pieces],
-        bundles=[piece.bundle for piece in pieces],
-        **sizes,
-    )
     hosts = parallel if parallel and multihost.spans_processes(parallel) else None
+    if share_prefixes and sizes.get("num_segments") is not None and not hosts:
+        _check_num_segments(samples, row_length, sizes, mtp_depths, parallel)
+    packed = _packed(places, pieces, samples, row_length, parallel, sizes)
     first = multihost.numbers_before(hosts, len(samples)) if hosts else 0
     ids = [first + i if s.sample_id is None else int(s.sample_id) for i, s in enumerate(samples)]
     with multihost.together(parallel):
@@ -99,6 +104,49 @@ def packed_samples(
         len(sizes.get("buckets") or ()),
     )
     return [{**arrays, "micro_batches": packed.micro_batches} for arrays in made]
+
+
+def _packed(
+    places: Sequence[range],
+    pieces: Sequence[Piece],
+    samples: Sequence[Sample],
+    row_length: int,
+    parallel: ParallelMesh | None,
+    sizes: RowSizes,
+) -> Packed:
+    return pack(
+        places,
+        row_length=row_length,
+        parallel=parallel,
+        loads=[0.0 if piece.shared else float(samples[piece.sample].mask.sum()) for piece in pieces],
+        bundles=[piece.bundle for piece in pieces],
+        **sizes,
+    )
+
+
+def _check_num_segments(
+    samples: Sequence[Sample], row_length: int, sizes: RowSizes, mtp_depths: int, parallel: ParallelMesh | None
+) -> None:
+    """Raises where trees do not fit the rows, but would with more segments in a row: a shared prefix takes one too."""
+    from jaxppo.batch.prefixes import shared_pieces
+
+    def fits(segments: int) -> bool:
+        pieces = shared_pieces(samples, row_length, segments, mtp_depths, parallel)
+        places = [range(piece.start, piece.stop) for piece in pieces]
+        try:
+            _packed(places, pieces, samples, row_length, parallel, {**sizes, "num_segments": segments})
+        except ValueError:
+            return False
+        return True
+
+    given = sizes["num_segments"]
+    if not is_whole(given) or given < 1 or fits(given):
+        return
+    more = range(given + 1, 2 * len(samples) + 1)
+    least = bisect.bisect_left(more, True, key=fits)
+    if least < len(more):
+        expected = f"at least {more[least]} with share_prefixes, since a prefix that samples share takes a segment too"
+        raise ValueError(f"num_segments: got {given}, expected {expected}")
 
 
 def _check_twin(

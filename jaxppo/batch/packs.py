@@ -20,8 +20,10 @@ from jaxppo.batch.rows import (
     check_on_host,
     check_row_array,
     layout_of,
+    marked,
     of_whole_rows,
     taken,
+    wrong_values,
 )
 from jaxppo.sharding import ParallelMesh, row_multiple, segment_multiple
 
@@ -83,7 +85,7 @@ def _unpacked(
     axes: Any, length: int, aligned: Aligned, multiple: int, extras: Places, arrays: dict[str, Array]
 ) -> dict[str, Array]:
     fills = {what: fill for what, _, fill in extras}
-    bad = [wrong for _, wrong, _, _ in _wrong(jnp, arrays, length, multiple)]
+    wrong = [*_wrong(jnp, arrays, length, multiple)]
     ends = [arrays.pop(name) for name in ENDS if name in arrays]
     starts, lengths, _, sizes = _places(jnp, ends, arrays["tokens"].shape[1], multiple)
     num_segments = lengths.shape[1]
@@ -109,8 +111,7 @@ def _unpacked(
         follows = jnp.pad(inside[:, 1:] & (positions[:, 1:] > 0), ((0, 0), (0, 1)))
         rows["targets"] = jnp.where(follows, jnp.roll(rows["tokens"], -1, axis=1), 0)
     made = aligned_rows(axes, length, num_segments, extras, rows)
-    broken = jnp.stack(bad).any(axis=0)[:, None]
-    return made | {"loss_mask": jnp.where(broken, jnp.nan, made["loss_mask"])}  # NaN is a broken rule
+    return made | {"loss_mask": marked(made["loss_mask"], wrong)}
 
 
 def _places(xp: Any, ends: list[Any], tokens: int, multiple: int) -> tuple[Any, Any, Any, Any]:
@@ -140,6 +141,7 @@ def _wrong(xp: Any, packs: Mapping[str, Any], row_length: int, multiple: int) ->
     of = f", each sequence padded to a multiple of {multiple}" if multiple > 1 else ""
     fits = f"at most row_length={row_length} positions of a row{of}"
     yield ENDS[0], needed > row_length, _values(needed), fits
+    yield from wrong_values("loss_mask", packs["loss_mask"])
     mask = packs["loss_mask"].astype(xp.float32)
     trains = xp.pad((mask != 0).cumsum(axis=1, dtype=xp.int32), ((0, 0), (1, 0)))
     first, last = (xp.take_along_axis(trains, xp.clip(x, 0, tokens), axis=1) for x in (starts, starts + lengths))

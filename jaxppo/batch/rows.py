@@ -5,7 +5,7 @@ Each device that shares a row computes the whole row, and then keeps the positio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypedDict
 
 import jax
@@ -66,7 +66,7 @@ _MAY_BE_NONE = ("prompt_mask", "attention_mask", "cu_seqlens_padded")
 _INPUTS = {"prompt_ids", "completion_ids", "completion_mask", "cu_seqlens", *_MAY_BE_NONE}
 
 # an argument, `bool[R]` where it is wrong, what a wrong row has got, and what is expected
-Wrong = Iterator[tuple[str, Any, Callable[[int], str], str]]
+Wrong = Iterable[tuple[str, Any, Callable[[int], str], str]]
 
 
 def padded_rows(
@@ -83,15 +83,28 @@ def padded_rows(
         check_row_array(what, x, shapes[what])
     if pad_id is not None and (isinstance(pad_id, bool) or not isinstance(pad_id, (int, np.integer))):
         raise TypeError(f"pad_id: got {pad_id!r}, expected an integer")
-    check_on_host(lambda x: _misplaced(x, pad_id), given, ("prompt_ids", "completion_ids", "completion_mask"))
+    masks = ("completion_mask", "prompt_mask", "attention_mask")
+    check_on_host(lambda x: _wrong_padded(np, x, pad_id), given, ("prompt_ids", "completion_ids", *masks))
     return of_whole_rows("RolloutBatch.from_padded", _padded, P + C, given, (pad_id, places), parallel)
+
+
+def _wrong_padded(xp: Any, x: Mapping[str, Any], pad_id: int | None) -> Wrong:
+    """What may be wrong with padded arrays; the same on the host and on devices."""
+    yield from _misplaced(x, pad_id)
+    for name in ("prompt_mask", "attention_mask"):
+        if name in x:
+            yield from wrong_values(name, x[name])
+    trains, real = _trains(xp, x), _real_tokens(xp, x)
+    first = real & (xp.cumsum(real, axis=1) == 1)
+    where = "0 on padding, and at a token with none before it, since nothing predicts that one"
+    yield from wrong_masks("completion_mask", trains, real & ~first, where, before=x["prompt_ids"].shape[1])
 
 
 def _misplaced(x: Mapping[str, Any], pad_id: int | None) -> Wrong:
     """Completions that begin with padding, and prompts whose padding counts as tokens, although a token trains."""
     if pad_id is None or "attention_mask" in x:
         return
-    prompt, completion, trains = x["prompt_ids"], x["completion_ids"], x["completion_mask"] != 0
+    prompt, completion, trains = x["prompt_ids"], x["completion_ids"], x["completion_mask"].astype(np.float32) != 0
     yield (
         "completion_ids",
         (completion[:, 0] == pad_id) & ~trains[:, 0] & trains.any(axis=1),
@@ -117,6 +130,43 @@ def check_on_host(wrong: Callable[[dict[str, Any]], Wrong], given: Mapping[str, 
                 raise ValueError(f"{name}: got {got(int(np.argmax(bad)))}, expected {expected}")
 
 
+def wrong_values(name: str, mask: Any) -> Wrong:
+    """Rows of a mask with something else than 0 and 1."""
+    mask = mask.astype(np.float32)
+    bad = (mask != 0) & (mask != 1)
+    yield name, bad.any(axis=1), lambda row: f"{mask[row][bad[row]][0]} in row {row}", "0 and 1"
+
+
+def wrong_masks(name: str, mask: Any, inside: Any, expected: str, before: int = 0) -> Wrong:
+    """Rows of a loss mask that has another value than 0 and 1, or a 1 outside of the tokens that may train.
+
+    Every constructor asks this of its mask. `before` positions stand before those that the argument has.
+    """
+    yield from wrong_values(name, mask)
+    lost = (mask.astype(np.float32) != 0) & ~inside
+    yield name, lost.any(axis=1), lambda row: f"1 at {int(np.argmax(lost[row])) - before} of row {row}", expected
+
+
+def marked(mask: Array, wrong: Wrong) -> Array:
+    """The loss mask, NaN in the rows that are wrong: NaN breaks a rule, whatever reads the mask."""
+    broken = jnp.stack([bad for _, bad, _, _ in wrong]).any(axis=0)
+    return jnp.where(broken[:, None], jnp.nan, mask)
+
+
+def _wrong_rows(xp: Any, x: Mapping[str, Any]) -> Wrong:
+    """What may be wrong with packed rows; the same on the host and on devices."""
+    ids = x["segment_ids"]
+    yield from wrong_masks("loss_mask", x["loss_mask"], ids > 0, "0 where segment_ids is 0: sequences are 1, 2, ...")
+    before = xp.pad(ids[:, :-1], ((0, 0), (1, 0)))
+    back = (ids > 0) & (ids != before) & (ids <= _most_so_far(xp, before))
+    expected = "each sequence to be contiguous, and those of a row in rising order"
+    yield "segment_ids", back.any(axis=1), lambda row: f"{ids[row][back[row]][0]} again in row {row}", expected
+
+
+def _most_so_far(xp: Any, x: Any) -> Any:
+    return np.maximum.accumulate(x, axis=1) if xp is np else lax.cummax(x, axis=1)
+
+
 def placed_rows(
     rows: Mapping[str, AnyArray], arrays: RowArrays, num_segments: int | None, parallel: ParallelMesh | None
 ) -> dict[str, Array]:
@@ -129,11 +179,22 @@ def placed_rows(
             raise ValueError("num_segments: got None under jit, expected S, the most sequences that a row may hold")
         num_segments = max(1, int(np.max(np.asarray(ids))))
     check_count("num_segments", num_segments, least=1)
-    most = 0 if isinstance(ids, jax.Array) else int(np.max(np.asarray(ids)))  # losses check ids on devices
+    on_host = np.zeros(1, int) if isinstance(ids, jax.Array) else ids  # losses check the range of ids on devices
+    check("segment_ids", on_host.min(), on_host.min() >= 0, "0 for padding, and 1, 2, ... for the sequences of a row")
+    most = int(on_host.max())
     check("num_segments", num_segments, most <= num_segments, f"at least {most}, the largest of segment_ids")
     for what, x in given.items():
         check_row_array(what, x, ((R, num_segments if what in PER_SEGMENT else T),))
-    return of_whole_rows(name, aligned_rows, T, given, (num_segments, places), parallel)
+    check_on_host(lambda x: _wrong_rows(np, x), given, ("segment_ids", "loss_mask"))
+    return of_whole_rows(name, _placed, T, given, (num_segments, places), parallel)
+
+
+def _placed(
+    axes: ShardAxes, length: int, num_segments: int, places: Places, arrays: dict[str, Array]
+) -> dict[str, Array]:
+    wrong = _wrong_rows(jnp, arrays)
+    made = aligned_rows(axes, length, num_segments, places, arrays)
+    return made | {"loss_mask": marked(made["loss_mask"], wrong)}
 
 
 def all_arrays(own: Mapping[str, Any], arrays: RowArrays) -> tuple[dict[str, Any], Places]:
@@ -262,16 +323,16 @@ def _at_predictors(arrays: dict[str, Array], places: Places, after: Array, follo
 def _padded(
     axes: ShardAxes, length: int, pad_id: int | None, places: Places, arrays: dict[str, Array]
 ) -> dict[str, Array]:
-    misplaced = [bad for _, bad, _, _ in _misplaced(arrays, pad_id)]
-    prompt, completion, mask = (arrays.pop(name) for name in ("prompt_ids", "completion_ids", "completion_mask"))
+    wrong = [*_wrong_padded(jnp, arrays, pad_id)]
+    trains, real = _trains(jnp, arrays), _real_tokens(jnp, arrays)
+    prompt, completion = (arrays.pop(name) for name in ("prompt_ids", "completion_ids"))
+    arrays = {what: x for what, x in arrays.items() if what not in _INPUTS}
     P, stay = prompt.shape[1], [what for what, at, _ in places if at == "input"]
 
     def at_completion(x: Array) -> Array:
         x = x if x.ndim > 1 else jnp.broadcast_to(x[:, None], completion.shape)
         return jnp.pad(x, ((0, 0), (P, 0), *((0, 0),) * (x.ndim - 2)))
 
-    trains = at_completion(mask.astype(jnp.float32))
-    real = _real_tokens(trains, arrays.pop("prompt_mask", None), arrays.pop("attention_mask", None), P)
     tokens = jnp.concatenate([prompt.astype(jnp.int32), completion.astype(jnp.int32)], axis=1)
 
     # the next token after each position, `length` where there is none
@@ -284,8 +345,6 @@ def _padded(
     }
     rows = _at_predictors(rows | {"loss_mask": trains}, places, after, predicts & (following >= P))
 
-    first = real & (jnp.cumsum(real, axis=1) == 1)
-    wrong = jnp.stack([((trains != 0) & (first | ~real)).any(axis=1), *misplaced]).any(axis=0)[:, None]
     there = real.astype(jnp.int32)
     inside = (lax.cummax(there, axis=1) > 0) & (lax.cummax(there, axis=1, reverse=True) > 0)
     rows |= {
@@ -293,15 +352,21 @@ def _padded(
         "targets": taken(tokens, after, predicts),
         "segment_ids": inside.astype(jnp.int32),
         "positions": jnp.where(inside, jnp.cumsum(real, axis=1) - 1, 0),
-        "loss_mask": jnp.where(wrong & inside, jnp.nan, rows["loss_mask"]),  # NaN is a broken rule
+        "loss_mask": marked(rows["loss_mask"], wrong),
     }
     return as_batch(axes, length, 1, rows)
 
 
-def _real_tokens(trains: Array, prompt_mask: Array | None, attention_mask: Array | None, prompts: int) -> Array:
+def _trains(xp: Any, x: Mapping[str, Any]) -> Any:
+    """f32[B, P + C], the loss mask at tokens."""
+    return xp.pad(x["completion_mask"].astype(xp.float32), ((0, 0), (x["prompt_ids"].shape[1], 0)))
+
+
+def _real_tokens(xp: Any, x: Mapping[str, Any]) -> Any:
     """bool[B, P + C], where tokens are."""
-    if attention_mask is not None:
-        return attention_mask.astype(jnp.float32) > 0
-    upto_last = lax.cummax((trains != 0).astype(jnp.int32), axis=1, reverse=True) > 0
-    in_prompt = jnp.ones_like(trains[:, :prompts]) if prompt_mask is None else prompt_mask.astype(jnp.float32)
-    return jnp.concatenate([in_prompt > 0, upto_last[:, prompts:]], axis=1)
+    if "attention_mask" in x:
+        return x["attention_mask"].astype(xp.float32) > 0
+    prompt, completion = x["prompt_ids"], x["completion_mask"].astype(xp.float32) != 0
+    upto_last = xp.flip(_most_so_far(xp, xp.flip(completion, axis=1).astype(xp.int32)), axis=1) > 0
+    in_prompt = x.get("prompt_mask", xp.ones(prompt.shape)).astype(xp.float32) > 0
+    return xp.concatenate([in_prompt, upto_last], axis=1)

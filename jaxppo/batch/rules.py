@@ -81,7 +81,7 @@ class Rule:
 def _on_last_position(v: View, mask: Any) -> Any:
     if v.real_last_targets or v.cut:
         return None
-    return v.counts & (v["segment_ids"] > 0) & (v["positions"] == v["lasts"])
+    return v.counts & (v["segment_ids"] > 0) & (v["positions"] == v["lasts"]) & ~v.xp.isnan(mask)
 
 
 def _without_rollout(v: View, x: Any) -> Any:
@@ -151,6 +151,13 @@ def _positions(v: View, positions: Any) -> Any:
     return (v["segment_ids"] > 0) & (positions != expected)
 
 
+def _tokens(v: View, tokens: Any) -> Any:
+    """Ids above the vocabulary may stand for what a model embeds in another way, such as an image."""
+    same = v["segment_ids"] == _before(v["segment_ids"])
+    trained = same & _before(v.counts)
+    return (v["segment_ids"] > 0) & ((tokens < 0) | (trained & (tokens >= v.vocab_size)))
+
+
 def _next_token(v: View, targets: Any) -> Any:
     follows = v["segment_ids"] == np.roll(v["segment_ids"], -1, axis=1)
     follows[:, -1] = False
@@ -188,12 +195,18 @@ _MASK = ("loss_mask",)
 STRUCTURE = (
     Rule(
         "loss_mask_values",
-        "0 or 1; NaN where a token to train on is predicted by nothing, or by padding, or where cu_seqlens do not fit "
-        "their pack, see the batch's constructor",
+        "0 or 1. NaN marks a row that its constructor refuses outside jit. from_padded: padding that pad_id shows and "
+        "no mask does, loss on padding or on a token with none before it. from_cu_seqlens: ends that do not fit the "
+        "pack. from_token_aligned, from_target_aligned: loss where segment_ids is 0, sequences out of order",
         lambda v, x: v.counts & (x != 1),
         _MASK,
     ),
-    Rule("loss_mask_on_padding", "0 where segment_ids is 0", lambda v, _: v.counts & (v["segment_ids"] == 0), _MASK),
+    Rule(
+        "loss_mask_on_padding",
+        "0 where segment_ids is 0",
+        lambda v, x: v.counts & (v["segment_ids"] == 0) & ~v.xp.isnan(x),  # the rule before is about NaN
+        _MASK,
+    ),
     Rule(
         "loss_mask_on_last_position",
         "0 at the last position of a sequence, since its target is no token of it: arrays that are aligned to tokens "
@@ -306,7 +319,7 @@ ON_HOST = (
         structural=True,
     ),
     Rule("positions", "0, 1, ... in each sequence, or on from its parent", _positions, structural=True),
-    Rule("tokens", "0 to {V}", lambda v, x: (v["segment_ids"] > 0) & ((x < 0) | (x >= v.vocab_size))),
+    Rule("tokens", "at least 0, and at most {V} where it is a target with loss", _tokens),
     Rule("next_token", "the next token of the sequence", _next_token, ("targets",)),
     Rule("present_ids", "at least 0 for each sequence but a shared prefix", _absent_ids, IDS),
     Rule("own_ids", "an id of its own for each sample", _same_ids, ("sample_ids",)),

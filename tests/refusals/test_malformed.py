@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+import os
 import pickle
 import re
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from padded_batches import IDS, ONES, aligned, padded, shifted, thd
 from policy_steps import normalizer_of
 
-from examples.trainer.spikes import load_batch
+from examples.trainer.spikes import load_batch, save_batch
 from jaxppo import (
     KL,
     PPO,
@@ -146,7 +148,7 @@ BATCHES = {
     "rewards of other segments": (lambda: aligned(rewards=np.ones((1, 3))), r"rewards: got shape \(1, 3\)"),
     "fewer segments than there are": (lambda: aligned(segment_ids=3 * ONES, num_segments=2), "num_segments: got 2"),
     # batches, checked on the host
-    "a token beyond the vocabulary": (lambda: validated("tokens", 16, (0, 1)), "tokens: got 16 at row 0, position 1"),
+    "a token beyond the vocabulary": (lambda: validated("tokens", 16, (0, 2)), "tokens: got 16 at row 0, position 2"),
     "a target below 0": (lambda: validated("targets", -1, (0, 1)), "targets: got -1 at row 0, position 1"),
     "a segment beyond S": (lambda: validated("segment_ids", 2, (0, 7)), "segment_ids: got 2 at row 0"),
     "a hole in a segment": (lambda: validated("segment_ids", 0, (0, 1)), "segment_ids: got|positions: got"),
@@ -348,6 +350,61 @@ def test_files_of_batches_are_data(name, tmp_path):
     with pytest.raises(ValueError, match=r"path: got .*step_1.npz, expected a batch that save_batch wrote"):
         load_batch(path, make_parallel_mesh("dp=8"))
     assert not Payload.ran
+
+
+def test_batches_come_back_with_their_extras(tmp_path):
+    """Saving one with extras was a TypeError of the json module."""
+    given = dataclasses.replace(
+        BATCH,
+        extras={
+            "experts": np.arange(16, dtype=np.int32).reshape(1, 8, 2),
+            "half": jnp.arange(8, dtype=jnp.bfloat16)[None],
+            "small": np.arange(8, dtype=np.float16)[None],
+        },
+    )
+    save_batch(tmp_path / "step_1.npz", given)
+    found = load_batch(tmp_path / "step_1.npz", make_parallel_mesh("tp=8"))
+    assert found.extras.keys() == given.extras.keys()
+    for name, x in given.extras.items():
+        assert found.extras[name].dtype == x.dtype
+        np.testing.assert_array_equal(np.asarray(found.extras[name], np.float32), np.asarray(x, np.float32))
+    np.testing.assert_array_equal(found.tokens, given.tokens)
+
+
+def test_a_pipe_is_refused_at_once(tmp_path):
+    """It waited for somebody to write."""
+    os.mkfifo(tmp_path / "step_1.npz")
+    with pytest.raises(ValueError, match=r"path: got .*step_1.npz, expected a batch .*it is no file"):
+        load_batch(tmp_path / "step_1.npz", make_parallel_mesh("dp=8"))
+
+
+BOMBS = {
+    "an unknown array": ({"bomb": np.zeros(10**7, np.uint8)}, "an array 'bomb'"),
+    "settings": ({"static": np.array(" " * 10**6)}, "'static', of at most 65536"),
+    "an array unlike the tokens": (
+        {"loss_mask": np.zeros((1, 9), np.uint8)},
+        r"'loss_mask' of shape \(1, 9\) beside",
+    ),
+    "all together": (
+        {"extras.a": np.zeros((1, 8, 5 * 10**6), np.uint8)},
+        "bytes up to 'extras.a', of at most 1000000",
+    ),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_what_unpacks_to_too_much_is_not_unpacked(bomb, tmp_path):
+    """A file of 400 KB was unpacked to 400 MB before it was refused."""
+    arrays, message = BOMBS[bomb]
+    fields = {k: np.asarray(x) for k, x in vars(BATCH).items() if isinstance(x, np.ndarray)}
+    np.savez_compressed(tmp_path / "step_1.npz", **{"static": np.array("{}")} | fields | arrays)
+    mesh = make_parallel_mesh("dp=8")
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=message):
+        load_batch(tmp_path / "step_1.npz", mesh, most_bytes=10**6)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2 * 10**7  # of 4 * 10**7
 
 
 def test_the_table_is_as_long_as_it_says():
