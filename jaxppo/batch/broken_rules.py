@@ -114,7 +114,7 @@ def explain_broken_rules(broken_rules: int | float | Array) -> list[str]:
     """
     x = broken_rules
     numeric = isinstance(x, (int, float, np.number, np.ndarray, jax.Array)) and not isinstance(x, bool)
-    if not numeric or np.shape(x) != ():
+    if not numeric or np.shape(x) != () or not jnp.issubdtype(getattr(x, "dtype", float), np.number):
         got = f"shape {np.shape(x)}" if numeric else type(x).__name__
         raise TypeError(f'broken_rules: got {got}, expected a number, such as metrics["broken_rules"].value of a step')
     number = float(x)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import check, check_count, check_number, check_type
+from jaxppo.base.arrays import check, check_count, check_type, plain_number
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.sharding import LAYOUTS, Packed, ParallelMesh, check_parallel, logical_positions, multihost, unpack
 
@@ -78,7 +78,7 @@ def assert_packing_invariant(
     check_count("vocab_size", vocab_size, least=1)
     check_count("seed", seed)
     if tolerance is not None:
-        check_number("tolerance", tolerance, least=0)
+        tolerance = plain_number("tolerance", tolerance, least=0)
     rng, shards = np.random.default_rng(seed), parallel.context_size if parallel else 2
     unit = 2 * shards  # what every layout divides rows and segments by
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -210,8 +211,8 @@ def as_id_sets(what: str, ids: Any, tokens: tuple[int, ...]) -> Any:
 def as_logit_stats(logit_stats: Any) -> tuple[LogitStat, ...]:
     """The names, each once and in one order."""
     names = get_args(LogitStat)
-    several = isinstance(logit_stats, Collection) and not isinstance(logit_stats, str)
-    good = several and set(logit_stats) <= set(names)
+    several = isinstance(logit_stats, Collection) and not isinstance(logit_stats, (str, jax.Array, np.ndarray))
+    good = several and all(isinstance(x, str) and x in names for x in logit_stats)
     check("logit_stats", repr(logit_stats), good, f"some of {names}, in a tuple, list or set")
     return tuple(name for name in names if name in logit_stats)
 
