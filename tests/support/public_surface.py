@@ -24,8 +24,9 @@ from jaxppo.mismatch import TokenMismatch
 from jaxppo.policy_losses import ClipCov
 from jaxppo.step import entropy as entropies
 
-# The first has refusals of its own, in sharding/ and test_layouts_inputs; the second imports other packages.
-ELSEWHERE = ("jaxppo.sharding", "jaxppo.integrations")
+# The first has refusals of its own, in sharding/ and test_layouts_inputs; the second imports other packages; the third
+# computes a dozen programs a call, see losses/test_own_losses.
+ELSEWHERE = ("jaxppo.sharding", "jaxppo.integrations", "jaxppo.losses.testing")
 R, T, S, H, V, K = 2, 10, 2, 4, 9, 2  # the last two positions of a row are padding
 
 
