@@ -157,7 +157,7 @@ def _share(share: Any) -> Share:
     """The checked share: a fraction of two integers where it is known, since 0.7 is none in f32; else f32."""
     if isinstance(share, jax.core.Tracer):
         return as_number("share", share, above=0, most=1)
-    number = Fraction(plain_number("share", share, above=0, most=1)).limit_denominator(_LARGEST)
+    number = Fraction(float(plain_number("share", share, above=0, most=1))).limit_denominator(_LARGEST)
     return jnp.int32(number.numerator), jnp.int32(number.denominator)
 
 

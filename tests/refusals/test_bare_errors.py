@@ -57,6 +57,7 @@ LEFT = {  # calls whose errors are not the library's own, by function, or "" for
     **dict.fromkeys([(of, "policy_head") for of in ("draft_loss", "draft_metrics")], "a gradient is stopped first"),
     ("on_policy_distillation", "coef"): "a jax scalar of integers, under strict promotion of dtypes",
     ("write_tokens", "path"): "a file, which 1 is too",
+    **dict.fromkeys([("StepTerm.of", x) for x in ("fn", "sums")], "a program of the user's and what it reads"),
     ("assert_packing_invariant", "hidden_fn"): "the class int is called with a batch",
     **dict.fromkeys(
         [("", x) for x in ("head", "teacher_head", "policy_head", "rollout_head")],
