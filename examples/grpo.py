@@ -45,7 +45,8 @@ class Decoder(nnx.Module):
     def __call__(self, tokens, positions, sees):
         x = self.tokens(tokens) + self.positions(positions)
         qkv = self.qkv(self.norms[0](x)).reshape(*tokens.shape, HEADS, -1)
-        y = jax.nn.dot_product_attention(*jnp.split(qkv, 3, 3), mask=sees[:, None])
+        q, k, v = jnp.split(qkv, 3, -1)
+        y = jax.nn.dot_product_attention(q, k, v, mask=sees[:, None])
         x = x + self.out(y.reshape(x.shape))
         return self.norms[2](x + self.down(nnx.gelu(self.up(self.norms[1](x)))))
 
