@@ -149,6 +149,8 @@ def logit_rounding(arrays, options):
     A soft-cap lets no more through than its own size.
     """
     wide = {name: np.abs(np.nan_to_num(np.asarray(x, np.float64))) for name, x in arrays.items()}
+    if "kernel" not in wide:  # logits are given, and rounded where they are divided by a temperature
+        return F32["atol"] * (1 / min(1, options.get("temperature", 1)) - 1)
     kernel = wide["kernel"] if options.get("layout", "hv") == "hv" else wide["kernel"].T
     terms = wide["hidden"] @ kernel + wide.get("bias", 0.0)
     count = len(kernel) + ("bias" in wide)
