@@ -143,7 +143,7 @@ def _check(name: str, what: str, parallel: ParallelMesh, spec: P, x: Any) -> Non
 
 
 def _check_devices(name: str, what: str, parallel: ParallelMesh, x: jax.Array) -> None:
-    held_by = x.sharding.device_set
+    held_by: set[Any] = x.sharding.device_set
     expected = set(parallel.mesh.devices.flat)
     if held_by != expected:
         where = ", ".join(map(str, sorted(device.id for device in held_by)))

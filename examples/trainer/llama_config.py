@@ -55,7 +55,7 @@ class LlamaConfig:
     """Queries and keys have norms."""
     qkv_bias: bool
     out_bias: bool
-    """Of the projection behind attention."""
+    """Whether the projection behind attention has a bias."""
     mlp_bias: bool
     ends: tuple[int, ...]
     """The ids after which a response is over."""

@@ -72,7 +72,7 @@ def proximal_log_probs(
     proximal = version - 1 if proximal_version is None else proximal_version
     _check_version("proximal_version", proximal)
     known = not isinstance(version, jax.core.Tracer) and not isinstance(proximal, jax.core.Tracer)
-    check("proximal_version", proximal, not known or proximal <= version, f"at most the version, {version}")
+    check("proximal_version", proximal, not known or bool(proximal <= version), f"at most the version, {version}")
     policy_versions = policy_versions.astype(jnp.int32)
     total = version - policy_versions
     share = (proximal - policy_versions) / jnp.where(total > 0, total, 1)

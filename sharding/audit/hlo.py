@@ -207,7 +207,7 @@ def shape_bytes(shape: str, in_hbm: bool = False) -> int:
 
 
 def _bits(dtype: str) -> int:
-    """Of a number of a dtype, which its name begins with; 0 for what has none, such as a token."""
+    """The bits of a number of a dtype, which stand in its name; 0 for what has none, such as a token."""
     if dtype == "pred":
         return 8
     digits = re.findall(r"\d+", dtype)

@@ -63,7 +63,7 @@ def test_workers_draw_from_one_seed(tmp_path):
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_run_by_day_says_how_many_cases_it_left_out(tmp_path, workers):
-    """Of six cases four have a new value; -k chooses before anything is left out."""
+    """Four of six cases have a new value; -k chooses before anything is left out."""
     (tmp_path / "test_table.py").write_text(OF_DAY_AND_NIGHT)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = nightly\n")
     paths = [ROOT / "tests", ROOT / "tests" / "support"]

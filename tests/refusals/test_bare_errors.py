@@ -47,7 +47,7 @@ LEFT = {  # calls whose errors are not the library's own, by function, or "" for
     ("compute_log_probs", "params"): OF_PROGRAMS,
     ("compute_log_probs", "apply"): "the class int is called with a batch",
     **dict.fromkeys((("Head.of", "layout"), ("Head.of", "dtype")), "a name is compared with an array of objects"),
-    **dict.fromkeys((("Sample.from_sglang", "truncated"), ("Sample.from_vllm", "truncated")), "compared likewise"),
+    **dict.fromkeys((("Sample.from_sglang", "truncated"), ("Sample.from_vllm", "truncated")), "compared in the same way"),
     ("", "row_length"): "an array of 1, which no sequence fits: the error names sequences",
     ("RolloutBatch.from_samples", "micro_batches"): "an array of no dimension is a key of a dictionary",
     **dict.fromkeys((("check_top_k", "ids"), ("check_top_k", "log_probs")), "what numpy makes no array of"),
