@@ -43,11 +43,14 @@ STRANGE = {
 
 OF_PROGRAMS = "any pytree, which JAX reads"
 NO_LENGTH = "arrays of no dimension have no length"
+OF_OBJECTS = "a name is compared with an array of objects"
 LEFT = {  # calls whose errors are not the library's own, by function, or "" for all, and argument
     ("compute_log_probs", "params"): OF_PROGRAMS,
     ("compute_log_probs", "apply"): "the class int is called with a batch",
-    **dict.fromkeys((("Head.of", "layout"), ("Head.of", "dtype")), "a name is compared with an array of objects"),
-    **dict.fromkeys((("Sample.from_sglang", "truncated"), ("Sample.from_vllm", "truncated")), "compared in the same way"),
+    ("Head.of", "layout"): OF_OBJECTS,
+    ("Head.of", "dtype"): OF_OBJECTS,
+    ("Sample.from_sglang", "truncated"): OF_OBJECTS,
+    ("Sample.from_vllm", "truncated"): OF_OBJECTS,
     ("", "row_length"): "an array of 1, which no sequence fits: the error names sequences",
     ("RolloutBatch.from_samples", "micro_batches"): "an array of no dimension is a key of a dictionary",
     **dict.fromkeys((("check_top_k", "ids"), ("check_top_k", "log_probs")), "what numpy makes no array of"),
