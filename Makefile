@@ -47,7 +47,7 @@ quick: lint
 # Four runs: the tests of exact bits (all cases) and the head's tests (daytime cases) without QUICK_COMPILES, the tests of
 # numbers as on another processor, then everything but the first (all cases) with QUICK_COMPILES. nightly-PART-failed.txt
 # lists failures as they happen. nightly-PART-summary.md lists what ran, the times, the slowest tests and the seeds.
-HEADS = $(wildcard tests/head/test_from_*.py) $(patsubst %,tests/head/test_%.py,ids nucleus precision reference_first)
+HEADS = $(wildcard tests/head/test_from_*.py) $(patsubst %,tests/head/test_%.py,ids nucleus precision)
 NIGHTLY = $(RUN) -m pytest -n 2 --dist worksteal -p tests.support.nightly_summary
 nightly: lint types docs
 	$(PIP) -e '.[gpu-aot,tunix]'

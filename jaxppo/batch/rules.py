@@ -185,7 +185,7 @@ def _before(x: np.ndarray) -> np.ndarray:
 # The arrays that rules know, beside those of `PER_TOKEN`; what a loss reads under another name is "another_array".
 KNOWN = {
     *("segment_ids", "positions", "loss_mask", "sample_ids", "parents", "rollout_ids", "normalizer", "denominators"),
-    *("pair_ids", "sample_rewards", "alone", "targets", "nucleus_ids", "adapter_ids", "temperature", "ids"),
+    *("twice", "pair_ids", "sample_rewards", "alone", "targets", "nucleus_ids", "adapter_ids", "temperature", "ids"),
     *("ids_of_stats", "id_log_probs", "teacher_log_probs", "rollout_log_probs_of_ids", *PER_TOKEN),
 }
 _K_LOG_PROBS = "log-probs of K ids, each at most {most}{mass}; -inf is a probability of 0"
@@ -220,6 +220,13 @@ STRUCTURE = (
         "a rollout id of at least 0 for each sample, and no loss without one",
         _without_rollout,
         ("rollout_ids", *_MASK),
+    ),
+    Rule(
+        "own_ids_of_rollouts",
+        'an id of its own for each sample, since "rollout_mean" takes samples of one id for one rollout; samples that '
+        "a rollout was cut into have rollout_ids",
+        lambda v, twice: twice,
+        ("twice",),
     ),
     Rule(
         "normalizer",

@@ -283,13 +283,25 @@ def as_token_arrays(
         check_array("targets", targets)
         check("targets", f"shape {targets.shape}", targets.shape == tokens, f"{tokens}, the [R, T] of {source}")
         targets = as_token_ids(targets)
+    temperature = as_temperature(temperature, tokens)
     if where is not None:
         check_array("where", where)
         check("where", f"shape {where.shape}", where.shape == tokens, f"{tokens}, the shape of targets")
+        temperature = _nan_where_odd(temperature, where)
         where = where.astype(bool)
     nucleus_ids = calls.as_id_sets("nucleus_ids", nucleus_ids, tokens)
     ids = calls.as_id_sets("ids", ids, tokens)
-    return Tokens(targets, nucleus_ids, ids, as_temperature(temperature, tokens)), where
+    return Tokens(targets, nucleus_ids, ids, temperature), where
+
+
+def _nan_where_odd(temperature: Any, where: Any) -> Any:
+    """The temperature, NaN where a mask of numbers is neither 0 nor 1: the results there are then NaN."""
+    if where.dtype == bool:
+        return temperature
+    if temperature is None:
+        temperature = jnp.float32(1)
+    is_odd = (where != 0) & (where != 1)
+    return jnp.where(is_odd, jnp.float32(jnp.nan), jnp.broadcast_to(temperature, where.shape))
 
 
 def as_asked(entropy: Any, logit_stats: Any, top_k: Any) -> Asked:

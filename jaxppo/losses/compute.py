@@ -135,7 +135,10 @@ def step_of(
     segments = batch.segments(axes)
     weighs = known or step_normalizer(batch, segments, normalizer, loss.aggregation, loss.off_policy)
     reads = reads_of(loss, stats, batch, segments)
-    reads |= {"rollout_ids": batch.rollouts} if loss.aggregation == "rollout_mean" else {}
+    if loss.aggregation == "rollout_mean":
+        reads |= {"rollout_ids": batch.rollouts}
+        if batch.rollout_ids is None:
+            reads |= {"twice": jnp.isnan(weighs.denominators)}
     broken = _broken_rules(batch, segments, normalizer, reads, {**numbers, **part.numbers_in(loss)}, head)
     capped = None
     if (sampled := batch.rollout_log_probs) is not None:

@@ -210,6 +210,11 @@ def normalize(
         totals = rollouts.sum(rollouts.gather(weights))
         sequences = (totals > 0).sum(dtype=jnp.float32)
         denominators = jnp.where(rollouts.there, totals[rollouts.own], 0)
+        if batch.rollout_ids is None:
+            # two samples of one id would be one rollout, with the tokens of both
+            samples = rollouts.sum(rollouts.gather(jnp.ones_like(weights)))
+            is_twice = rollouts.there & (samples[rollouts.own] > 1)
+            denominators = jnp.where(is_twice, jnp.nan, denominators)
     else:
         counted = vary((weights > 0).sum(dtype=jnp.float32), axes.data)
         sequences, denominators = axes.psum(counted, axes.data), weights

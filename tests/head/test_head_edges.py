@@ -1,5 +1,7 @@
 """Heads where numbers are at an edge: soft-caps that saturate, masked columns, float16, against float64 numpy."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -374,3 +376,23 @@ def test_what_the_refusal_of_second_derivatives_sends_to_works():
 
     with pytest.raises(NotImplementedError, match="has them in reverse mode"):
         jax.grad(lambda h: jax.grad(from_hidden)(h).sum())(jnp.ones((1, 3, 5)))
+
+
+@pytest.mark.parametrize("entry", [0.3, math.nan, 7])
+def test_a_mask_of_where_that_is_neither_0_nor_1(entry):
+    """Its token was computed, as if the entry were 1."""
+    hidden = jax.random.normal(jax.random.key(0), (1, 3, 4))
+    kernel = jax.random.normal(jax.random.key(1), (4, 5))
+    targets = jnp.array([[1, 2, 3]])
+
+    @jax.jit
+    def log_probs(where):
+        return log_probs_from_hidden(hidden, kernel, targets, where=where, entropy="metric")
+
+    odd = log_probs(jnp.array([[0, 1, entry]], jnp.float32))
+    sound = log_probs(jnp.array([[False, True, False]]))
+    for name in ("log_probs", "entropy"):
+        expected = getattr(sound, name)
+        assert float(expected[0, 1]) != 0
+        np.testing.assert_allclose(getattr(odd, name)[0, :2], expected[0, :2], rtol=1e-6)
+        assert jnp.isnan(getattr(odd, name)[0, 2])

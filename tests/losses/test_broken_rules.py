@@ -13,12 +13,14 @@ from policy_steps import LOSSES, loss_named, normalizer_of, quick_jit
 from tables import sampled
 
 from jaxppo import (
+    PPO,
     SFT,
     Head,
     Normalizer,
     PolicyLossConfig,
     RolloutBatch,
     Sample,
+    TokenStats,
     Value,
     accumulate_gradients,
     explain_broken_rules,
@@ -266,8 +268,36 @@ def test_the_host_refuses_it(rule):
 
 
 def test_every_rule_that_losses_check_has_a_case():
-    elsewhere = {"pairs", "parents", "loss_without_sample"}  # see test_preference and test_tree_losses
+    # see test_preference, test_tree_losses and the next test
+    elsewhere = {"pairs", "parents", "loss_without_sample", "own_ids_of_rollouts"}
     assert {rule.split(",")[0] for rule in RULES} | elsewhere >= {rule.name for rule in STRUCTURE} - {"normalizer"}
+
+
+@pytest.mark.parametrize("way", ["one batch", "micro-batches"])
+def test_two_samples_of_one_id_are_no_rollout(way):
+    """Before: one rollout with the tokens of both. On the host `from_samples` and `validate` refuse them."""
+    samples = [Sample([1, 2, 3], 1, sample_id=i, advantages=[1.0, 2.0], old_log_probs=[-1.0, -2.0]) for i in range(2)]
+    config = PolicyLossConfig(PPO(), aggregation="rollout_mean")
+    batch = RolloutBatch.from_samples(samples, row_length=3, rows=1, micro_batches=2)
+    if way == "one batch":
+        batch = dataclasses.replace(jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch), micro_batches=None)
+
+    def loss_and_rules(batch):
+        normalizer = Normalizer.of(config, batch)
+        if way == "micro-batches":
+            batch, normalizer = jax.tree.map(lambda x: x[0], (batch, normalizer))
+        stats = TokenStats(jnp.full(batch.loss_mask.shape, -1.0))
+        loss, found = policy_loss(stats, batch, config, normalizer=normalizer)
+        return loss, explain_broken_rules(found["broken_rules"].value)
+
+    twice = dataclasses.replace(batch, sample_ids=np.zeros_like(batch.sample_ids))
+    loss, rules = loss_and_rules(twice)
+    assert np.isnan(loss)
+    assert rules[0].startswith("own_ids_of_rollouts: expected an id of its own")
+    for sound in (batch, dataclasses.replace(twice, rollout_ids=twice.sample_ids)):
+        loss, rules = loss_and_rules(sound)
+        assert np.isfinite(loss)
+        assert rules == []
 
 
 def test_the_first_three_are_named():
