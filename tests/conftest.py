@@ -34,6 +34,7 @@ EXCUSED = {  # modules or single tests that run other packages' code, which prom
     "test_guards": OPTAX,
     "test_models_and_packing::test_the_examples_of_frameworks": "flax adds bf16 to f32",
     "test_launch": OPTAX,
+    "test_real_model": OPTAX,
     "test_tokens_page": OPTAX,
     "test_own_loop::test_a_loop_with_an_optimiser": OPTAX,
     "test_pods::test_a_scheduler_starts_one_command_again_until_it_is_done": OPTAX,

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from examples.trainer.tasks import TASKS
-
 EMULATED_DEVICES = 8  # on a machine with nothing but a CPU
 HEARTBEAT_S = 30  # a process that is silent for so long counts as gone, and the others end
 NEWEST = -1  # checkpoint to resume from
@@ -35,13 +33,43 @@ def parser() -> argparse.ArgumentParser:
     about = "Trains a small transformer on verifiable tasks: a short supervised start, then GRPO, on any mesh."
     whole = _Parser(prog="train_grpo.py", description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = whole.add_argument
-    add("--mesh", help="such as dp=2,cp=2,tp=2, which is the default for 8 devices; dp=N otherwise")
+    add("--mesh", help="such as dp=2,cp=2,tp=2, the default for 8 devices if tp divides the heads; dp=N otherwise")
+    add(
+        "--devices",
+        type=_integer(1),
+        help=f"take so many; {EMULATED_DEVICES} emulated ones by default on a CPU, else all",
+    )
     add("--context-layout", default="contiguous", choices=LAYOUTS, help="how a row lies over the context shards")
-    add("--task", default="spell_backward", choices=sorted(TASKS), help="a generator and verifier of reasoning-gym")
+    about = (
+        "a generator and verifier of reasoning-gym, or a file FILE.py with functions question(i) and score(text, entry)"
+    )
+    add("--task", default="spell_backward", help=about)
+    add(
+        "--shots",
+        type=_integer(0),
+        default=0,
+        help="worked questions before each, through the chat template of --model",
+    )
+    add(
+        "--response-length",
+        type=_integer(1),
+        help="the most tokens of a response; those of the longest answer by default",
+    )
     add("--steps", type=_integer(0), default=300, help="GRPO steps of the whole run")
     add("--loss", default="ppo", choices=LOSSES, help="the policy loss, see docs/choosing_a_loss.md")
     add("--entropy-coef", type=_not_negative, default=0.01, help="of the entropy, which the loss rewards")
-    add("--kl-coef", type=_not_negative, default=0.0, help="of the penalty against the supervised model")
+    add(
+        "--kl-coef",
+        type=_not_negative,
+        default=0.0,
+        help="of the penalty against the supervised model; 0 for no copy of it",
+    )
+    add(
+        "--ratio-to",
+        default="old",
+        choices=("old", "rollout"),
+        help="log-probs below the ratio: trainer's or sampler's",
+    )
     add("--seed", type=_integer(0), default=0, help="of the model's parameters, the questions and the sampling")
     add("--out", type=Path, default=Path("runs/grpo"), help="folder of metrics, samples, plot and checkpoints")
     old = whole.add_mutually_exclusive_group().add_argument
@@ -67,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
     add("--samples", type=_integer(2), default=8, help="responses to each question, a group")
     add("--share-prefixes", action="store_true", help="hold the prompt of a group once: rows packed as trees")
     add("--updates", type=_integer(1), default=2, help="updates on each batch of rollouts")
+    add("--train-layers", type=_integer(1), metavar="N", help="train the last N layers alone; the rest has no moments")
     add("--learning-rate", type=_positive, default=1e-3, help="of AdamW, the same at every step")
     add("--spike-deviations", type=_positive, help="keep the batch of a step whose loss is this many deviations off")
     add(
@@ -77,7 +106,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--explain", type=_integer(0), default=4, help="samples of each step whose tokens are explained; 0 for none")
     add("--held-out", type=_integer(1), default=256, help="questions kept out of training, to judge it by")
-    add("--model", type=Path, metavar="FOLDER", help="config.json, tokenizer.json and safetensors of a Qwen3 model")
+    add(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="config.json, tokenizer.json and safetensors of a Llama, Qwen 2 or 3",
+    )
     add("--width", type=_integer(1), default=64, help="of the small model that is made without --model")
     add("--layers", type=_integer(1), default=2, help="of the small model that is made without --model")
     add = whole.add_argument_group("processes").add_argument
@@ -99,15 +133,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _misfit(args: argparse.Namespace) -> str | None:
-    """What is wrong with the processes that the arguments ask for."""
+    """What is wrong with the arguments together."""
+    if args.shots and args.model is None:
+        return f"--shots: got {args.shots} without --model, expected a model that answers as it is shown"
     if (args.coordinator is None) != (args.process_id is None):
         return "--coordinator, --process-id: got one of them, expected both or neither"
     if args.distributed and (args.processes > 1 or args.process_id is not None):
         return "--distributed: got --processes or --process-id beside it, expected JAX to find them"
     if args.process_id is not None and args.process_id >= args.processes:
         return f"--process-id: got {args.process_id}, expected 0 to {args.processes - 1}"
-    if EMULATED_DEVICES % args.processes:
-        return f"--processes: got {args.processes}, expected a divisor of the {EMULATED_DEVICES} emulated devices"
+    devices = args.devices or EMULATED_DEVICES
+    if devices % args.processes:
+        return f"--processes: got {args.processes}, expected a divisor of the {devices} emulated devices"
     return None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from tqdm import tqdm
@@ -70,11 +71,14 @@ class Run:
 
     def save(self) -> None:
         """Saves all that is needed to go on from here, unless this step is saved already."""
-        self.checkpoints.save(self.state, self.step, {name: getattr(self, name) for name in NOTES})
+        saved = dataclasses.replace(self.state, frozen=None)
+        self.checkpoints.save(saved, self.step, {name: getattr(self, name) for name in NOTES})
 
     def load(self, step: int | None) -> None:
         """Goes back to a checkpoint, the newest for None; raises ValueError if there is no good one."""
-        self.state, self.step, notes = self.checkpoints.load(self.state, step)
+        frozen = self.state.frozen
+        learned, self.step, notes = self.checkpoints.load(dataclasses.replace(self.state, frozen=None), step)
+        self.state = dataclasses.replace(learned, frozen=frozen)
         for name in NOTES:
             setattr(self, name, notes[name])
 
@@ -87,32 +91,81 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
         anew = resume is None
     if resume is None and not anew:
         _check_no_run(args.out)
-    devices = jax.devices() if devices is None else devices
-    mesh = args.mesh or ("dp=2,cp=2,tp=2" if len(devices) == 8 else f"dp={len(devices)},cp=1,tp=1")
-    parallel = make_parallel_mesh(mesh, context_layout=args.context_layout, devices=devices)
-    clip = {"clip_high": 0.28} if args.loss == "ppo" else {}
-    kl = KL(args.kl_coef)
-    loss = PolicyLossConfig(
-        policy_losses.by_name(args.loss, **clip), kl=kl, entropy_coef=args.entropy_coef, clip_by_sign=True
-    )
+    devices = _devices(args) if devices is None else devices
+    loss = _loss(args)
     batch_size = args.prompts * args.samples
-    task, config, graphdef, params = _load(args, parallel) if args.model else _create(args, parallel)
-    longest = task.prompt_length + task.response_length
-    sampler = make_sampler(graphdef, config, parallel, task.prompt_length, task.response_length, task.tokenizer.ends)
+    task, config, parallel, graphdef, params = (_load if args.model else _create)(args, devices)
+    graphdef, params, frozen = _split(graphdef, params, config, args.train_layers)
+    lengths = task.prompt_length, task.response_length
+    sampler = make_sampler(graphdef, config, parallel, *lengths, task.tokenizer.ends, task.common)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate, b2=0.95))
     learner = Learner(graphdef, config, parallel, loss, optimizer, args.updates, min(args.explain, batch_size))
     # with fewer questions held out, the run would go on to train on some of them
-    identity = {"task": args.task, "seed": args.seed, "held_out": args.held_out, **dataclasses.asdict(config)}
+    identity = {"task": args.task, "shots": args.shots, "seed": args.seed, "held_out": args.held_out}
+    identity |= {"train_layers": args.train_layers, "reference": args.kl_coef > 0, **dataclasses.asdict(config)}
+    identity |= {} if frozen is None else {"frozen": fingerprint(frozen)}
     rollouts = Rollouts(task, sampler, parallel, batch_size)
     if anew:
         _clear(args.out)
     checkpoints = Checkpoints(args.out / "checkpoints", identity)
-    pack = Packer(parallel, batch_size, longest, args.samples if args.share_prefixes else None)
+    pack = Packer(parallel, batch_size, task, args.samples if args.share_prefixes else None)
     spikes = Spikes(args.out / "spikes", args.spike_deviations)
-    run = Run(task, rollouts, pack, learner, checkpoints, learner.start(params, args.seed), spikes)
+    run = Run(task, rollouts, pack, learner, checkpoints, learner.start(params, args.seed, frozen), spikes)
     if resume is not None:
         run.load(None if resume == NEWEST else resume)
     return run
+
+
+def _devices(args: argparse.Namespace) -> Sequence[jax.Device]:
+    found = jax.devices()
+    if args.devices is None:
+        return found
+    if args.devices > len(found):
+        raise ValueError(f"--devices: got {args.devices}, expected at most the {len(found)} that there are")
+    return found[: args.devices]
+
+
+def _loss(args: argparse.Namespace) -> PolicyLossConfig:
+    clip = {"clip_high": 0.28} if args.loss == "ppo" else {}
+    return PolicyLossConfig(
+        policy_losses.by_name(args.loss, **clip),
+        ratio_to=args.ratio_to,
+        kl=KL(args.kl_coef) if args.kl_coef else None,
+        entropy_coef=args.entropy_coef,
+        clip_by_sign=True,
+    )
+
+
+def _mesh(args: argparse.Namespace, devices: Sequence[jax.Device], heads: int) -> ParallelMesh:
+    """The mesh that was asked for, or one for so many devices and key-value heads."""
+    cube = len(devices) == 8 and heads % 2 == 0
+    mesh = args.mesh or ("dp=2,cp=2,tp=2" if cube else f"dp={len(devices)},cp=1,tp=1")
+    return make_parallel_mesh(mesh, context_layout=args.context_layout, devices=devices)
+
+
+def _split(
+    graphdef: nnx.GraphDef, params: nnx.State, config: Config, layers: int | None
+) -> tuple[nnx.GraphDef, nnx.State, nnx.State | None]:
+    """The model's structure, the parameters of its last layers and its last norm, and the others, None for none."""
+    if layers is None:
+        return graphdef, params, None
+    if layers > config.layers:
+        raise ValueError(f"--train-layers: got {layers}, expected at most the {config.layers} layers of the model")
+
+    def learns(path: tuple[Any, ...], _: Any) -> bool:
+        return path[0] == "norm" or (path[0] in ("layers", "blocks") and int(path[1]) >= config.layers - layers)
+
+    return nnx.split(nnx.merge(graphdef, params), learns, ...)
+
+
+def fingerprint(params: nnx.State) -> int:
+    """A sum over the bits of all parameters, the same on every mesh."""
+
+    def total(params: nnx.State) -> jax.Array:
+        bits = (jax.lax.bitcast_convert_type(x, jnp.uint32).sum() for x in jax.tree.leaves(params))
+        return jnp.stack(list(bits)).sum()
+
+    return int(jax.jit(total)(params))
 
 
 def _check_no_run(folder: Path) -> None:
@@ -136,18 +189,19 @@ def _clear(folder: Path) -> None:
     multihost.exchange("an emptied folder", b"")
 
 
-_Model = tuple[Task, Config, nnx.GraphDef, nnx.State]
+_Model = tuple[Task, Config, ParallelMesh, nnx.GraphDef, nnx.State]
 
 
-def _create(args: argparse.Namespace, parallel: ParallelMesh) -> _Model:
+def _create(args: argparse.Namespace, devices: Sequence[jax.Device]) -> _Model:
     """The toy decoder, with the tokenizer of its task."""
-    task = Task(args.task, args.seed, args.held_out)
+    task = Task(args.task, args.seed, args.held_out, response_length=args.response_length)
     longest = task.prompt_length + task.response_length
     config = ModelConfig(task.tokenizer.size, max(longest, CHECKED), width=args.width, layers=args.layers)
-    return task, config, *create_model(config, parallel, args.seed)
+    parallel = _mesh(args, devices, config.kv_heads)
+    return task, config, parallel, *create_model(config, parallel, args.seed)
 
 
-def _load(args: argparse.Namespace, parallel: ParallelMesh) -> _Model:
+def _load(args: argparse.Namespace, devices: Sequence[jax.Device]) -> _Model:
     """The model of a folder, with its tokenizer."""
     # imported here, since nothing else needs them
     from examples.trainer.llama import LlamaConfig, load_model
@@ -155,9 +209,10 @@ def _load(args: argparse.Namespace, parallel: ParallelMesh) -> _Model:
 
     config = LlamaConfig.read(args.model)
     tokenizer = FolderTokenizer(args.model, config.ends)
-    task = Task(args.task, args.seed, args.held_out, tokenizer)
+    task = Task(args.task, args.seed, args.held_out, tokenizer, args.shots, args.response_length)
     config = config.with_tokens(tokenizer.size, task.prompt_length + task.response_length)
-    return task, config, *load_model(args.model, config, parallel)
+    parallel = _mesh(args, devices, config.kv_heads)
+    return task, config, parallel, *load_model(args.model, config, parallel)
 
 
 def supervised(run: Run, args: argparse.Namespace) -> None:
@@ -175,9 +230,14 @@ def supervised(run: Run, args: argparse.Namespace) -> None:
         run.sft_done += 1
     if skipped and (lost := int(sum(jax.device_get(skipped)))):
         print(f"supervised steps skipped, loss or gradient not finite: {lost} of {len(skipped)}")
-    run.state = run.learner.start(run.state.params, args.seed)
-    run.accuracy_after_sft = run.rollouts.held_out_accuracy(run.state.params)
-    print(f"held-out accuracy after SFT: {run.accuracy_after_sft:.1%} of {args.held_out}")
+    if args.sft_steps:
+        run.state = run.learner.start(run.state.params, args.seed, run.state.frozen)
+    run.accuracy_after_sft = run.rollouts.held_out_accuracy(run.state.variables)
+    print(f"held-out accuracy {_before(args)}: {run.accuracy_after_sft:.1%} of {args.held_out}")
+
+
+def _before(args: argparse.Namespace) -> str:
+    return "after SFT" if args.sft_steps else "before GRPO"
 
 
 def grpo_step(run: Run, args: argparse.Namespace) -> dict[str, Any]:
@@ -189,7 +249,7 @@ def grpo_step(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     questions, run.position = run.task.take(run.position, args.prompts)
     with jax.transfer_guard("disallow"):
         key = run.learner.sampling_key(run.state)
-        samples = run.rollouts.sample(run.state.params, questions, args.samples, key, TEMPERATURE)
+        samples = run.rollouts.sample(run.state.variables, questions, args.samples, key, TEMPERATURE)
         batch = run.pack(samples)
         run.state, metrics, run.explained = run.learner.grpo_step(run.state, batch)
         numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
@@ -220,7 +280,7 @@ def train(run: Run, args: argparse.Namespace) -> None:
         while run.step < args.steps and not run.stops():
             numbers = grpo_step(run, args)
             if run.step % args.evaluate_every == 0:
-                numbers["held_out_accuracy"] = run.rollouts.held_out_accuracy(run.state.params)
+                numbers["held_out_accuracy"] = run.rollouts.held_out_accuracy(run.state.variables)
             explained = records(run.explained, run.step, run.task.tokenizer)
             report.add(run.step, numbers, readable(run.sampled, run.task.tokenizer), explained)
             if run.skipped_in_a_row == args.max_skipped:
@@ -233,7 +293,9 @@ def train(run: Run, args: argparse.Namespace) -> None:
         run.save()
     run.checkpoints.wait()
     report.draw()
-    if report.records and (gap := report.records[-1].get("mismatch_log_prob_abs_diff")) is not None:
+    last = report.records[-1] if report.records else {}
+    gap = last.get("mismatch_log_prob_abs_diff", last.get("sampler_log_prob_abs_diff"))
+    if gap is not None:
         print(f"log-probs of sampler and trainer in the last step: {gap:.1e} apart on average")
 
 
@@ -261,14 +323,14 @@ def _begin_to_end(args: argparse.Namespace, asked: list[str]) -> int:
     run = set_up(args)
     run.asked = asked
     if run.accuracy_after_sft is None:  # a run that goes on has passed it
-        run.learner.check_packing(run.state.params)
+        run.learner.check_packing(run.state.variables)
     train(run, args)
     if asked and run.step < args.steps:
         print(f"stopped by {asked[0]} after step {run.step} of {args.steps} and saved; --resume goes on")
         return TRY_AGAIN if args.restartable else 0
-    before, after = run.accuracy_after_sft, run.rollouts.held_out_accuracy(run.state.params)
+    before, after = run.accuracy_after_sft, run.rollouts.held_out_accuracy(run.state.variables)
     assert before is not None
-    print(f"held-out accuracy: {before:.1%} after SFT, {after:.1%} after GRPO ({after - before:+.1%})")
+    print(f"held-out accuracy: {before:.1%} {_before(args)}, {after:.1%} after GRPO ({after - before:+.1%})")
     print(f"{time.perf_counter() - began:.0f} s; metrics.jsonl, reward.png and checkpoints in {args.out}")
     return 0
 

@@ -48,11 +48,23 @@ class TrainState:
     """All that changes from step to step: what a checkpoint holds."""
 
     params: Any
+    """The parameters that learn."""
     optimizer: Any
     reference: Any
-    """The parameters after supervised training, which the KL is to."""
+    """Those after supervised training, which the KL is to; None without a KL."""
     key: Any
     step: Any
+    frozen: Any = None
+    """The other parameters, None where all learn. They stay what the run began with, and no checkpoint holds them."""
+
+    @property
+    def variables(self) -> tuple[Any, ...]:
+        """All of the model's parameters, as `nnx.merge` takes them."""
+        return _variables(self.params, self.frozen)
+
+
+def _variables(params: Any, frozen: Any) -> tuple[Any, ...]:
+    return (params,) if frozen is None else (params, frozen)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,15 +82,22 @@ class Learner:
     updates: int
     explain: int = 0
 
-    def start(self, params: nnx.State, seed: int) -> TrainState:
-        """The state before the first GRPO step, every array on the mesh and no two sharing memory."""
+    def start(self, params: nnx.State, seed: int, frozen: nnx.State | None = None) -> TrainState:
+        """The state before the first GRPO step, every array on the mesh and no two sharing memory.
+
+        Args:
+          params: the parameters that learn: the optimizer has moments of these alone.
+          seed: of the sampling.
+          frozen: the others, which are not copied.
+        """
 
         def make(params: nnx.State) -> TrainState:
             key = jax.random.key_data(jax.random.key(seed))
-            copy = jax.tree.map(lambda x: x.copy(), params)
+            copy = None if self.loss.kl is None else jax.tree.map(lambda x: x.copy(), params)
             return TrainState(params, self.optimizer.init(params), copy, key, jnp.zeros((), jnp.int32))
 
-        return jax.jit(make, out_shardings=self.shardings(jax.eval_shape(make, params)))(params)
+        made = jax.jit(make, out_shardings=self.shardings(jax.eval_shape(make, params)))(params)
+        return dataclasses.replace(made, frozen=frozen)
 
     def shardings(self, state: TrainState) -> TrainState:
         """The NamedSharding of each array of the state: that of its parameter for a moment, else replicated."""
@@ -87,27 +106,29 @@ class Learner:
         moments = optax.tree_map_params(
             self.optimizer, lambda _, spec: spec, state.optimizer, named, transform_non_params=lambda _: everywhere
         )
-        return TrainState(named, moments, named, everywhere, everywhere)
+        reference = None if state.reference is None else named
+        frozen = jax.tree.map(self.parallel.sharding, nnx.get_partition_spec(state.frozen))
+        return TrainState(named, moments, reference, everywhere, everywhere, frozen)
 
-    def _head(self, params: nnx.State, batch: RolloutBatch) -> tuple[jax.Array, Head]:
+    def _head(self, variables: tuple[Any, ...], batch: RolloutBatch) -> tuple[jax.Array, Head]:
         """The final hidden states, and the head that turns them into logits."""
-        model: Model = nnx.merge(self.graphdef, params)
+        model: Model = nnx.merge(self.graphdef, *variables)
         check_recurrent(model, batch)
         attend = context_attention(batch.paths, self.parallel)
         head = Head.of(model.head, vocab_size=self.model.vocab_size)
         return model(batch.tokens, batch.positions, attend), head
 
-    def check_packing(self, params: nnx.State) -> None:
+    def check_packing(self, variables: tuple[Any, ...]) -> None:
         """Raises AssertionError where hidden states of a sample depend on how it is packed, which no loss shows."""
-        hidden = jax.jit(lambda params, batch: self._head(params, batch)[0])
-        jaxppo.assert_packing_invariant(hidden, params, vocab_size=self.model.vocab_size, parallel=self.parallel)
+        hidden = jax.jit(lambda variables, batch: self._head(variables, batch)[0])
+        jaxppo.assert_packing_invariant(hidden, variables, vocab_size=self.model.vocab_size, parallel=self.parallel)
 
     def token_stats(
-        self, params: nnx.State, batch: RolloutBatch, entropy: Literal["none", "metric"] = "none"
+        self, variables: tuple[Any, ...], batch: RolloutBatch, entropy: Literal["none", "metric"] = "none"
     ) -> TokenStats:
         """Log-probs of the targets with loss, without logits. From equal hidden states the sampler gets equal bits."""
         return jaxppo.log_probs_from_hidden(
-            *self._head(params, batch),
+            *self._head(variables, batch),
             batch.targets,
             parallel=self.parallel,
             entropy=entropy,
@@ -140,7 +161,8 @@ class Learner:
         """One update towards the answers in `batch`."""
 
         def loss_of(params: nnx.State) -> Any:
-            return loss_from_stats(self.token_stats(params, batch), batch, SFT(), parallel=self.parallel)
+            stats = self.token_stats(_variables(params, state.frozen), batch)
+            return loss_from_stats(stats, batch, SFT(), parallel=self.parallel)
 
         (loss, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         params, optimizer, more = self._apply(loss, state.params, state.optimizer, gradients)
@@ -170,23 +192,27 @@ class Learner:
         The third result explains the loss of the last update, whose ratios are not all 1 if there are others.
 
         The ratio is over the trainer's own log-probs under the parameters that sampled, which are computed here. The
-        sampler's log-probs stay in the batch, and `mismatch_*` says how far the two are apart.
+        sampler's log-probs stay in the batch, and `mismatch_*` says how far the two are apart. With a ratio to the
+        sampler's log-probs nothing is computed before the updates, and `sampler_*` says that.
         """
-        old = self.token_stats(state.params, batch, "metric")
+        old = None
+        if self.loss.ratio_to == "old" or self.loss.loss.selects is not None:
+            old = self.token_stats(state.variables, batch, "metric")
         by_sample = advantages.grpo(batch.rewards, **batch.groups, parallel=self.parallel)
         batch = dataclasses.replace(
             batch,
-            old_log_probs=old.log_probs,
-            ref_log_probs=self.token_stats(state.reference, batch).log_probs,
+            old_log_probs=None if old is None else old.log_probs,
+            ref_log_probs=self._reference(state, batch),
             advantages=advantages.spread(by_sample, batch, parallel=self.parallel),
         )
         if self.loss.loss.selects is not None:
+            assert old is not None
             key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
             selected = covariance_mask(old, batch, self.loss, key, self.parallel)
             batch = dataclasses.replace(batch, extras={"selected": selected})
 
         def loss_of(params: nnx.State) -> Any:
-            hidden, head = self._head(params, batch)
+            hidden, head = self._head(_variables(params, state.frozen), batch)
             loss, metrics = jaxppo.policy_loss_from_hidden(hidden, head, batch, self.loss, parallel=self.parallel)
             return loss, (metrics, self._explained(hidden, head, batch))
 
@@ -201,9 +227,10 @@ class Learner:
         ratios = {name: metrics.pop(name)[-1] for name in _OF_RATIOS if name in metrics}
         metrics = {name: x.sum() if name == "skipped" else x[0] for name, x in metrics.items()}
         metrics |= {f"{name}_last_update": x for name, x in ratios.items() if self.updates > 1}
-        mismatch = finalize_metrics(mismatch_metrics(batch, parallel=self.parallel))
-        metrics |= {f"mismatch_{name}": mismatch[name] for name in _OF_SAMPLER}
-        metrics |= finalize_metrics(entropy_metrics(old, batch, starts=_PLACES, parallel=self.parallel))
+        if old is not None:
+            mismatch = finalize_metrics(mismatch_metrics(batch, parallel=self.parallel))
+            metrics |= {f"mismatch_{name}": mismatch[name] for name in _OF_SAMPLER}
+            metrics |= finalize_metrics(entropy_metrics(old, batch, starts=_PLACES, parallel=self.parallel))
         metrics |= finalize_metrics(advantages.pass_rates(batch.rewards, **batch.groups, parallel=self.parallel))
         chosen = None
         if explained is not None:
@@ -211,6 +238,11 @@ class Learner:
             chosen = choose(last, batch, self.explain, state.step, self.parallel)
         state = dataclasses.replace(state, params=params, optimizer=optimizer, step=state.step + 1)
         return self._pin(state), metrics, chosen
+
+    def _reference(self, state: TrainState, batch: RolloutBatch) -> jax.Array | None:
+        if state.reference is None:
+            return None
+        return self.token_stats(_variables(state.reference, state.frozen), batch).log_probs
 
     def _pin(self, state: TrainState) -> TrainState:
         """The state with the shardings that it started with, so that the next step is not compiled again."""

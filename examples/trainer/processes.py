@@ -25,7 +25,7 @@ def join(args: argparse.Namespace) -> None:
     """Joins this process to the run, with its share of the devices if they are emulated."""
     if not args.distributed:
         with contextlib.suppress(RuntimeError):  # JAX has made its devices already: the run takes those
-            jax.config.update("jax_num_cpu_devices", EMULATED_DEVICES // args.processes)
+            jax.config.update("jax_num_cpu_devices", (args.devices or EMULATED_DEVICES) // args.processes)
     if args.distributed:
         multihost.start(heartbeat_timeout_s=args.heartbeat_timeout)
     else:

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 import jax
 import matplotlib
+import numpy as np
 from matplotlib import pyplot
 from tqdm import tqdm
 
@@ -27,6 +28,8 @@ import jaxppo
 from examples.trainer.files import read_text
 from jaxppo import ParallelMesh
 
+_MEAN_OF = 5  # steps, which a mean in the plot is of
+_HELD_OUT = "held_out_accuracy"
 _PLOTTED = {"reward": "reward", "kl": "KL to the SFT model (nats)", "entropy": "entropy (nats)"}
 
 
@@ -90,19 +93,36 @@ class Report:
     def draw(self) -> None:
         """Draws the curves."""
         matplotlib.use("agg")
-        figure, axes = pyplot.subplots(len(_PLOTTED), sharex=True, figsize=(7, 7), layout="constrained")
-        steps = [record["step"] for record in self.records]
-        for axis, (name, label) in zip(axes, _PLOTTED.items(), strict=True):
-            values = [record.get(name) for record in self.records]
-            axis.plot(steps, [math.nan if value is None else value for value in values])
+        shown = {name: label for name, label in _PLOTTED.items() if any(name in record for record in self.records)}
+        size = (7, 1 + 2 * len(shown))
+        figure, axes = pyplot.subplots(
+            max(len(shown), 1), sharex=True, squeeze=False, figsize=size, layout="constrained"
+        )
+        for axis, (name, label) in zip(axes[:, 0], shown.items(), strict=False):
+            self._curve(axis, name, f"each step; dark: mean of {_MEAN_OF}" if name == "reward" else "")
             axis.set_ylabel(label)
             axis.grid(alpha=0.3)
-        axes[-1].set_xlabel("GRPO step")
+        axes[-1, 0].set_xlabel("GRPO step")
         beside = self.folder / "reward.new.png"
         beside.unlink(missing_ok=True)  # a link or a pipe of that name
         figure.savefig(beside, dpi=120)
         os.replace(beside, self.folder / "reward.png")
         pyplot.close(figure)
+
+    def _curve(self, axis: Any, name: str, label: str) -> None:
+        """The values of a name; with a label also their running mean, and the accuracy on held-out questions."""
+        found = [(r["step"], math.nan if r[name] is None else r[name]) for r in self.records if name in r]
+        steps, values = np.array(found).T
+        axis.plot(steps, values, color="C0", alpha=0.4 if label else 1.0, label=label)
+        if not label:
+            return
+        if len(values) >= _MEAN_OF:
+            mean = np.convolve(values, np.ones(_MEAN_OF) / _MEAN_OF, mode="valid")
+            axis.plot(steps[_MEAN_OF - 1 :], mean, color="C0")
+        held_out = [(r["step"], r[_HELD_OUT]) for r in self.records if r.get(_HELD_OUT) is not None]
+        if held_out:
+            axis.plot(*np.array(held_out).T, "o-", color="C1", markersize=4, label="accuracy on held-out questions")
+        axis.legend(fontsize="small")
 
 
 def settings_of(parallel: ParallelMesh, arguments: Mapping[str, Any], model: Any) -> dict[str, Any]:

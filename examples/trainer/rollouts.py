@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 GREEDY = 0.0
 _SEQUENCES_PER_ROW = 4
+_ROW = 1024  # tokens of a row of trees, if two groups are not longer: attention takes the square of it
 _READABLE = 4  # samples of each step that are kept as text
 
 
@@ -46,16 +48,26 @@ class Rollouts:
             )
 
     def sample(
-        self, params: nnx.State, questions: Sequence[Question], copies: int, key: jax.Array, temperature: Any
+        self,
+        variables: tuple[nnx.State, ...],
+        questions: Sequence[Question],
+        copies: int,
+        key: jax.Array,
+        temperature: Any,
     ) -> list[Sample]:
         """`copies` scored responses to each question; those of one question are a group."""
         asked = [question for question in questions for _ in range(copies)]
         width = self.task.prompt_length
-        prompts = np.array([q.prompt + [Tokenizer.pad] * (width - len(q.prompt)) for q in asked], np.int32)
-        lengths = np.array([len(q.prompt) for q in asked], np.int32)
+        # a prompt is read once, or as often as it takes for the shards to divide the prompts
+        shards = self.parallel.data_size * self.parallel.context_size
+        reads = shards // math.gcd(shards, len(questions))
+        read = [question for question in questions for _ in range(reads)]
+        prompts = np.array([q.prompt + [Tokenizer.pad] * (width - len(q.prompt)) for q in read], np.int32)
+        lengths = np.array([len(q.prompt) for q in read], np.int32)
         rows, everywhere = self.parallel.sharding(rows_spec(self.parallel)), self.parallel.sharding(P())
         placed = _place((prompts, lengths, np.float32(temperature)), (rows, rows, everywhere))
-        sampled = self.sampler(params, *placed[:2], jax.device_put(key, everywhere), placed[2])
+        key = jax.device_put(key, everywhere)
+        sampled = self.sampler(variables, *placed[:2], key, placed[2], copies // reads)
         responses = multihost.to_local(sampled, self.parallel)
         return [
             Sample(
@@ -75,7 +87,7 @@ class Rollouts:
         shards = multihost.local_data_shards(self.parallel)
         return [x for shard in shards for x in everything[shard * each : (shard + 1) * each]]
 
-    def held_out_accuracy(self, params: nnx.State) -> float:
+    def held_out_accuracy(self, variables: tuple[nnx.State, ...]) -> float:
         """The share of held-out questions whose most likely response has a reward of 1."""
         questions = self.task.held_out
         right = 0
@@ -83,7 +95,7 @@ class Rollouts:
             some = questions[start : start + self.batch_size]
             padded = [*some, *[some[0]] * (self.batch_size - len(some))]
             key = jax.jit(lambda: jax.random.key(0), out_shardings=self.parallel.sharding(P()))()
-            rewards, _ = scores(self.sample(params, padded, 1, key, GREEDY))
+            rewards, _ = scores(self.sample(variables, padded, 1, key, GREEDY))
             right += int((rewards[: len(some)] == 1).sum())
         return right / len(questions)
 
@@ -128,7 +140,7 @@ def answers(questions: Sequence[Question]) -> list[Sample]:
 
 @dataclasses.dataclass(frozen=True)
 class Packer:
-    """Packs samples of at most `longest` tokens into rows whose number and length never change.
+    """Packs samples of a task into rows whose number and length never change.
 
     All processes together have `batch_size` samples; each process packs those of its data shards. With `copies`, so
     many samples share a prompt, which a row then holds once, and a step has one of a few numbers of rows.
@@ -136,26 +148,35 @@ class Packer:
 
     parallel: ParallelMesh
     batch_size: int
-    longest: int
+    task: Task
     copies: int | None = None
 
     def __call__(self, samples: Sequence[Sample]) -> RolloutBatch:
         if self.copies is not None:
             return self._trees(samples, self.copies)
         multiple = 2 * self.parallel.context_size  # a multiple of what any context layout needs of a row or a sequence
-        row_length = _SEQUENCES_PER_ROW * _round_up(self.longest, multiple)
+        row_length = _SEQUENCES_PER_ROW * _round_up(self.task.prompt_length + self.task.response_length, multiple)
         rows = _round_up(-(-self.batch_size // _SEQUENCES_PER_ROW), self.parallel.data_size)
         rows = rows // self.parallel.data_size * len(multihost.local_data_shards(self.parallel))
         shape = {"row_length": row_length, "rows": rows, "num_segments": _SEQUENCES_PER_ROW}
         return RolloutBatch.from_samples(samples, parallel=self.parallel, **shape).put(self.parallel)
 
     def _trees(self, samples: Sequence[Sample], copies: int) -> RolloutBatch:
-        """A row has room for two groups, or for more that share prompts; there is at most one row for each group."""
-        row_length = 2 * copies * _round_up(self.longest, 2 * self.parallel.context_size)
-        local, most = len(multihost.local_data_shards(self.parallel)), -(-self.batch_size // copies)
-        doublings = (-(-most // self.parallel.data_size)).bit_length()
-        shape = {"row_length": row_length, "buckets": [local << i for i in range(doublings + 1)]}
-        shape |= {"num_segments": 4 * (copies + 1), "share_prefixes": True}
+        """A row has room for whole groups: as many as there are, or as `_ROW` holds, and two at least."""
+        task, each = self.task, self.batch_size // self.parallel.data_size  # samples of a shard
+        common, prompt, response = (
+            _round_up(n, 2 * self.parallel.context_size)  # the layout may pad every segment
+            for n in (task.common, task.prompt_length - task.common + 1, task.response_length + 1)
+        )
+        group = prompt + copies * response  # a branch begins with a copy of the token before it
+        groups = max(min(-(-each // copies), (_ROW - common) // group), 2)
+        row_length = _round_up(
+            max(common + groups * group, task.prompt_length + response), 2 * self.parallel.context_size
+        )
+        local = len(multihost.local_data_shards(self.parallel))
+        shape = {"row_length": row_length, "buckets": [local << i for i in range(each.bit_length() + 1)]}
+        # a tree of so many samples has no more: they, and the places where they part
+        shape |= {"num_segments": 2 * each, "share_prefixes": True}
         return RolloutBatch.from_samples(samples, parallel=self.parallel, **shape).put(self.parallel)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -52,8 +53,13 @@ def make_sampler(
     prompt_length: int,
     response_length: int,
     ends: Sequence[int] = (Tokenizer.end,),
+    common: int = 0,
 ) -> Sampler:
-    """`sample(params, prompts [B, P], lengths [B], key, temperature) -> Responses`, jitted; temperature 0 is greedy.
+    """`sample(variables, prompts [B, P], lengths [B], key, temperature, copies) -> Responses`, jitted.
+
+    Each prompt has `copies` responses, which follow one another: it is read once, and its keys and values are copied.
+    The first `common` tokens are the same in all prompts, and are read once for all. Temperature 0 is greedy.
+    `variables` are the states of the model's parameters.
 
     Prompts are padded on the right to P, and keys and values of response token i go to slot P + i. Attention tells
     slots apart by segment and position, as it does the tokens of a packed training row. Log-probs are those of the
@@ -72,12 +78,29 @@ def make_sampler(
     def place(x: jax.Array, *dims: Any) -> jax.Array:
         return lax.with_sharding_constraint(x, parallel.sharding(P(*rows, *dims)))
 
-    def start(lengths: jax.Array) -> Cache:
+    def place_one(x: jax.Array, *dims: Any) -> jax.Array:
+        """A single row, which all shards of the data hold."""
+        return lax.with_sharding_constraint(x, parallel.sharding(P(None, *dims)))
+
+    def start(lengths: jax.Array, place: Place) -> Cache:
         slots = jnp.arange(prompt_length + response_length)[None]
         empty = jnp.zeros((*lengths.shape, slots.size, config.kv_heads, config.head_dim), config.dtype)
         positions = jnp.where(slots < prompt_length, slots, lengths[:, None] + slots - prompt_length)
         segments = (slots < lengths[:, None]).astype(jnp.int32)
         return Cache(((place(empty, None, tensor, None),) * 2,) * config.layers, segments, positions)
+
+    def read(model: Model, prompts: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Cache]:
+        """The hidden states `[B, 1, H]` of the prompts' last tokens, and their keys and values."""
+        cache = start(lengths, place)
+        if common:
+            begun = start(jnp.full(1, common, jnp.int32), place_one)
+            _, begun = _extend(model, begun, prompts[:1, :common], 0, place_one, tensor)
+            copied = [
+                tuple(place(jnp.repeat(x, len(lengths), 0), None, tensor, None) for x in kv) for kv in begun.layers
+            ]
+            cache = cache._replace(layers=tuple(copied))
+        hidden, cache = _extend(model, cache, prompts[:, common:], common, place, tensor)
+        return jnp.take_along_axis(hidden, lengths[:, None, None] - 1 - common, axis=1), cache
 
     def choose(model: Model, hidden: jax.Array, key: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The token `[B]` that follows hidden states `[B, 1, H]`, and its log-prob."""
@@ -92,13 +115,17 @@ def make_sampler(
         )
         return token, stats.log_probs[:, 0]
 
-    @jax.jit
+    @partial(jax.jit, static_argnums=5)
     def sample(
-        params: nnx.State, prompts: jax.Array, lengths: jax.Array, key: jax.Array, temperature: jax.Array
+        variables: tuple[nnx.State, ...],
+        prompts: jax.Array,
+        lengths: jax.Array,
+        key: jax.Array,
+        temperature: jax.Array,
+        copies: int,
     ) -> Responses:
-        model: Model = nnx.merge(graphdef, params)
-        hidden, cache = _extend(model, start(lengths), prompts, 0, place, tensor)
-        last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
+        model: Model = nnx.merge(graphdef, *variables)
+        last, cache = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), read(model, prompts, lengths))
 
         def step(carry: Any, i: jax.Array) -> Any:
             hidden, cache, done = carry
@@ -108,7 +135,7 @@ def make_sampler(
             hidden, cache = _extend(model, cache, token[:, None], prompt_length + i, place, tensor)
             return (hidden, cache, done | jnp.isin(token, jnp.array(ends))), emitted
 
-        carry = (last, cache, jnp.zeros(lengths.shape, bool))
+        carry = (last, cache, jnp.zeros(len(last), bool))
         _, emitted = lax.scan(step, carry, jnp.arange(response_length))
         return jax.tree.map(lambda x: x.T, emitted)
 

@@ -27,7 +27,7 @@ from sharding.axes import LAYOUTS
 from sharding.testing import factorings
 
 TINY = [*tiny_runs.TINY, "--sft-steps", "24", "--learning-rate", "0.01"]
-RUN = [*TINY, "--steps", "3", "--checkpoint-every", "2", "--evaluate-every", "2"]
+RUN = [*TINY, "--steps", "3", "--checkpoint-every", "2", "--evaluate-every", "2", "--kl-coef", "0.1"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,7 +61,7 @@ def few_steps(folder, *options):
         (["--mesh", "dp=8", "--prompts", "3", "--samples", "3"], "prompts * samples: got 9, expected a multiple of"),
         (["--out", "/dev/null/runs"], "--out: got /dev/null/runs, expected a folder that can be written to"),
         (["--loss", "pop"], "argument --loss: invalid choice: 'pop'"),
-        (["--task", "chess"], "argument --task: invalid choice: 'chess'"),
+        (["--task", "chess"], "--task: got 'chess', expected one of spell_backward, chain_sum"),
         (["--context-layout", "spiral"], "argument --context-layout: invalid choice: 'spiral'"),
         (["--steps", "-1"], "argument --steps: got '-1', expected an integer of at least 0"),
         (["--entropy-coef", "nan"], "argument --entropy-coef: got 'nan', expected a finite number of at least 0"),

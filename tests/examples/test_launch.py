@@ -25,7 +25,7 @@ from examples.trainer.model_folder import read_json
 from examples.trainer.train_grpo import main
 
 WATCHDOG_S = 300  # ends a hang; long, for a busy machine
-SAME = ("loss", "pg_loss", "entropy", "kl", "gradient_norm", "reward", "accuracy")
+SAME = ("loss", "pg_loss", "entropy", "gradient_norm", "reward", "accuracy")
 
 
 def started(folder, *options):

@@ -67,7 +67,7 @@ def test_log_probs_of_sampler_and_trainer_are_equal_to_the_bit(mesh, layout, dty
     rng = np.random.default_rng(0)
     prompts, lengths = rng.integers(10, VOCAB, (B, PROMPT)), rng.integers(1, PROMPT + 1, B)
     arrays = (jnp.asarray(x, jnp.int32) for x in (prompts, lengths))
-    tokens, log_probs, mask = map(np.asarray, sample(params, *arrays, jax.random.key(1), np.float32(1.0)))
+    tokens, log_probs, mask = map(np.asarray, sample((params,), *arrays, jax.random.key(1), np.float32(1.0), 1))
     assert mask.sum() > 80
     sampled = zip(prompts, lengths, tokens, log_probs, mask, strict=True)
     samples = [
@@ -76,7 +76,7 @@ def test_log_probs_of_sampler_and_trainer_are_equal_to_the_bit(mesh, layout, dty
     ]
     batch = RolloutBatch.from_samples(samples, row_length=24, rows=8, parallel=parallel).put(parallel)
     learner = Learner(graphdef, TableConfig(), parallel, PolicyLossConfig(), None, 1)
-    trained = np.asarray(jax.jit(learner.token_stats)(params, batch).log_probs)
+    trained = np.asarray(jax.jit(learner.token_stats)((params,), batch).log_probs)
     counts = np.asarray(batch.loss_mask) > 0
     assert counts.sum() == mask.sum()
     np.testing.assert_array_equal(trained[counts], np.asarray(batch.rollout_log_probs)[counts])

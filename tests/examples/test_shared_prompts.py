@@ -146,6 +146,6 @@ def test_a_model_with_a_recurrent_state(tmp_path):
     type(model).recurrent = True
     try:
         with pytest.raises(ValueError, match="batch: got rows packed as trees for a model with recurrent state"):
-            made.learner.token_stats(made.state.params, batch)
+            made.learner.token_stats(made.state.variables, batch)
     finally:
         del type(model).recurrent

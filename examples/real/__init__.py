@@ -1,0 +1,1 @@
+"""A model that speaks, trained: SmolLM2-135M-Instruct, and a task for it."""
