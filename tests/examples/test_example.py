@@ -26,8 +26,8 @@ from jaxppo.policy_losses import BY_NAME
 from sharding.axes import LAYOUTS
 from sharding.testing import factorings
 
-TINY = [*tiny_runs.TINY, "--sft-steps", "24", "--learning-rate", "0.01"]
-RUN = [*TINY, "--steps", "3", "--checkpoint-every", "2", "--evaluate-every", "2", "--kl-coef", "0.1"]
+TINY = [*tiny_runs.TINY, "--sft-steps", "24", "--learning-rate", "0.01", "--kl-coef", "0.1"]
+RUN = [*TINY, "--steps", "3", "--checkpoint-every", "2", "--evaluate-every", "2"]
 
 
 @pytest.fixture(scope="module", autouse=True)
