@@ -73,8 +73,11 @@ def prepare_head(
     columns = head.kernel.shape[head.v_dim]
     if not isinstance(parallel, ParallelMesh):  # arrays are one device's part
         columns *= roles.size(v_names)
-        T *= roles.size(roles.tensor) if by_position else 1
-    vocab_size = columns if head.vocab_size is None else head.vocab_size
+        if by_position:
+            T *= roles.size(roles.tensor)
+    vocab_size = columns
+    if head.vocab_size is not None:
+        vocab_size = head.vocab_size
     check("vocab_size", vocab_size, vocab_size <= columns, f"1 to {columns}, the columns there are")
     tokens, where = as_token_arrays("hidden", (R, T), targets, nucleus_ids, ids, where, temperature)
     adapter_ids = as_adapter_ids(f"{name}.lora", head.lora, adapter_ids, R)
@@ -100,12 +103,7 @@ def prepare_head(
     lora_a = getattr(head.lora, "a", None)
     lora_b = getattr(head.lora, "b", None)
     inputs = Inputs(hidden, head.kernel, head.bias, lora_a, lora_b, tokens, where, adapter_ids)
-    if not isinstance(parallel, ParallelMesh):
-        return Prepared(call, inputs, None, (R, T))
-    specs = _specs(parallel, head.v_dim, call, inputs)
-    if call.copied:
-        inputs, specs = _with_copies(parallel, inputs, specs)
-    return Prepared(call, inputs, specs, (R, T))
+    return _placed(parallel, head.v_dim, Prepared(call, inputs, None, (R, T)))
 
 
 def _lies_transposed(parallel: Parallel, head: Head, v_names: Names, device: str) -> bool:
@@ -219,7 +217,9 @@ def _spec_axes(parallel: Parallel, roles: ShardAxes, hidden: jax.Array, head: He
         return _default_axes(parallel, roles, hidden, head)
     check("head.spec", f"{spec} without parallel=", parallel is not None or not any(spec), NO_MESH)
     check("head.spec", spec, len(spec) <= 2, "a PartitionSpec of two dimensions")
-    sizes: Any = parallel.mesh.shape if isinstance(parallel, ParallelMesh) else {}
+    sizes: Any = {}
+    if isinstance(parallel, ParallelMesh):
+        sizes = parallel.mesh.shape
     entries = _above_1(sizes, (*spec, *[None] * (2 - len(spec))))
     h_names = entries[1 - head.v_dim]
     v_names = entries[head.v_dim]
@@ -241,8 +241,12 @@ def _default_axes(parallel: Parallel, roles: ShardAxes, hidden: jax.Array, head:
     return roles.fsdp, roles.tensor
 
 
-def _specs(parallel: ParallelMesh, v_dim: int, call: HeadCall, inputs: Inputs) -> Inputs:
-    """The PartitionSpecs of the inputs."""
+def _placed(parallel: Parallel, v_dim: int, prepared: Prepared) -> Prepared:
+    """The call with the PartitionSpecs of its inputs, if there is a mesh."""
+    if not isinstance(parallel, ParallelMesh):
+        return prepared
+    call = prepared.call
+    inputs = prepared.inputs
     v = call.v_names or None
     kernel = [call.h_names or None, v]
     lora_b = [None, v]
@@ -250,7 +254,7 @@ def _specs(parallel: ParallelMesh, v_dim: int, call: HeadCall, inputs: Inputs) -
         kernel.reverse()
     if inputs.adapter_ids is not None:
         lora_b.insert(0, None)
-    return Inputs(
+    specs = Inputs(
         hidden=dataclasses.replace(parallel, sequence_parallel=call.sequence_parallel).hidden_spec,
         kernel=P(*kernel),
         bias=P(v),
@@ -260,6 +264,9 @@ def _specs(parallel: ParallelMesh, v_dim: int, call: HeadCall, inputs: Inputs) -
         counts=parallel.tokens_spec,
         adapter_ids=P(parallel.rows_spec[0]),
     )
+    if call.copied:
+        inputs, specs = _with_copies(parallel, inputs, specs)
+    return prepared._replace(inputs=inputs, specs=specs)
 
 
 def _with_copies(parallel: ParallelMesh, inputs: Inputs, specs: Inputs) -> tuple[Inputs, Inputs]:

@@ -43,7 +43,7 @@ class HeadOptions(TypedDict, total=False):
         memory if nearly all of them count.
       deterministic: a token's log-prob and entropy have the same bits whatever else is in the batch, and on tp = 1, 2,
         4 and 8 if 8 divides the number of columns; for one platform, jax version and kernel dtype. Losses take two
-        passes. The page "Numbers and bits" has the costs, and what was tested.
+        passes. The page "Numbers and bits" says what was tested.
     """
 
     hidden_spec: P | None
@@ -93,6 +93,7 @@ class Profile:
     tile: int  # bytes of the f32 logits of a chunk of the forward
     tokens: int  # the most tokens of a chunk
     columns: int  # of a block of the second pass
+    rows: int = 8192  # the most tokens of a tile of the second pass, without a mask
     fixed_chunk: int = 1024  # tokens of a chunk of a deterministic call
     group: int = 8192  # the most tokens whose gradients of logits exist at once in one pass
     groups: bool = True  # whether one pass may take several
@@ -103,9 +104,9 @@ class Profile:
     rounding_products: bool = False  # a product rounds its f32 sums itself, if no sum over devices follows
 
 
-def _tpu(kind: str, columns: int, tile: int = 150) -> Profile:
+def _tpu(kind: str, columns: int, tile: int = 150, rows: int = 4096) -> Profile:
     """One pass may take an eighth of the memory. On a v5e or v6e 75 MiB of logits stay in VMEM."""
-    return Profile(_eighth(kind), tile * MIB, 2048, columns, ring=4)
+    return Profile(_eighth(kind), tile * MIB, 2048, columns, rows, ring=4)
 
 
 def _gpu(kind: str) -> Profile:
@@ -122,16 +123,18 @@ def _eighth(kind: str) -> int:
 
 # XLA for CPUs multiplies bf16 faster as f32, copies the rows that a product in a branch reads, keeps exponentials
 # beside logits, and updates dkernel slowly
-CPU = Profile(48 * MIB, 16 * MIB, 1024, 512, fixed_chunk=256, group=2048, groups=False, parts=1, tiles=3, upcast=True)
+CPU = Profile(
+    48 * MIB, 16 * MIB, 1024, 512, 4096, fixed_chunk=256, group=2048, groups=False, parts=1, tiles=3, upcast=True
+)
 # A key is a part of a device's kind, since described devices do not report their memory. The last key fits them all.
 PROFILES = {
     "cpu": CPU,
-    "TPU v4": _tpu("TPU v4", 1664),
-    "TPU v5 lite": _tpu("TPU v5 lite", 2048, tile=75),
-    "TPU v5e": _tpu("TPU v5e", 2048, tile=75),
-    "TPU v5": _tpu("TPU v5", 1664),
-    "TPU v6 lite": _tpu("TPU v6 lite", 3072, tile=75),
-    "TPU v6e": _tpu("TPU v6e", 3072, tile=75),
+    "TPU v4": _tpu("TPU v4", 2048),
+    "TPU v5 lite": _tpu("TPU v5 lite", 2048, tile=75, rows=8192),
+    "TPU v5e": _tpu("TPU v5e", 2048, tile=75, rows=8192),
+    "TPU v5": _tpu("TPU v5", 2048),
+    "TPU v6 lite": _tpu("TPU v6 lite", 3072, tile=75, rows=8192),
+    "TPU v6e": _tpu("TPU v6e", 3072, tile=75, rows=8192),
     "TPU7x": _tpu("TPU7x", 2048),
     "H100": _gpu("H100"),
     "H200": _gpu("H200"),

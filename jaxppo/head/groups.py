@@ -41,7 +41,7 @@ def one_pass_in_groups(
         return write(results, own_results, start), write(dfeatures, tuple(rows), start), added
 
     stats = statistics.zero_stats(call.asked, work.tokens, work.size)
-    results = work.vary_results((stats.log_probs, stats))
+    results = work.vary((stats.log_probs, stats), results=True)
     dfeatures = tuple(_no_gradient(work, k, primal) for k, primal in enumerate(local.features))
     totals = work.vary(tuple(jnp.zeros(parameter.shape, jnp.float32) for parameter in work.parameters))
     turns = -(-work.turns * work.chunk // group)

@@ -79,8 +79,9 @@ def parameter_cotangent(work: Work, k: int, primal: jax.Array, dproducts: jax.Ar
     """The gradient of the columns of parameter k that `dproducts` are of, summed over devices."""
     call = work.call
     features = work.features[k]
-    alone = work.axes <= varying(primal)
-    dtype = primal.dtype if alone else jnp.float32  # of columns: no sum follows
+    dtype = jnp.float32
+    if work.axes <= varying(primal):
+        dtype = primal.dtype  # of columns: no sum follows
 
     # A slice of rows and columns is one: XLA for TPUs would copy what lies between two.
     def of_columns(start: Index, size: int) -> jax.Array:
@@ -119,7 +120,9 @@ def sum_parameter(work: Work, k: int, term: Term, primal: jax.Array, length: int
         term = partial(_rounded_term, term, primal.dtype)
     if dim != call.v_dim:
         return scattered(term, dim, length, call.h_names, names, primal.dtype, call.profile.ring)
-    pieces = PIECES if names else 1
+    pieces = 1
+    if names:
+        pieces = PIECES
     return summed(term, dim, length, names, primal.dtype, call.profile.ring, pieces)
 
 

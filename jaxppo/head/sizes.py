@@ -66,9 +66,10 @@ def block_of_second(call: HeadCall, local: Local) -> tuple[int, int]:
     """The tokens and the columns of a tile of the second pass. Raises if no tile fits the memory."""
     N, H, V, number, logit = Sizes.of(call, local)
     columns = min(V, call.profile.columns)
+    # work that follows a mask can stop behind a chunk only
     most = call.profile.tokens
     if local.counts is None:
-        most *= 4  # work that follows a mask can stop behind a chunk only
+        most = call.profile.rows
     chunk = even(N, most)
     if call.deterministic:
         chunk = call.profile.fixed_chunk
@@ -85,7 +86,9 @@ def block_of_second(call: HeadCall, local: Local) -> tuple[int, int]:
             chunk = max(LEAST, chunk // 2)
     if not call.deterministic:
         chunk = even(N, chunk)
-    unit = UNIT if columns >= UNIT else LEAST
+    unit = LEAST
+    if columns >= UNIT:
+        unit = UNIT
     return chunk, even(V, columns, unit)
 
 
@@ -104,7 +107,9 @@ class Sizes(NamedTuple):
         hidden = local.features[0]
         kernel = local.parameters[0]
         H = hidden.shape[-1]
-        shards = call.axes.size(call.axes.tensor) if call.sequence_parallel else 1
+        N = hidden.size // H
+        if call.sequence_parallel:
+            N *= call.axes.size(call.axes.tensor)
         logit = 4
         if local.tokens.nucleus_ids is not None:
             logit += 1
@@ -113,7 +118,6 @@ class Sizes(NamedTuple):
         if call.asked.top_k:
             logit += 8
         number = wider_dtype(hidden.dtype, kernel.dtype).itemsize
-        N = hidden.size // H * shards
         return cls(N, H, kernel.shape[call.v_dim], number, logit * call.heads * call.profile.tiles)
 
 

@@ -94,13 +94,12 @@ class Work(NamedTuple):
         dtype = wider_dtype(features[0].dtype, parameters[0].dtype)
         return cls(call, axes, chunk, size, turns, part, dtype, order, counts, tokens, features, parameters, columns)
 
-    def vary(self, tree: Tree) -> Tree:
-        """A loop's carry must vary over all axes from the start."""
-        return jax.tree.map(lambda array: vary(array, self.axes), tree)
-
-    def vary_results(self, tree: Tree) -> Tree:
-        """Results are equal along the tensor axes."""
-        return jax.tree.map(lambda array: vary(array, self.axes - set(self.call.axes.tensor)), tree)
+    def vary(self, tree: Tree, results: bool = False) -> Tree:
+        """A loop's carry must vary over all axes from the start; but results are equal along the tensor axes."""
+        axes = self.axes
+        if results:
+            axes = axes - set(self.call.axes.tensor)
+        return jax.tree.map(lambda array: vary(array, axes), tree)
 
     def read(self, i: Index) -> Chunk:
         """Chunk i."""
@@ -155,11 +154,11 @@ def one_pass(work: Work, loss: Loss, per_token: Any) -> tuple[tuple[jax.Array, T
     def write_chunk(i: Index, carry: Any) -> Any:
         results, dproducts = carry
         chunk_results, chunk_dproducts = _loss_of_chunk(work, work.read(i), loss, read(per_token, i * C, C))
-        results = write(results, work.vary_results(chunk_results), i * C)
+        results = write(results, work.vary(chunk_results, results=True), i * C)
         return results, write(dproducts, work.vary(chunk_dproducts), i * C)
 
     stats = statistics.zero_stats(work.call.asked, work.tokens, work.size)
-    results = work.vary_results((stats.log_probs, stats))
+    results = work.vary((stats.log_probs, stats), results=True)
     # XLA for TPUs would take 7 million cycles to fill it with zeros, at 8192 tokens by 37984 columns
     dproducts = work.vary(lax.empty((work.size, work.columns.size), work.dtype))
     return loop(work.turns, write_chunk, (results, dproducts))

@@ -94,12 +94,19 @@ def head_of(model: Any) -> Head:
     only.
 
     Raises:
-      TypeError: weights that are quantised, a bias, an adapter.
+      TypeError: a product or weights that are quantised, a bias, an adapter.
     """
     config = model.config
     name, of_head = "token_embedder", model.token_embedder
     if not config.logits_via_embedding:
         name, of_head = "decoder.logits_dense", model.decoder.logits_dense
+    # since MaxText's pull request 5313 the product is quantised while the kernel stays float
+    quantization = getattr(config, "quantization", "")
+    if quantization and getattr(config, "quantize_logits_proj", False):
+        raise TypeError(
+            f"model.config: got quantize_logits_proj with quantization {quantization!r}, expected a head whose product "
+            "is not quantised: jaxppo would multiply its kernel in its own dtype, with other logits"
+        )
     if adapters := [attribute for attribute in vars(of_head) if "lora" in attribute]:
         raise TypeError(f"model.{name}: got {', '.join(adapters)}, expected a head without an adapter")
     if not config.logits_via_embedding:

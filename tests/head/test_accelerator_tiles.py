@@ -58,8 +58,8 @@ WAYS = {
     "the tokens that count": ({}, "wide", "one pass, 8 tokens x 1003 columns"),
     "sums in the parameter's dtype": ({"gradient_sum_dtype": "parameter"}, "wide", "one pass, 8 tokens x 1003 columns"),
     "a GPU": ({}, "like a GPU", "one pass, 8 tokens x 1003 columns"),
-    "groups": ({}, "groups", "one pass, 8 tokens x 1003 columns, groups of 48 tokens"),
-    "groups of all": ({"follow_mask": False}, "groups", "one pass, 8 tokens x 1003 columns, groups of 48 tokens"),
+    "groups": ({}, "groups", "one pass, 4 tokens x 1003 columns, groups of 48 tokens"),
+    "groups of all": ({"follow_mask": False}, "groups", "one pass, 4 tokens x 1003 columns, groups of 48 tokens"),
 }
 
 

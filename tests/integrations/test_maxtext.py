@@ -168,3 +168,12 @@ def test_issue_4409(sizes):
 
     found = audit(jax.value_and_grad(loss, (0, 1)), hidden, kernel, batch)
     assert found.temp_bytes < 1.1 * GIB, found.temp_bytes / GIB
+
+
+def test_a_quantised_product_is_refused():
+    """Since pull request 5313 MaxText multiplies such a head in fp8 or int8, while its kernel stays float."""
+    hidden = jnp.ones((1, 2, 8))
+    with pytest.raises(TypeError, match="quantize_logits_proj with quantization 'fp8_full'"):
+        hidden_and_head(Transformer(quantize_logits_proj=True, quantization="fp8_full"), hidden)
+    for config in ({"quantize_logits_proj": True, "quantization": ""}, {"quantization": "int8"}):
+        assert hidden_and_head(Transformer(**config), hidden)[1].layout == "hv"

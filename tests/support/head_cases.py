@@ -29,9 +29,9 @@ BF16 = {"rtol": 2**-8, "atol": 2**-8}
 # 512 columns on CPUs, and 128 on accelerators.
 CPU = dataclasses.replace(calls.CPU, memory=2**30)
 DEVICES = {
-    "small": dataclasses.replace(CPU, tokens=16),
-    "five": dataclasses.replace(CPU, tokens=5),
-    "wide": calls.Profile(memory=2**30, tile=2**30, tokens=8, columns=128, ring=4),
+    "small": dataclasses.replace(CPU, tokens=16, rows=64),
+    "five": dataclasses.replace(CPU, tokens=5, rows=20),
+    "wide": calls.Profile(memory=2**30, tile=2**30, tokens=8, columns=128, rows=32, ring=4),
 }
 DEVICES["groups"] = dataclasses.replace(DEVICES["wide"], group=100)  # several groups of 48 tokens above 100
 DEVICES["like a GPU"] = dataclasses.replace(DEVICES["wide"], ring=0, rounding_products=True)
