@@ -294,7 +294,8 @@ def as_token_arrays(
     if where is not None:
         check_array("where", where)
         check("where", f"shape {where.shape}", where.shape == tokens, f"{tokens}, the shape of targets")
-        temperature = _nan_where_odd(temperature, where)
+        if where.dtype != bool:
+            temperature = _nan_where_odd(temperature, where)
         where = where.astype(bool)
     nucleus_ids = calls.as_id_sets("nucleus_ids", nucleus_ids, tokens)
     ids = calls.as_id_sets("ids", ids, tokens)
@@ -303,8 +304,6 @@ def as_token_arrays(
 
 def _nan_where_odd(temperature: Any, where: Any) -> Any:
     """The temperature, NaN where a mask of numbers is neither 0 nor 1: the results there are then NaN."""
-    if where.dtype == bool:
-        return temperature
     if temperature is None:
         temperature = jnp.float32(1)
     is_odd = (where != 0) & (where != 1)
