@@ -42,7 +42,8 @@ def step(graphdef, params, batch, parallel):
     """Loss, metrics and gradients of a step whose advantages are GAE's and the group's."""
     rewards = advantages.token_rewards(batch.rewards, batch, parallel=parallel)
     by_token, _ = advantages.gae(rewards, batch.values, batch, gamma=0.9, lam=0.8, parallel=parallel)
-    by_group = advantages.grpo(batch.rewards, **batch.groups, parallel=parallel)
+    # each part has a reward of its own here, so it counts as a rollout of its own
+    by_group = advantages.grpo(batch.rewards, batch.group_ids, parallel=parallel)
     total = by_token + advantages.spread(by_group, batch, parallel=parallel)
     batch = dataclasses.replace(batch, advantages=total)
 
