@@ -19,7 +19,7 @@ from jaxppo.sharding import ParallelMesh, ShardAxes, known_device
 Names = tuple[str, ...]
 Precision = Literal["default", "high", "highest"]
 SumDtype = Literal["float32", "parameter"]
-PARTS = 8  # of the vocabulary in deterministic calls
+EIGHTHS = 8  # of the vocabulary, in deterministic calls
 GIB = 2**30
 MIB = 2**20
 _OF_IDS = ("ids", "id_log_probs", "top_ids", "top_log_probs")  # the statistics that have a dimension K
@@ -184,12 +184,12 @@ class HeadCall:
     copied: bool  # parameters come as one copy per device, `[D, ...]`; their gradients are summed later
 
     @property
-    def parts(self) -> int:
-        """How many of the eight parts of the vocabulary a device works on; 0 if its columns end within a part."""
+    def eighths(self) -> int:
+        """How many eighths of the vocabulary a device works on; 0 if its columns end within one."""
         shards = self.axes.size(self.axes.tensor)
-        if not self.deterministic or PARTS % shards or self.columns % PARTS:
+        if not self.deterministic or EIGHTHS % shards or self.columns % EIGHTHS:
             return 0
-        return PARTS // shards
+        return EIGHTHS // shards
 
 
 class Prepared(NamedTuple):

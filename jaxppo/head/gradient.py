@@ -15,11 +15,11 @@ from jaxppo.head import statistics
 from jaxppo.head.blocks import SumsAt, second_pass
 from jaxppo.head.call import HeadCall, Inputs
 from jaxppo.head.door import Local, enter
+from jaxppo.head.eighths import sweep_in_eighths
 from jaxppo.head.groups import one_pass_in_groups
 from jaxppo.head.head import TokenStats
 from jaxppo.head.late import late_products
 from jaxppo.head.order import Index, unless
-from jaxppo.head.parts import sweep_in_parts
 from jaxppo.head.sizes import Sizes, block_of_second, chunk_of_forward, chunk_of_one_pass
 from jaxppo.head.statistics import Reduced
 from jaxppo.head.tile import LOW
@@ -58,7 +58,7 @@ def reduce_tokens(call: HeadCall, inputs: Inputs, token_loss: TokenLoss, per_tok
         sizes = None
         reason = "float16"  # one pass would round gradients to f16 before a loss scale multiplies them
     if sizes is not None:
-        total, stats = losses(call, sizes, token_loss, local, per_token, shared)
+        total, stats = loss_in_one_pass(call, sizes, token_loss, local, per_token, shared)
     else:
         with note(f"two passes: {reason}"):
             stats = token_stats(call, local)
@@ -84,9 +84,9 @@ def _token_stats(call: HeadCall, local: Local) -> tuple[TokenStats, Reduced]:
     if call.deterministic and call.asked.entropy == "none":
         return _without_entropy(*_token_stats(_asking(call, "metric"), local))  # the same sums, and so the same bits
     work = Work.of(call, local, chunk_of_forward(call, local))
-    with note(f"forward, {work.chunk} tokens x {work.columns.size // max(1, call.parts)} columns"):
-        if call.parts:
-            reduced = sweep_in_parts(work)
+    with note(f"forward, {work.chunk} tokens x {work.columns.size // max(1, call.eighths)} columns"):
+        if call.eighths:
+            reduced = sweep_in_eighths(work)
         else:
             reduced = statistics.over_devices(sweep(work), call.axes)
     reduced = work.order.take_back(reduced)
@@ -164,7 +164,7 @@ def _second_order(primals: Any, tangents: Any) -> NoReturn:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def losses(
+def loss_in_one_pass(
     call: HeadCall, sizes: tuple[int, int], token_loss: TokenLoss, local: Local, per_token: Any, shared: Any
 ) -> Sum:
     """The sum of all devices' losses, and this device's statistics (not differentiable), f32[N] each."""
@@ -172,7 +172,7 @@ def losses(
     return over_tokens(call, token_loss(stats, per_token, shared)), stats
 
 
-def _losses_forward(
+def _one_pass_forward(
     call: HeadCall, sizes: tuple[int, int], token_loss: TokenLoss, local: Local, per_token: Any, shared: Any
 ) -> Any:
     local, per_token, shared = jax.tree.map(once, (local, per_token, shared))
@@ -197,7 +197,7 @@ def _losses_forward(
     return (over_tokens(call, each), stats), cotangents
 
 
-def _losses_backward(
+def _one_pass_backward(
     call: HeadCall, sizes: tuple[int, int], token_loss: TokenLoss, cotangents: Local, dresults: Any
 ) -> Any:
     factor = dresults[0]
@@ -208,4 +208,4 @@ def _losses_backward(
     return jax.tree.map(times_factor, cotangents), None, None
 
 
-losses.defvjp(_losses_forward, _losses_backward)
+loss_in_one_pass.defvjp(_one_pass_forward, _one_pass_backward)

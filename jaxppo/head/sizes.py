@@ -23,7 +23,7 @@ def chunk_of_forward(call: HeadCall, local: Local) -> int:
     token = logit * V
     if call.deterministic:
         fixed = call.profile.fixed_chunk
-        _check(call, fixed * token // call.profile.tiles // max(1, call.parts))
+        _check(call, fixed * token // call.profile.tiles // max(1, call.eighths))
         return fixed
     _check(call, min(N, LEAST) * token)
     memory = call.memory or max(call.profile.tile, 256 * token)

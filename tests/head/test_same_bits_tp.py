@@ -100,17 +100,17 @@ def test_a_kernel_that_every_device_holds():
 
 
 def test_which_vocabularies():
-    """Eight equal parts, or the sums are those of each device's columns; a note says which."""
+    """Eighths of the vocabulary, or the sums are those of each device's columns; a note says which."""
 
-    def parts(columns, mesh, **options):
+    def in_eighths(columns, mesh, **options):
         hidden, head, targets, _ = jax.eval_shape(lambda: arrays("float32", columns))
         parallel = make_parallel_mesh(mesh)
         call = partial(log_probs_from_hidden, parallel=parallel, **options)
-        return "8 parts" in str(notes(jax.make_jaxpr(call)(hidden, head, targets)))
+        return "eighths of the vocabulary" in str(notes(jax.make_jaxpr(call)(hidden, head, targets)))
 
-    assert parts(1536, "dp=4,tp=2", deterministic=True)
-    assert not parts(1536, "dp=4,tp=2")
-    assert not parts(1500, "dp=2,tp=4", deterministic=True)
+    assert in_eighths(1536, "dp=4,tp=2", deterministic=True)
+    assert not in_eighths(1536, "dp=4,tp=2")
+    assert not in_eighths(1500, "dp=2,tp=4", deterministic=True)
 
 
 @pytest.mark.nightly

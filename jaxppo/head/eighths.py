@@ -1,6 +1,6 @@
-"""Deterministic calls: the vocabulary in eight equal parts, so that sums have one order on any tensor axis.
+"""Deterministic calls: the vocabulary in eighths, so that sums have one order on any tensor axis.
 
-Products have one shape on 1, 2, 4 and 8 devices. Two parts are merged at a time, in the same pairs: first those of a
+Products have one shape on 1, 2, 4 and 8 devices. Two eighths are merged at a time, in the same pairs: first those of a
 device, then the results of all devices.
 """
 
@@ -13,36 +13,35 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.call import PARTS
 from jaxppo.head.order import Index, read, write
 from jaxppo.head.statistics import Columns, Reduced, first_of, rescaled
 from jaxppo.head.walk import Work, sweep
 from jaxppo.sharding import note, vary
 
 
-def sweep_in_parts(work: Work) -> Reduced:
+def sweep_in_eighths(work: Work) -> Reduced:
     """The numbers of all tokens over the whole vocabulary, in order."""
     call = work.call
-    parts = call.parts
-    width = work.columns.size // parts
+    count = call.eighths
+    width = work.columns.size // count
 
-    def write_part(i: Index, reduced: Reduced) -> Reduced:
+    def write_eighth(i: Index, reduced: Reduced) -> Reduced:
         start = i * width
         valid = work.columns.valid
         if valid is not None:
             valid = read(valid, start, width)
         columns = Columns(work.columns.first + start, width, valid)
         parameters = read(work.parameters, start, width, call.v_dim)
-        part = sweep(work._replace(parameters=parameters, columns=columns))
-        return write(reduced, jax.tree.map(lambda array: array[None], part), i)
+        eighth = sweep(work._replace(parameters=parameters, columns=columns))
+        return write(reduced, jax.tree.map(lambda array: array[None], eighth), i)
 
     like = jax.eval_shape(partial(sweep, work))
-    zeros = work.vary(jax.tree.map(lambda array: jnp.zeros((parts, *array.shape), array.dtype), like))
+    zeros = work.vary(jax.tree.map(lambda array: jnp.zeros((count, *array.shape), array.dtype), like))
     # XLA would leave out a loop of one turn, and the rest is another program with other bits: it gets a number of turns
     # that it does not know
-    turns = jnp.minimum(lax.optimization_barrier(jnp.int32(parts)), parts)
-    with note(f"{PARTS} parts whatever the tensor axis"):
-        reduced = _merged(lax.fori_loop(0, turns, write_part, zeros))
+    turns = jnp.minimum(lax.optimization_barrier(jnp.int32(count)), count)
+    with note("eighths of the vocabulary, whatever the tensor axis"):
+        reduced = _merged(lax.fori_loop(0, turns, write_eighth, zeros))
         names = call.axes.tensor
         if not names:
             return reduced
@@ -50,7 +49,7 @@ def sweep_in_parts(work: Work) -> Reduced:
 
 
 def _merged(reduced: Any) -> Reduced:
-    """The numbers `[parts, N', ...]` of several parts as those of one."""
+    """The numbers `[n, N', ...]` over n sets of columns as those over all of them."""
     while reduced.peaks["m"].shape[0] > 1:
         even = jax.tree.map(lambda array: array[0::2], reduced)
         odd = jax.tree.map(lambda array: array[1::2], reduced)
