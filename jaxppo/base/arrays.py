@@ -97,9 +97,11 @@ def check_choices(of: Any, **choices: Any) -> None:
 
 def dtype_name(x: Any) -> Any:
     """The name of a dtype in any form that jnp takes; x itself if it is no dtype, and `check_choice` refuses it."""
+    if x is None or isinstance(x, np.ndarray | jax.Array):  # numpy takes an array for its dtype, and warns
+        return x
     try:
-        return x if x is None else jnp.dtype(x).name
-    except (TypeError, ValueError):  # ValueError for a PRNG key
+        return jnp.dtype(x).name
+    except (TypeError, ValueError):
         return x
 
 

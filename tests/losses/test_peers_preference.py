@@ -12,9 +12,19 @@ from jaxppo import RolloutBatch, TokenStats, finalize_metrics, loss_from_stats
 from jaxppo.losses import preference
 from sharding import make_parallel_mesh
 
+RECORDS = json.loads((Path(__file__).parents[1] / "golden/peers/preference.json").read_text())
+BETAS = [record["options"]["reference_policy_kl_penalty"] for record in RECORDS]
+
+
+def test_a_beta_of_0_is_refused():
+    """Its loss does not depend on the pairs: `Part(SFT())` is what such a record leaves of it."""
+    assert 0 in BETAS
+    with pytest.raises(ValueError, match=r"beta: got 0\.0, expected a finite number above 0"):
+        preference.DPO(0.0)
+
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
-@pytest.mark.parametrize("record", json.loads((Path(__file__).parents[1] / "golden/peers/preference.json").read_text()))
+@pytest.mark.parametrize("record", [record for record, beta in zip(RECORDS, BETAS, strict=True) if beta > 0])
 def test_nemo(record, mesh):
     """Their rewards are not multiplied by beta."""
     options, given = record["options"], {k: np.asarray(v, np.float32) for k, v in record["in"].items()}

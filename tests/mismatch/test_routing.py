@@ -19,12 +19,17 @@ PLACES = [
 ]  # fmt: skip
 
 
-def chosen(sample, index):
-    """Ids, of each token that was read, that tell sample, position, layer and slot apart."""
+def chosen(sample, index, alike=0):
+    """Ids, of each token that was read, that tell sample, position, layer and slot apart.
+
+    The first rows, `alike` of them, are the same for all samples of a group.
+    """
     n = len(sample.tokens) - 1
     rng = np.random.default_rng((index, n))
     rows = np.argsort(rng.random((n, LAYERS, EXPERTS)), axis=-1)[..., :K]
     rows[: n // 4, 1] = -1  # a layer without a choice
+    of_group = np.random.default_rng(index // 3).random((alike, LAYERS, EXPERTS))
+    rows[:alike] = np.argsort(of_group, axis=-1)[..., :K]
     return rows
 
 
@@ -41,10 +46,10 @@ def samples_of(prompt=0):
     ]
 
 
-def batch_of(mesh, layout, prompt=0, **options):
+def batch_of(mesh, layout, prompt=0, alike=0, **options):
     parallel = mesh and make_parallel_mesh(mesh, context_layout=layout)
     samples = [
-        Sample(**vars(s) | {"extras": {"routed_experts": routed_experts(chosen(s, i), len(s.tokens))}})
+        Sample(**vars(s) | {"extras": {"routed_experts": routed_experts(chosen(s, i, alike), len(s.tokens))}})
         for i, s in enumerate(samples_of(prompt))
     ]
     batch = RolloutBatch.from_samples(
@@ -66,12 +71,14 @@ def test_rows_stay_with_the_token_that_was_read(mesh, layout):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("alike", [24, 0])
 @pytest.mark.parametrize(("mesh", "layout"), PLACES)
-def test_rows_of_a_shared_prefix_are_those_of_one_sample(mesh, layout):
-    """The samples of a group may have been routed differently, in other batches; a branch has its own."""
-    batch, _ = batch_of(mesh, layout, prompt=24, share_prefixes=True)
-    samples, ends = samples_of(24), np.asarray(batch.paths.ends)
-    rows_of = [chosen(s, i) for i, s in enumerate(samples)]
+def test_rows_of_a_prefix_are_those_of_all_its_samples(mesh, layout, alike):
+    """Samples that were routed otherwise, in other batches, share no prefix; a branch has its own rows."""
+    batch, _ = batch_of(mesh, layout, prompt=24, alike=alike, share_prefixes=True)
+    samples = samples_of(24)
+    ends = np.asarray(batch.paths.ends)
+    rows_of = [chosen(s, i, alike) for i, s in enumerate(samples)]
     rows_of = [np.concatenate([x, np.full((1, *x.shape[1:]), -1)]) for x in rows_of]
     shared = 0
     segments = {(row, int(s)) for row, ids in enumerate(np.asarray(batch.segment_ids)) for s in ids if s}
@@ -80,9 +87,10 @@ def test_rows_of_a_shared_prefix_are_those_of_one_sample(mesh, layout):
         behind = batch.sample_ids[row, segment - 1 : ends[row, at][0]]
         found, positions = batch.extras["routed_experts"][row, at], batch.positions[row, at]
         same = [np.array_equal(found, rows_of[i][positions]) for i in behind if i >= 0]
-        assert any(same)
+        assert same
+        assert all(same)
         shared += len(same) > 1
-    assert shared
+    assert (shared > 0) == (alike > 0)
 
 
 @pytest.mark.parametrize(("mesh", "layout"), PLACES)

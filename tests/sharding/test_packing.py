@@ -170,7 +170,7 @@ def broken(field, row, place, value):
 @pytest.mark.parametrize(
     ("breaking", "message"),
     [
-        (broken("tokens", 0, 2, 10), "tokens: got 10 at row 0, position 2, expected 0 to 9"),
+        (broken("tokens", 0, 2, 10), "tokens: got 10 at row 0, position 2, expected at least 0, and at most 9"),
         (broken("targets", 0, 3, -100), "targets: got -100 at row 0, position 3, expected 0 to 9"),
         (broken("targets", 0, 3, 2), "targets: got 2 at row 0, position 3, expected the next token of the sequence"),
         (
