@@ -83,10 +83,10 @@ def optimal_token_baseline(
     check_stats(stats, batch.loss_mask.shape, "sum_p2", how="log_probs_from_hidden(logit_stats=['sum_p2'])")
     check_ids("group_ids", group_ids)
     rollout_ids = batch.rollout_ids if rollout_ids is None else rollout_ids
-    if rollout_ids is not None:
-        _check_whole(rollout_ids)
     name, static = "optimal_token_baseline", (place, singletons)
     check_whole_step(name, batch)
+    if rollout_ids is not None:
+        _check_whole(rollout_ids)
     of_stats = {"stats.log_probs": stats.log_probs, "stats.sum_p2": stats.sum_p2}
     tokens = {"returns": returns, **of_stats, "weights": weights}
     samples = {"group_ids": group_ids, "among": among, "rollout_ids": rollout_ids}

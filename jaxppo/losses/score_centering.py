@@ -127,7 +127,7 @@ class ScoreCentering(OfConfig, OfIds):
         new, old, wide = (lax.stop_gradient(x).reshape(R, T * K) for x in given)
 
         def of_ids(_: Any, x: Any) -> Any:
-            return jnp.repeat(x, K, axis=-1) if jnp.ndim(x) == 2 else x  # a number of each token
+            return jnp.repeat(x, K, axis=-1) if getattr(x, "ndim", 0) == 2 else x  # a number of each token
 
         loss = map_leaves(self.config.loss, of_ids)
 
