@@ -140,7 +140,7 @@ def test_grpo_in_micro_batches_is_grpo_of_the_whole(mesh):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
 
 
-SAMPLES = [dataclasses.replace(s, reward=float(i % 2)) for i, s in enumerate(step_of(3))]
+SAMPLES = [dataclasses.replace(s, reward=float(i % 2), rollout_id=i) for i, s in enumerate(step_of(3))]
 BATCHES = RolloutBatch.from_samples(SAMPLES, row_length=12, rows=2, micro_batches=4)
 SELECTING = PolicyLossConfig(KLCov())
 # functions of a batch; the others read arrays, which do not know their step
@@ -193,8 +193,11 @@ def test_a_statistic_of_a_micro_batch_is_refused(name):
 @pytest.mark.every(3)
 @pytest.mark.parametrize("name", OF_A_BATCH)
 def test_a_slice_of_a_stacked_batch_is_refused(name):
-    with pytest.raises(ValueError, match=rf"{name}: got one of 4 micro-batches, expected the whole step"):
-        CALLS[name](jax.tree.map(lambda x: x[0], BATCHES))
+    """Also where it would be refused for its rollouts."""
+    cut = dataclasses.replace(BATCHES, rollout_ids=np.where(BATCHES.rollout_ids >= 0, 0, -1))
+    for batches in (BATCHES, cut):
+        with pytest.raises(ValueError, match=rf"{name}: got one of 4 micro-batches, expected the whole step"):
+            CALLS[name](jax.tree.map(lambda x: x[0], batches))
 
 
 def test_what_looks_along_a_sequence_alone_stays_right_for_a_micro_batch():

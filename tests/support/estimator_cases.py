@@ -81,6 +81,16 @@ class Given:
     def which(self) -> dict[str, Any]:
         return {"among": self.slots["among"], "rollout_ids": self.slots["rollouts"]}
 
+    @property
+    def of_rollouts(self) -> RolloutBatch:
+        """The batch as estimators of a batch read it: without ids where parts of a rollout differ in their rewards."""
+        return dataclasses.replace(self.batch, rollout_ids=self.slots["rollouts"])
+
+    @property
+    def uncut(self) -> RolloutBatch:
+        """The batch with one sample a rollout."""
+        return dataclasses.replace(self.batch, rollout_ids=self.batch.sample_ids)
+
 
 @dataclasses.dataclass
 class Known:
@@ -129,8 +139,8 @@ def baseline_of_oracle(k: Known, o: Options) -> list[np.ndarray]:
 
 def baseline_of_jaxppo(g: Given, o: Options, p: Any) -> Any:
     more = {"kl": g.tokens["kl"], "kl_coef": o.kl_coef, "whitened": o.whitened, "singletons": o.singletons}
-    given = (g.slots["given"], g.slots["groups"], g.batch)
-    return advantages.reinforce_plus_plus_baseline(*given, **more, **g.which, parallel=p)
+    given = (g.slots["given"], g.slots["groups"], g.of_rollouts)
+    return advantages.reinforce_plus_plus_baseline(*given, **more, among=g.slots["among"], parallel=p)
 
 
 def gdpo_of_oracle(k: Known, o: Options) -> list[np.ndarray]:
@@ -141,8 +151,9 @@ def gdpo_of_oracle(k: Known, o: Options) -> list[np.ndarray]:
 
 def gdpo_of_jaxppo(g: Given, o: Options, p: Any) -> Any:
     more = {"weights": [1.0, o.coef], "leave_one_out": o.leave_one_out, "whitened": o.whitened_over}
+    more |= {"among": g.slots["among"], "epsilon": o.epsilon}
     rewards = [g.slots["given"], g.slots["likelihoods"]]
-    return advantages.gdpo(rewards, g.slots["groups"], g.batch, **more, **g.which, epsilon=o.epsilon, parallel=p)
+    return advantages.gdpo(rewards, g.slots["groups"], g.of_rollouts, **more, parallel=p)
 
 
 def of_places(o: Options, tokens: dict[str, Any]) -> dict[str, Any]:
@@ -260,7 +271,7 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
             g.tokens["rewards"],
             TokenStats(g.tokens["log_probs"], sum_p2=g.tokens["sum_p2"]),
             g.slots["groups"],
-            g.batch,
+            g.uncut,
             **of_places(o, g.tokens),
             among=g.slots["among"],
             parallel=p,

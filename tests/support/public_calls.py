@@ -84,6 +84,11 @@ class Given:
         return self.hidden.astype(jnp.float32) @ self.head.kernel.astype(jnp.float32)
 
     @property
+    def uncut(self) -> RolloutBatch:
+        """The batch with one sample a rollout: its rewards differ between the samples of a rollout."""
+        return dataclasses.replace(self.batch, rollout_ids=self.batch.sample_ids)
+
+    @property
     def stats(self) -> TokenStats:
         return TokenStats(self.batch.returns, *[-self.batch.returns] * 3)
 
@@ -157,8 +162,11 @@ def padded(g: Given) -> Any:
 
 def aligned(g: Given, made: Callable[..., Any], *names: str) -> Any:
     names = (*names, "segment_ids", "positions", "loss_mask")
-    more = {"returns": g.batch.returns, "rewards": g.batch.rewards}
-    return made(*(getattr(g.batch, name) for name in names), num_segments=g.batch.num_segments, **more)
+    arrays = {name: getattr(g.batch, name) for name in (*names, "returns")}
+    if g.parallel is not None:  # rows are given in the order of their tokens
+        arrays = redistribute(arrays, g.parallel, g.parallel.context_layout, "contiguous")
+    more = {"returns": arrays["returns"], "rewards": g.batch.rewards}
+    return made(*(arrays[name] for name in names), num_segments=g.batch.num_segments, **more)
 
 
 def thd(g: Given) -> Any:
@@ -221,6 +229,16 @@ def moved(g: Given) -> Any:
     return to, later, solved, scan_affine(0.9, g.batch.values, segment_ids=ids, **g.on)
 
 
+def packing_invariant(g: Given) -> Any:
+    """The check of a model: attention with equal weights, along the batch's paths."""
+
+    def hidden(kernel: Any, batch: RolloutBatch) -> Any:
+        seen = batch.paths.attends(batch.paths).astype(jnp.float32)
+        return seen / seen.sum(-1, keepdims=True) @ kernel.T.astype(jnp.float32)[batch.tokens]
+
+    return jaxppo.assert_packing_invariant(hidden, g.head.kernel, vocab_size=V, **g.on)
+
+
 def packed(g: Given) -> Any:
     rows = pack([np.zeros(n) for n in (3, 4, 5)], row_length=8)
     return unpack(rows.place([np.arange(n) for n in (3, 4, 5)], 0, np.int32), rows)
@@ -240,9 +258,9 @@ ESTIMATORS: dict[str, Callable[[Given], Any]] = {
     **GROUPS,
     "rloo, scaled": lambda g: advantages.rloo(g.batch.rewards, g.batch.group_ids, scale_by_std=True, **g.on),
     "maxrl": lambda g: advantages.maxrl(jnp.abs(jnp.asarray(g.batch.rewards)), g.batch.group_ids, **g.on),
-    "gdpo": lambda g: advantages.gdpo([g.batch.rewards] * 2, g.batch.group_ids, g.batch, weights=[1, 0.5], **g.on),
+    "gdpo": lambda g: advantages.gdpo([g.batch.rewards] * 2, g.batch.group_ids, g.uncut, weights=[1, 0.5], **g.on),
     "gdpo over samples": lambda g: advantages.gdpo(
-        [g.batch.rewards], g.batch.group_ids, g.batch, leave_one_out=True, whitened="samples", **g.on
+        [g.batch.rewards], g.batch.group_ids, g.uncut, leave_one_out=True, whitened="samples", **g.on
     ),
     "overlong_penalty": lambda g: advantages.overlong_penalty(g.batch.sample_ids, max_length=4, buffer=2),
     "accepted_samples": lambda g: advantages.accepted_samples(g.batch, CORRECTED, **g.on),
@@ -262,14 +280,14 @@ ESTIMATORS: dict[str, Callable[[Given], Any]] = {
     "gae, by length": lambda g: advantages.gae(g.batch.advantages, g.batch.values, g.batch, length_alpha=0.3, **g.on),
     "reinforce_plus_plus": lambda g: advantages.reinforce_plus_plus(g.batch.advantages, g.batch, **g.on),
     "reinforce_plus_plus_baseline": lambda g: advantages.reinforce_plus_plus_baseline(
-        g.batch.rewards, g.batch.group_ids, g.batch, kl=g.batch.values, kl_coef=0.1, **g.on
+        g.batch.rewards, g.batch.group_ids, g.uncut, kl=g.batch.values, kl_coef=0.1, **g.on
     ),
     "gigpo": lambda g: advantages.gigpo(g.batch.rewards, g.batch.rewards, *[g.batch.group_ids] * 2, **g.on),
     "optimal_token_baseline": lambda g: advantages.optimal_token_baseline(
         g.batch.advantages,
         TokenStats(g.batch.returns, sum_p2=jnp.exp(2 * g.batch.returns)),
         g.batch.group_ids,
-        g.batch,
+        g.uncut,
         weights=g.batch.advantages,
         **g.on,
     ),
@@ -422,5 +440,6 @@ CALLS: dict[str, Callable[[Given], Any]] = {
     "segment_sum": lambda g: segment_sum(g.batch.values, g.batch.segment_ids, 3, **g.on),
     "redistribute, shift_left, scan_affine": moved,
     "pack, unpack": packed,
+    "assert_packing_invariant": packing_invariant,
     "merge_metrics, collapse_metrics, finalize_metrics": merged,
 }
