@@ -59,9 +59,9 @@ def covariance_mask(
 
     Example:
       >>> ids, one = jnp.array([[1, 1, 1]]), jnp.array([[0]])
-      >>> x = jnp.array([[-1.0, 0.0, 2.0]])
-      >>> batch = RolloutBatch(ids, ids, ids, ids, jnp.ones((1, 3)), one, advantages=x, old_log_probs=x)
-      >>> covariance_mask(TokenStats(x), batch, PolicyLossConfig(KLCov()), jax.random.key(0))
+      >>> x, log_p = jnp.array([[-1.0, 0.0, 2.0]]), jnp.array([[-3.0, -2.0, 0.0]])
+      >>> batch = RolloutBatch(ids, ids, ids, ids, jnp.ones((1, 3)), one, advantages=x, old_log_probs=log_p)
+      >>> covariance_mask(TokenStats(log_p), batch, PolicyLossConfig(KLCov()), jax.random.key(0))
       Array([[0., 0., 1.]], dtype=float32)
 
     Cui et al. 2025, The entropy mechanism of reinforcement learning, https://arxiv.org/abs/2505.22617
