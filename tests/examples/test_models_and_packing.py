@@ -83,7 +83,7 @@ def test_a_run_checks_its_model(tmp_path, monkeypatch):
         "1",
     ]
     run = grpo_run.set_up(parse(arguments))
-    run.learner.check_packing(run.state.params)
+    run.learner.check_packing(run.state.variables)
 
     def blind(paths, parallel):
         return partial(jax.nn.dot_product_attention, is_causal=True)
