@@ -352,12 +352,13 @@ def slime_default() -> PolicyLossConfig:
     """slime's defaults: clip 0.2, no dual clip, k1 with coefficient 0, loss and metrics by rollout.
 
     Example:
-      >>> slime_default() == PolicyLossConfig.from_slime({})
-      True
+      >>> slime_default().aggregation, slime_default().metric_aggregation
+      ('rollout_mean', 'loss')
 
     https://github.com/THUDM/slime
     """
-    return PolicyLossConfig.from_slime({})
+    loss = PPO(clip_low=0.2, clip_high=0.2)
+    return PolicyLossConfig(loss, kl=KL(0.0, "k1"), aggregation="rollout_mean", metric_aggregation="loss")
 
 
 def verl_default() -> PolicyLossConfig:
@@ -369,7 +370,8 @@ def verl_default() -> PolicyLossConfig:
 
     https://github.com/verl-project/verl
     """
-    return PolicyLossConfig.from_verl({})
+    loss = PPO(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    return PolicyLossConfig(loss, kl=KL(0.0, "low_var_kl"), aggregation="token_mean")
 
 
 __all__ = [name for name, x in list(vars().items()) if isinstance(x, FunctionType) and x.__module__ == __name__]

@@ -6,9 +6,10 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from jaxppo.integrations import miles_keys
+from jaxppo.integrations.slime import translate_arguments
 from jaxppo.integrations.translation import Translation
-from jaxppo.policy import miles_keys as MILES
-from jaxppo.policy.slime_reader import read
+from jaxppo.policy.config import PolicyLossConfig
 
 
 def translate(args: Namespace | Mapping[str, Any]) -> Translation:
@@ -25,8 +26,18 @@ def translate(args: Namespace | Mapping[str, Any]) -> Translation:
 
     Example:
       >>> from jaxppo.integrations import miles
-      >>> found = miles.translate({"eps_clip_high": 0.28, "skip_actor_forward_only": True, "lora_rank": 16})
-      >>> found.config.ratio_to, found.elsewhere
+      >>> translation = miles.translate({"eps_clip_high": 0.28, "skip_actor_forward_only": True, "lora_rank": 16})
+      >>> translation.config.ratio_to, translation.elsewhere
       ('current', {'lora_rank': 'LoRA of the head, and adapters of the model'})
     """
-    return Translation.of(read(args, MILES))
+    return translate_arguments(args, miles_keys)
+
+
+def config_of(args: Namespace | Mapping[str, Any]) -> PolicyLossConfig:
+    """The policy loss of miles's arguments: the `config` of `translate`, which also says what `args` may be.
+
+    Example:
+      >>> config_of({"skip_actor_forward_only": True}).ratio_to
+      'current'
+    """
+    return translate(args).config

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 from jaxppo.policy.config import PolicyLossConfig
-from jaxppo.policy.options import Reading
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +23,3 @@ class Translation:
     head: dict[str, Any]
     batching: dict[str, int]
     elsewhere: dict[str, str]
-
-    @classmethod
-    def of(cls, found: Reading) -> Self:
-        return cls(PolicyLossConfig(**found.policy), found.head, found.batching, found.elsewhere)

@@ -1,4 +1,4 @@
-"""A policy loss beside its formula: its config, off-policy corrections, the readers of other systems."""
+"""A policy loss beside its formula: its config and its off-policy corrections."""
 
 from typing import TYPE_CHECKING
 

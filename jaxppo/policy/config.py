@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from argparse import Namespace
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxppo.base.arrays import (
@@ -113,43 +111,6 @@ class PolicyLossConfig(Loss):
                 f"off_policy.compares: got {compares!r} for the weights beside a loss that is weighed by "
                 f"its ratio, current/{self.ratio_to}, expected {beside[self.ratio_to]}: it would count twice"
             )
-
-    @classmethod
-    def from_verl(cls, config: Mapping[str, Any]) -> PolicyLossConfig:
-        """The policy loss of a verl configuration: the `config` of `jaxppo.integrations.verl.translate`, see there.
-
-        Example:
-          >>> config = {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "gspo"}, "clip_ratio_low": 3e-4}}}
-          >>> PolicyLossConfig.from_verl(config).loss
-          GSPO(clip_low=0.0003, clip_high=0.2, dual_clip=None, gradient='token')
-        """
-        from jaxppo.policy.verl_reader import read  # needed by few programs
-
-        return cls(**read(config).policy)
-
-    @classmethod
-    def from_slime(cls, args: Namespace | Mapping[str, Any]) -> PolicyLossConfig:
-        """The policy loss of slime's arguments: the `config` of `jaxppo.integrations.slime.translate`, see there.
-
-        Example:
-          >>> PolicyLossConfig.from_slime({"eps_clip_high": 0.28, "use_tis": True}).off_policy.weights
-          'token'
-        """
-        from jaxppo.policy.slime_reader import read
-
-        return cls(**read(args).policy)
-
-    @classmethod
-    def from_miles(cls, args: Namespace | Mapping[str, Any]) -> PolicyLossConfig:
-        """The policy loss of miles's arguments: the `config` of `jaxppo.integrations.miles.translate`, see there.
-
-        Example:
-          >>> PolicyLossConfig.from_miles({"skip_actor_forward_only": True}).ratio_to
-          'current'
-        """
-        from jaxppo.policy import miles_keys, slime_reader
-
-        return cls(**slime_reader.read(args, miles_keys).policy)
 
     @property
     def entropy_mode(self) -> Literal["metric", "bonus"]:

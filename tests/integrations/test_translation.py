@@ -16,15 +16,13 @@ from jaxppo import (
     PPO,
     SAPO,
     OffPolicyConfig,
-    PolicyLossConfig,
     Rejection,
     RolloutBatch,
     Sample,
     presets,
 )
-from jaxppo.integrations import miles, slime, verl
-from jaxppo.policy import miles_keys, slime_keys, verl_keys
-from jaxppo.policy.options import about
+from jaxppo.integrations import miles, miles_keys, slime, slime_keys, verl, verl_keys
+from jaxppo.integrations.options import about
 from jaxppo.policy_losses import DPPO, DRO, GMPO, ClipCov, KLCov, Reinforce
 
 KEYS = Path(__file__).parents[1] / "keys"
@@ -392,7 +390,7 @@ class TestKeys:
 
 def test_nested_and_dotted_keys_are_the_same():
     nested = {"actor_rollout_ref": {"actor": {"clip_ratio_high": 0.28, "policy_loss.loss_mode": "cispo"}}}
-    assert PolicyLossConfig.from_verl(nested).loss == CISPO(0.2, 0.28)
+    assert verl.config_of(nested).loss == CISPO(0.2, 0.28)
 
 
 def test_a_key_that_is_nested_and_dotted_has_one_value():
@@ -403,8 +401,8 @@ def test_a_key_that_is_nested_and_dotted_has_one_value():
         with pytest.raises(
             ValueError, match=f"{high}: got 0.(28|3) and 0.(28|3), nested and dotted, expected one of them"
         ):
-            PolicyLossConfig.from_verl(both)
-    assert PolicyLossConfig.from_verl(nested | {high: 0.28}).loss.clip_high == 0.28
+            verl.config_of(both)
+    assert verl.config_of(nested | {high: 0.28}).loss.clip_high == 0.28
 
 
 def test_a_namespace_may_hold_the_arguments_of_megatron():

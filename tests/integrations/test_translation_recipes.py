@@ -7,8 +7,7 @@ from golden_configs import ICEPOP, slime_config, verl_config
 from golden_data import Case, parametrize_cases
 
 from jaxppo import CISPO, GSPO, KL, PPO, OffPolicyConfig, PolicyLossConfig, Rejection, presets
-from jaxppo.integrations import slime, verl
-from jaxppo.policy import verl_keys
+from jaxppo.integrations import slime, verl, verl_keys
 from jaxppo.policy_losses import DPPO, GMPO, Reinforce
 
 OFF = KL(0.0, "low_var_kl")
@@ -167,7 +166,7 @@ def pytest_generate_tests(metafunc):
 def test_verl_recipe(name):
     given, expected = VERL[name]
     found = verl.translate(given)
-    assert found.config == PolicyLossConfig.from_verl(given) == expected
+    assert found.config == verl.config_of(given) == expected
     assert found.batching == {"row_length": 3072, "max_tokens": 16384}
     assert found.elsewhere["actor_rollout_ref.rollout.n"] == "the rollout engine"
 
@@ -176,15 +175,15 @@ def test_gmpo_wants_its_penalty_in_its_own_mean():
     """examples/gmpo_trainer has a KL loss whose mean is over tokens, and a policy loss whose mean is over sequences."""
     recipe = {"loss": "geo_mean", "clip_ratio_low": 0.4, "clip_ratio_high": 0.4, "use_kl_loss": True}
     with pytest.raises(ValueError, match="loss_agg_mode: got 'token-mean'"):
-        PolicyLossConfig.from_verl(verl_recipe(**recipe))
-    found = PolicyLossConfig.from_verl(verl_recipe(**recipe, loss_agg_mode="seq-mean-token-mean"))
+        verl.config_of(verl_recipe(**recipe))
+    found = verl.config_of(verl_recipe(**recipe, loss_agg_mode="seq-mean-token-mean"))
     assert found == dataclasses.replace(presets.gmpo(), loss=GMPO(0.4, 0.4), kl=KL(0.001, "low_var_kl"))
 
 
 @pytest.mark.parametrize("name", SLIME)
 def test_slime_recipe(name):
     given, expected = SLIME[name]
-    assert slime.translate(given).config == PolicyLossConfig.from_slime(given) == expected
+    assert slime.translate(given).config == slime.config_of(given) == expected
 
 
 def test_slime_vectors(slime_case: Case):
@@ -192,7 +191,7 @@ def test_slime_vectors(slime_case: Case):
     given = {key: value for key, value in slime_case.config.items() if key not in ("icepop", "reduction")}
     if slime_case.config["icepop"]:
         given["custom_tis_function_path"] = ICEPOP
-    found, expected = PolicyLossConfig.from_slime(given), slime_config(slime_case.config)
+    found, expected = slime.config_of(given), slime_config(slime_case.config)
     if expected.aggregation == "token_sum":  # slime divides by the number of tokens outside of its loss function
         expected = dataclasses.replace(expected, aggregation="token_mean")
     assert found == expected
@@ -208,4 +207,4 @@ def test_verl_vectors(verl_case: Case):
         given = {verl_keys.ACTOR + name: 0.2 for name in ("clip_ratio_low", "clip_ratio_high")} | given
     if expected.off_policy is not None:  # whose weights the vector has as an input
         given |= {verl_keys.CORRECTION + "rollout_is": "token", verl_keys.CORRECTION + "rollout_is_threshold": 1e6}
-    assert PolicyLossConfig.from_verl(given) == expected
+    assert verl.config_of(given) == expected

@@ -94,8 +94,9 @@ assert jaxppo.step.entropy.__name__ == "jaxppo.step.entropy"  # a module that is
 assert not hasattr(jaxppo, "losse") and not hasattr(jaxppo, "__main__")
 assert not hasattr(jaxppo.sharding, "sys_") and not hasattr(sharding, "Audi")
 jaxppo.sharding.audit(lambda x: x @ x, numpy.ones((2, 2)))
-jaxppo.PolicyLossConfig.from_verl({})
-jaxppo.PolicyLossConfig.from_slime({})
+from jaxppo.integrations import miles, slime, verl
+assert verl.config_of({}) == jaxppo.presets.verl_default()
+assert slime.config_of({}) == miles.config_of({}) == jaxppo.presets.slime_default()
 from sharding.audit import audit, hlo
 import sharding.audit.trips
 assert sharding.audit is jaxppo.sharding.audit is audit  # the function, and not the folder that it lies in

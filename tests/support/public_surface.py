@@ -155,8 +155,6 @@ CALLS: dict[str, dict[str, Any]] = {
         f.name: getattr(PolicyLossConfig(kl=jaxppo.KL(0.1), off_policy=OffPolicyConfig()), f.name)
         for f in dataclasses.fields(PolicyLossConfig)
     },
-    "PolicyLossConfig.from_verl": {"config": {}},
-    "PolicyLossConfig.from_slime": {"args": {}},
     "policy_loss": {
         **SOFT, "stats": STATS, "batch": GIVEN, "config": COVARIANCE, "normalizer": NORMALIZER,
     },
@@ -167,7 +165,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "loss_from_stats": {**SOFT, "stats": STATS, "batch": GIVEN, "loss": SFT(), "normalizer": NORMALIZER},
     "by_row": {"losses": {"sft": SFT(z_loss=0.1)}, "which": "own", "numbers": {"sft": {"z_loss": "own"}}},
     "tinker": {"loss_fn": "ppo"},
-    "PolicyLossConfig.from_miles": {"args": {"eps_clip": 0.2}},
     "explain_tokens": {**SOFT, "stats": STATS, "batch": GIVEN, "loss": SFT(), "normalizer": NORMALIZER},
     "loss_from_hidden": {
         **HEADS, **SOFT, **OPTIONS, "batch": GIVEN, "loss": PolicyLossConfig(), "normalizer": NORMALIZER,

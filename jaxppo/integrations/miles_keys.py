@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from jaxppo.policy import slime_keys
-from jaxppo.policy.options import by_name
+from jaxppo.integrations import slime_keys
+from jaxppo.integrations.options import by_name
 
-NAME, VERSION = "miles", "31f1ca96"
+NAME = "miles"
+VERSION = "31f1ca96"
 DEFAULTS = slime_keys.DEFAULTS | {"skip_actor_forward_only": False}
 MISMATCH_HELPER = slime_keys.MISMATCH_HELPER
-ADVANTAGES = tuple(x for x in slime_keys.ADVANTAGES if x != "cispo")
+ADVANTAGES = tuple(name for name in slime_keys.ADVANTAGES if name != "cispo")
 ICEPOP = "miles.backends.training_utils.loss_hub.corrections.icepop_function"
 ELSEWHERE = slime_keys.ELSEWHERE | by_name(
     {

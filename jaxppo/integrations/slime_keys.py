@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxppo.policy.options import by_name
+from jaxppo.integrations.options import by_name
 
-NAME, VERSION = "slime", "624b824a"
+NAME = "slime"
+VERSION = "624b824a"
 ADVANTAGES = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
 
@@ -41,10 +42,20 @@ DEFAULTS: dict[str, Any] = {
     "use_unbiased_kl": False,
 }
 # What slime's train_infer_mismatch_helper also reads, from the file of --custom-config-path; it has no defaults.
-MISMATCH_HELPER = {
-    **dict.fromkeys(("tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize")),
-    **dict.fromkeys(("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold")),
-}
+MISMATCH_HELPER = dict.fromkeys(
+    [
+        "tis_level",
+        "tis_mode",
+        "tis_lower_bound",
+        "tis_upper_bound",
+        "tis_batch_normalize",
+        "use_rs",
+        "rs_level",
+        "rs_lower_bound",
+        "rs_upper_bound",
+        "rs_veto_threshold",
+    ]
+)
 # Remarks on the other arguments. A name that ends in "_" stands for all names with that prefix.
 ELSEWHERE = by_name(
     {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxppo.policy.options import by_name
+from jaxppo.integrations.options import by_name
 
 VERSION = "0.9.1"
 ACTOR = "actor_rollout_ref.actor."
