@@ -191,7 +191,9 @@ def pack(
     sizes = np.zeros((rows * count, fullest), np.int64)
     sizes[row, slot] = lengths
     order = np.broadcast_to(logical_positions(layout, row_length, shards, sizes), (rows * count, row_length))
-    return Packed(lengths, row, slot, start, fullest, rows, count if has_micro_batches else None, order)
+    # sizes may have come as arrays without dimensions, which have no hash
+    counts = int(fullest), int(rows), int(count) if has_micro_batches else None
+    return Packed(lengths, row, slot, start, *counts, order)
 
 
 def unpack(array: Shaped[Array | np.ndarray, "*K R T ..."], packed: Packed) -> list[np.ndarray]:

@@ -17,7 +17,6 @@ from jaxppo.base.arrays import (
     as_number,
     check,
     check_alike,
-    check_number,
     masked,
     needed,
     sound,
@@ -64,7 +63,7 @@ def on_policy_distillation(
     arrays = {"advantages": advantages, "log_probs": log_probs, "teacher_log_probs": teacher_log_probs}
     check_alike({**arrays, "loss_mask": loss_mask})
     check("loss_mask", f"shape {loss_mask.shape}", loss_mask.ndim in (2, 3), "[R, T], or [K, R, T] of a stacked step")
-    check_number("coef", coef)
+    coef = as_number("coef", coef)
     before, own, theirs = (masked(sound(what, x), loss_mask.astype(jnp.float32)) for what, x in arrays.items())
     return lax.stop_gradient(before - coef * (own - theirs) + unless_mask(loss_mask))
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxppo.base.arrays import MAX_SAMPLED, check
+from jaxppo.base.arrays import MAX_SAMPLED, check, check_choice
 from jaxppo.batch.host import as_array, as_integers, as_list, from_bytes, is_whole, scalar, shown
 from jaxppo.batch.token_sets import TokenSets
 
@@ -112,7 +112,7 @@ def _added(turn: int, so_far: list[int], prompt: list[int]) -> list[int]:
 
 
 def _weight(finish_reason: str | None, truncated: str) -> float:
-    check("truncated", repr(truncated), truncated in ("train", "mask"), "'train' or 'mask'")
+    check_choice("truncated", truncated, Truncated)
     ended, expected = finish_reason in ENDS, "'stop' or 'length'; truncated='mask' keeps others"
     check("finish_reason", repr(finish_reason), ended or truncated == "mask", expected)
     return float(ended and (finish_reason != "length" or truncated == "train"))

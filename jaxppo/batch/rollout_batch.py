@@ -157,6 +157,10 @@ class RolloutBatch(Constructors):
 
     def check_layout(self, parallel: ParallelMesh | ShardAxes | None) -> None:
         """Raises ValueError where there are no rows, or their context layout is not the mesh's."""
+        for name in ("segment_ids", "sample_ids"):
+            x = getattr(self, name)
+            check_array(f"batch.{name}", x)
+            check(f"batch.{name}", f"shape {x.shape}", x.ndim > 1, "[R, T]" if name == "segment_ids" else "[R, S]")
         shape, count = self.segment_ids.shape, self.num_segments
         got = f"rows of shape {shape} with {count} segments"
         check("batch", got, 0 not in (*shape, count), "at least one row, position and segment")

@@ -203,7 +203,9 @@ def _depths(
     check_floating("policy_hidden", policy[0], 3, "[R, T, H]")
     shape, tokens = policy[0].shape, batch.loss_mask.shape
     check("policy_hidden", f"shape {shape}", shape[:2] == tokens, f"{tokens} and H")
-    policy_hidden, policy_head = lax.stop_gradient((policy[0], as_head("policy_head", policy[1])))
+    of_policy = as_head("policy_head", policy[1])
+    of_policy.check("policy_head", shape[-1])
+    policy_hidden, policy_head = lax.stop_gradient((policy[0], of_policy))
     found = []
     for k, head in enumerate(heads, 1):
         shifted = of_depths.shifted(batch, k, parallel)

@@ -195,6 +195,7 @@ def write_tokens(path: str | os.PathLike[str], explained: ExplainedTokens, batch
       >>> write_tokens(os.path.join(tempfile.mkdtemp(), "tokens.jsonl"), found, batch, step=7)
       1
     """
+    check_type("path", path, isinstance(path, (str, os.PathLike)), "the path of a file")
     _check_pair(explained, batch)
     given, arrays = jax.tree.map(np.asarray, batch), jax.tree.map(np.asarray, explained.arrays)
     padding = np.asarray(explained.reason) == explained.reasons.index("padding")

@@ -208,9 +208,12 @@ def shift_temperature(temperature: float | Array, batch: RolloutBatch, by: int, 
 
 def heads_of(hidden: States, head: Any, normalizers: Sequence[Normalizer] | None, loss: OfDepths) -> list[Any]:
     """The head of each depth. Raises unless there are as many heads as depths, and as many normalizers as losses."""
-    check_type("hidden", hidden, hasattr(hidden, "__len__"), "the states of each depth")
+    several = hasattr(hidden, "__len__") and getattr(hidden, "ndim", 1) > 0  # an array of no dimension has no length
+    check_type("hidden", hidden, several, "the states of each depth")
     good = normalizers is None or (isinstance(normalizers, Sequence) and not isinstance(normalizers, str))
     check_type("normalizers", normalizers, good, "a list with one for each depth, or None")
+    for k, normalizer in enumerate(normalizers or ()):
+        check_type(f"normalizers[{k}]", normalizer, isinstance(normalizer, Normalizer), "Normalizer")
     depths = len(hidden)
     check("hidden", "no depths", depths > 0, "at least one")
     check("hidden", f"{depths} depths", loss.depths in (None, depths), f"{loss.depths}, those of {loss}")

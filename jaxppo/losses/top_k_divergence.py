@@ -30,6 +30,7 @@ from jaxppo.base.arrays import (
 from jaxppo.base.kl import k3
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.extras import check_name, extra_of
+from jaxppo.batch.host import as_array
 from jaxppo.batch.reads import at_most_one, mass_of, was_above_one
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import as_id_sets
@@ -326,7 +327,10 @@ def check_top_k(
       ValueError: ids: got 5 at (0, 1), expected each id once at a position
     """
     check_count("vocab_size", vocab_size, least=1)
-    ids, log_probs = np.asarray(ids), np.asarray(log_probs)
+    ids, log_probs = (
+        as_array("ids", ids, "an array of integers"),
+        as_array("log_probs", log_probs, "an array of floats"),
+    )
     check_array("ids", ids)
     check_array("log_probs", log_probs, ids.shape, "that of ids", KINDS["teacher_log_probs"])
     log_probs = log_probs.astype(np.float64)

@@ -196,6 +196,12 @@ def compute_log_probs(
     if not callable(apply):
         raise TypeError(f"apply: got {type(apply).__name__}, expected a function that returns TokenStats")
     check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
+    for path, x in jax.tree.leaves_with_path(params):
+        try:
+            jax.typeof(x)
+        except TypeError:  # texts, objects, and numpy's arrays of them
+            got = getattr(x, "dtype", type(x).__name__)
+            raise TypeError(f"params{jax.tree_util.keystr(path)}: got {got}, expected an array or a number") from None
     params = lax.stop_gradient(params)
 
     def score(batch: RolloutBatch) -> TokenStats:

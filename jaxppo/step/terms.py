@@ -82,6 +82,7 @@ class StepTerm:
         check_array("counts", counts, kind=KINDS["micro_batches"])
         check("counts", f"shape {counts.shape}", counts.ndim == 1 and counts.size > 0, "[K], the tokens of each part")
         (count,) = counts.shape
+        check("sums", repr(sums), bool(jax.tree.leaves(sums)), "a pytree of arrays [K, ...], at least one")
         for path, x in jax.tree.leaves_with_path(sums):
             what = f"sums{jax.tree_util.keystr(path)}"
             check_array(what, x, kind=KINDS["params"])

@@ -350,7 +350,10 @@ WRONG = {
         lambda: Sample.from_vllm(vllm_turns(), loss_mask=[1, 1]),
         r"loss_mask: got shape \(2,\), expected 0 and 1 for",
     ),
-    "truncated": (lambda: Sample.from_vllm(vllm_turns(), truncated="drop"), r"truncated: got 'drop', expected 'train'"),
+    "truncated": (
+        lambda: Sample.from_vllm(vllm_turns(), truncated="drop"),
+        r"truncated: got 'drop', expected one of 'train', 'mask'",
+    ),
     "text": (
         lambda: Sample.from_sglang(sglang("abc", FIRST)),
         r"output\[0\].input_ids: got .*, expected a list of integers",

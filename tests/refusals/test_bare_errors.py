@@ -4,13 +4,14 @@ Some of them are values that a function takes: a call that passes is not judged 
 kind of an argument, what must not pass.
 """
 
+import dataclasses
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from public_surface import arguments_of, surface
+from public_surface import BATCH, arguments_of, surface
 
 SURFACE = surface()
 STRANGE = {
@@ -41,31 +42,13 @@ STRANGE = {
 }
 
 
-OF_PROGRAMS = "any pytree, which JAX reads"
-NO_LENGTH = "arrays of no dimension have no length"
-OF_OBJECTS = "a name is compared with an array of objects"
-LEFT = {  # calls whose errors are not the library's own, by function, or "" for all, and argument
-    ("compute_log_probs", "params"): OF_PROGRAMS,
-    ("compute_log_probs", "apply"): "the class int is called with a batch",
-    ("Head.of", "layout"): OF_OBJECTS,
-    ("Head.of", "dtype"): OF_OBJECTS,
-    ("Sample.from_sglang", "truncated"): OF_OBJECTS,
-    ("Sample.from_vllm", "truncated"): OF_OBJECTS,
-    ("", "row_length"): "an array of 1, which no sequence fits: the error names sequences",
-    ("RolloutBatch.from_samples", "micro_batches"): "an array of no dimension is a key of a dictionary",
-    **dict.fromkeys((("check_top_k", "ids"), ("check_top_k", "log_probs")), "what numpy makes no array of"),
-    **dict.fromkeys([("samples_of_pairs", x) for x in ("prompts", "chosen", "rejected", "margins")], NO_LENGTH),
-    **dict.fromkeys([(of, "hidden") for of in ("draft_loss", "draft_metrics", "mtp_loss")], NO_LENGTH),
-    **dict.fromkeys([(of, "normalizers") for of in ("draft_loss", "mtp_loss")], "the error says normalizer"),
-    **dict.fromkeys([(of, "policy_head") for of in ("draft_loss", "draft_metrics")], "a gradient is stopped first"),
-    ("on_policy_distillation", "coef"): "a jax scalar of integers, under strict promotion of dtypes",
-    ("write_tokens", "path"): "a file, which 1 is too",
-    **dict.fromkeys([("StepTerm.of", x) for x in ("fn", "sums")], "a program of the user's and what it reads"),
-    ("assert_packing_invariant", "hidden_fn"): "the class int is called with a batch",
+ONE = ("an integer of numpy's arrays", "an integer of jax")
+LEFT = {  # calls that are no mistake of the argument: how the error comes, by function, or "" for all, and argument
     **dict.fromkeys(
-        [("", x) for x in ("head", "teacher_head", "policy_head", "rollout_head")],
-        "PRNG keys of two dimensions: the error names the layout of a kernel",
+        [("compute_log_probs", "apply"), ("StepTerm.of", "fn"), ("assert_packing_invariant", "hidden_fn")],
+        (("a class",), "the class int is a function of the user's, and the error is what it raises when it is called"),
     ),
+    ("", "row_length"): (ONE, "rows of 1 are legal; the error says which sequence does not fit them"),
 }
 
 
@@ -84,13 +67,23 @@ def bare(function, given):
 
 
 @pytest.mark.parametrize("name", SURFACE)
-def test_no_error_is_bare(name):
+def test_no_error_is_bare(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a text is a path too
     function, good = SURFACE[name], arguments_of(name, SURFACE[name])
     found = []
     for argument in good:
-        if LEFT.keys() & {(name, argument), ("", argument)}:
-            continue
+        left, _ = LEFT.get((name, argument), LEFT.get(("", argument), ((), "")))
         for how, strange in STRANGE.items():
+            if how in left:
+                continue
             error = bare(function, {**good, argument: strange})
             found += [f"{argument}, {how}: {error}"] * (error is not None)
     assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("name", ["segment_ids", "sample_ids"])
+@pytest.mark.parametrize("how", STRANGE)
+def test_a_layout_is_read_from_arrays(name, how):
+    """A key of `jax.random` has no dimension: "tuple index out of range"."""
+    with pytest.raises((TypeError, ValueError), match=rf"^batch\.{name}: got .+, expected "):
+        dataclasses.replace(BATCH, **{name: STRANGE[how]}).check_layout(None)

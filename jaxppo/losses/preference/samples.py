@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from jaxppo.base.arrays import check, check_count, check_number, check_type, needed
+from jaxppo.base.arrays import check, check_count, check_number, needed
+from jaxppo.batch.host import as_list
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.samples import Sample, as_tokens, check_samples
 from jaxppo.sharding import ParallelMesh, check_parallel, multihost
@@ -44,14 +45,18 @@ def samples_of_pairs(
       >>> [(x.tokens, x.group_id, x.reward) for x in samples]
       [([1, 2, 3], 0, 1.0), ([1, 2, 4, 5], 0, 0.0)]
     """
-    lists = {"prompts": prompts, "chosen": chosen, "rejected": rejected}
-    for name, x in (lists if margins is None else {**lists, "margins": margins}).items():
-        check_type(name, x, hasattr(x, "__len__") and not isinstance(x, str), "a list with one entry a pair")
-        check(name, len(x), len(x) == len(prompts), f"{len(prompts)}, as many as prompts")
+    given: dict[str, Any] = {"prompts": prompts, "chosen": chosen, "rejected": rejected}
+    if margins is not None:
+        given["margins"] = margins
+    lists = {name: as_list(name, x, "a list with one entry a pair") for name, x in given.items()}
+    count = len(lists["prompts"])
+    for name, x in lists.items():
+        check(name, len(x), len(x) == count, f"{count}, as many as prompts")
+    of_pairs = lists.pop("margins", [1.0] * count)
     check_count("first_id", first_id)
     found = []
-    for i in range(len(prompts)):
-        margin = 1.0 if margins is None else check_number(f"margins[{i}]", margins[i], above=0)
+    for i in range(count):
+        margin = check_number(f"margins[{i}]", of_pairs[i], above=0)
         prompt, *responses = (as_tokens(f"{name}[{i}]", x[i]).tolist() for name, x in lists.items())
         for name, tokens in zip(lists, (prompt, *responses), strict=True):
             check(f"{name}[{i}]", "no token", bool(tokens), "at least one")
