@@ -6,7 +6,6 @@ from . import multihost
 from .audit import audit
 from .axes import LAYOUTS, ShardAxes, unvary, vary, vary_like, varying
 from .call import shard_call
-from .copies import one_a_device
 from .devices import known_device
 from .dtypes import wider_dtype
 from .layouts import check_row_length, in_order, logical_positions, physical_places, row_multiple, segment_multiple
@@ -53,7 +52,6 @@ __all__ = [
     "make_parallel_mesh",
     "multihost",
     "note",
-    "one_a_device",
     "pack",
     "physical_places",
     "redistribute",

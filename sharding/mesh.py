@@ -188,11 +188,6 @@ class ParallelMesh:
             return P(self.fsdp, self.tensor)
         return P(self.tensor, self.fsdp)
 
-    def copies_spec(self, spec: P) -> P:
-        """The spec of the copies `[D, ...]` that `one_a_device` makes of an array with this spec."""
-        used = {name for entry in spec for name in axis_names(entry)}
-        return P(tuple(name for name in self.data + self.context if name not in used), *spec)
-
     def sharding(self, spec: P) -> NamedSharding:
         """The NamedSharding of a spec, in the form in which `jax.jit` returns it: on Auto axes without None at its end.
 

@@ -28,11 +28,10 @@ from jaxppo.base.arrays import (
     check_type,
     dtype_name,
 )
-from jaxppo.base.stacked import part_of_a_step
 from jaxppo.head import call as calls
 from jaxppo.head.call import Asked, HeadCall, HeadOptions, Inputs, Names, Prepared, Tokens
 from jaxppo.head.head import Entropy, Head, LogitsDtype, LogitStat, Transform, as_head
-from jaxppo.sharding import ParallelMesh, ShardAxes, check_parallel, note, one_a_device, varying
+from jaxppo.sharding import ParallelMesh, ShardAxes, check_parallel, note, varying
 
 Parallel = ParallelMesh | ShardAxes | None
 Pair = tuple[Any, Any]  # hidden states and a head
@@ -97,7 +96,6 @@ def prepare_head(
         asked=asked,
         profile=calls.profile_of(device),
         heads=heads,
-        copied=bool(part_of_a_step.value and isinstance(parallel, ParallelMesh) and roles.tokens),
         **checked,
     )
     lora_a = getattr(head.lora, "a", None)
@@ -264,22 +262,7 @@ def _placed(parallel: Parallel, v_dim: int, prepared: Prepared) -> Prepared:
         counts=parallel.tokens_spec,
         adapter_ids=P(parallel.rows_spec[0]),
     )
-    if call.copied:
-        inputs, specs = _with_copies(parallel, inputs, specs)
-    return prepared._replace(inputs=inputs, specs=specs)
-
-
-def _with_copies(parallel: ParallelMesh, inputs: Inputs, specs: Inputs) -> tuple[Inputs, Inputs]:
-    """Each parameter as one copy per device, so that a step of many parts sums gradients over devices once."""
-    copies = {}
-    copies_specs = {}
-    for name in ("kernel", "bias", "lora_a", "lora_b"):
-        parameter = getattr(inputs, name)
-        spec = getattr(specs, name)
-        copies_specs[name] = parallel.copies_spec(spec)
-        if parameter is not None:
-            copies[name] = one_a_device(parameter, parallel, spec)
-    return inputs._replace(**copies), specs._replace(**copies_specs)
+    return prepared._replace(specs=specs)
 
 
 def as_token_arrays(

@@ -181,7 +181,6 @@ class HeadCall:
     follow_mask: bool  # true in deterministic calls
     deterministic: bool  # chunks do not depend on the number of tokens
     heads: int  # that share the memory
-    copied: bool  # parameters come as one copy per device, `[D, ...]`; their gradients are summed later
 
     @property
     def eighths(self) -> int:

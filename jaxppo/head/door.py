@@ -37,9 +37,6 @@ class Local(NamedTuple):
 
 def enter(call: HeadCall, inputs: Inputs) -> Local:
     """Adapters and bias as further products, the device's columns, and tokens flat. JAX differentiates it."""
-    if call.copied:
-        of_head = {name: getattr(inputs, name) for name in ("kernel", "bias", "lora_a", "lora_b")}
-        inputs = inputs._replace(**jax.tree.map(lambda copies: copies[0], of_head))
     R, T = inputs.hidden.shape[:2]
     kernel = inputs.kernel
     if call.transposed:

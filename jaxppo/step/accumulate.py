@@ -15,12 +15,10 @@ from jaxppo.base.metrics import Composite, Metric, Metrics, collapse_metrics
 from jaxppo.base.stacked import part_of_a_step
 from jaxppo.batch.rollout_batch import RolloutBatch, check_arrays
 from jaxppo.head.head import TokenStats
+from jaxppo.head.tile import rounded
 from jaxppo.sharding import ShardAxes, check_parallel, vary, varying
-from jaxppo.step.once_a_step import Split, gradients_of_originals, rounded, split
 
-# What is differentiated in each micro-batch: the parameters that it reads, None for others, and the copies.
-Wanted = tuple[list[Float[Array, "..."] | None], list[Float[Array, "D ..."]]]
-Found = tuple[Float[Array, ""], Metrics]
+LossAndMetrics = tuple[Float[Array, ""], Metrics]
 _LEARNS = KINDS["params"]._replace(
     expected="floats, which learn; keys, counts and all else that does not learn go to loss_fn another way, such as "
     "nnx.split(model, nnx.Param, ...)"
@@ -28,11 +26,11 @@ _LEARNS = KINDS["params"]._replace(
 
 
 def accumulate_gradients(
-    loss_fn: Callable[[Any, Any], Found],
+    loss_fn: Callable[[Any, Any], LossAndMetrics],
     micro_batches: Any,
     *,
     parallel: ShardAxes | None = None,
-) -> Callable[[Any], tuple[Found, Any]]:
+) -> Callable[[Any], tuple[LossAndMetrics, Any]]:
     """`jax.value_and_grad` of a whole step, one micro-batch at a time: sum over k of loss_fn(params, micro_batches[k]).
 
     The sum is the loss of the whole step only if each part is normalised by the whole step. So put the
@@ -40,14 +38,15 @@ def accumulate_gradients(
     `micro_batches` beside them. Group advantages, `whiten` and other statistics of the step are refused here: call them
     before, on the stacked micro-batches. The loop is one `lax.scan`, with one set of f32 gradient buffers.
 
-    On a mesh the gradients of a head's parameters are summed over data and context axes once, after the loop, in f32.
-    docs/normalizers.md tells how the gradients of the rest of a model are summed.
+    On a mesh each micro-batch sums its gradients over data and context axes: those of a head's parameters in f32. With
+    `parallel` all gradients are summed once, behind the loop.
 
     Args:
       loss_fn: (params, micro_batch) -> (scalar loss, metrics).
       micro_batches: a pytree whose arrays, keys of `jax.random` among them, all have a leading K.
       parallel: inside the caller's `shard_map`, the roles of its axes. The gradients of all parameters are then summed
-        like those of a head. The loss must be a sum over data and context axes, without terms of the parameters alone.
+        over data and context axes once, behind the loop, in f32. The loss must be a sum over these axes, without terms
+        of the parameters alone.
 
     Returns:
       A function that maps params, a pytree of floating-point arrays, to ((loss, metrics), gradients): metrics merged
@@ -72,65 +71,53 @@ def accumulate_gradients(
         raise TypeError(f"loss_fn: got {type(loss_fn).__name__}, expected a function of (params, micro_batch)")
     count = _check_micro_batches(micro_batches)
     check_parallel(parallel, "ShardAxes or None")
-    names = () if parallel is None else parallel.tokens
+    names: tuple[str, ...] = ()
     if parallel is not None:
         parallel.check_manual("accumulate_gradients")
+        names = parallel.tokens
 
-    def run(params: Any) -> tuple[Found, Any]:
+    def checked_loss(params: Any, micro_batch: Any) -> LossAndMetrics:
+        with part_of_a_step(count):
+            loss, metrics = _checked_result(loss_fn(params, micro_batch))
+        _check_summed(loss, names)
+        return loss, metrics
+
+    def run(params: Any) -> tuple[LossAndMetrics, Any]:
         for path, x in jax.tree.leaves_with_path(params):
             check_array(f"params{jax.tree_util.keystr(path)}", x, kind=_LEARNS)
-        given, structure = jax.tree.flatten(params)
-        leaves = [vary(x, names) for x in given]
-        parts, result = _split_loss(loss_fn, jax.tree.unflatten(structure, leaves), micro_batches, count, names)
-        originals, back = jax.vjp(parts.originals, *leaves)
-
-        def of_one(wanted: Wanted, micro_batch: Any) -> Found:
-            read, copies = wanted
-            every = [x if y is None else y for x, y in zip(leaves, read, strict=True)]
-            found: Found = jax.tree.unflatten(result, parts.rest(*every, *copies, *jax.tree.leaves(micro_batch)))
-            return found
-
-        wanted = [x if used else None for x, used in zip(leaves, parts.used, strict=True)], parts.copies(*originals)
-        total, metrics, (found, of_copies) = _sum_over_micro_batches(of_one, wanted, micro_batches, count)
-        gradients = [jnp.zeros_like(x, jnp.float32) if g is None else g for x, g in zip(leaves, found, strict=True)]
-        if of_copies:
-            gradients = list(map(jnp.add, gradients, gradients_of_originals(back, originals, of_copies)))
-        gradients = list(map(_summed, gradients, given))
-        return (total, collapse_metrics(metrics)), jax.tree.unflatten(structure, gradients)
+        # parameters that vary have gradients that are not summed over devices in each micro-batch
+        own_params = jax.tree.map(lambda x: vary(x, names), params)
+        total, metrics, gradients = _sum_over_micro_batches(checked_loss, own_params, micro_batches)
+        gradients = jax.tree.map(_summed, gradients, params)
+        return (total, collapse_metrics(metrics)), gradients
 
     return run
 
 
-def _split_loss(
-    loss_fn: Callable[[Any, Any], Any], params: Any, micro_batches: Any, count: int, names: tuple[str, ...]
-) -> tuple[Split, Any]:
-    """Traces the loss of one micro-batch and checks what it returns; the structure of that comes second."""
-    one = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), micro_batches)
-    with part_of_a_step(count):
-        traced, result = jax.make_jaxpr(lambda *args: _checked_result(loss_fn(*args)), return_shape=True)(params, one)
-    if left := [name for name in names if name in traced.out_avals[0].manual_axis_type.varying]:
+def _sum_over_micro_batches(
+    loss_fn: Callable[[Any, Any], LossAndMetrics], params: Any, micro_batches: Any
+) -> tuple[Float[Array, ""], Metrics, Any]:
+    """The loss, the stacked metrics of the micro-batches and the f32 gradients of the parameters, in one loop."""
+
+    def step(carry: tuple[Float[Array, ""], Any], micro_batch: Any) -> Any:
+        total, sums = carry
+        (loss, metrics), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params, micro_batch)
+        sums = jax.tree.map(lambda sum_, gradient: sum_ + gradient.astype(jnp.float32), sums, gradients)
+        return (total + loss, sums), metrics
+
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), params)
+    (total, gradients), metrics = lax.scan(step, (jnp.float32(0), zeros), micro_batches)
+    return total, metrics, gradients
+
+
+def _check_summed(loss: Float[Array, ""], names: tuple[str, ...]) -> None:
+    """Raises if devices along these axes hold different losses: parts of a sum that nobody has summed."""
+    left = [name for name in names if name in varying(loss)]
+    if left:
         raise ValueError(
             f"loss_fn: got a loss that varies over mesh axes {left}, expected the sum over them, lax.psum; a term of "
             "the parameters alone, such as weight decay, must be added after accumulate_gradients"
         )
-    return split(traced, jax.tree.leaves(params), jax.tree.leaves(one)), jax.tree.structure(result)
-
-
-def _sum_over_micro_batches(
-    of_one: Callable[[Wanted, Any], Found], wanted: Wanted, micro_batches: Any, count: int
-) -> tuple[Float[Array, ""], Metrics, Wanted]:
-    """The loss, the stacked metrics of the micro-batches and the f32 gradients of what is wanted, in one loop."""
-
-    def step(carry: tuple[Float[Array, ""], Wanted], micro_batch: Any) -> Any:
-        total, gradients = carry
-        with part_of_a_step(count):
-            (here, metrics), more = jax.value_and_grad(of_one, has_aux=True)(wanted, micro_batch)
-        gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, more)
-        return (total + here, gradients), metrics
-
-    start = jnp.float32(0), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), wanted)
-    (total, gradients), metrics = lax.scan(step, start, micro_batches)
-    return total, metrics, gradients
 
 
 def _check_micro_batches(micro_batches: Any) -> int:
@@ -149,11 +136,11 @@ def _summed(total: Float[Array, "..."], param: Float[Array, "..."]) -> Float[Arr
     """An f32 gradient in its parameter's dtype, summed over the axes along which only the gradient varies."""
     missing = tuple(sorted(varying(total) - varying(param)))
     if missing:
-        total = rounded(lax.psum(total, missing), param)
-    return total.astype(param.dtype)
+        total = lax.psum(total, missing)
+    return rounded(total, param.dtype)
 
 
-def _checked_result(found: Any) -> Found:
+def _checked_result(found: Any) -> LossAndMetrics:
     """The result of a loss; raises unless it is a scalar with metrics, as losses of this package return them."""
     expected = "(scalar loss, metrics), as policy_loss returns them"
     if not isinstance(found, tuple) or len(found) != 2:
