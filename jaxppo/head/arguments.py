@@ -377,11 +377,16 @@ def prepare_pair(
     check(f"{names[1]}_hidden", f"[R, T] = {other.tokens}", good, f"{the}, {one.tokens}")
     columns = (one.call.columns, other.call.columns)
     sizes = (one.call.vocab_size, other.call.vocab_size)
-    if columns[0] != columns[1] and sizes[0] == sizes[1] and not isinstance(arguments["parallel"], ShardAxes):
+    by_padding = columns[0] != columns[1] and sizes[0] == sizes[1]  # equal but for padding
+    cut = isinstance(arguments["parallel"], ShardAxes) and bool(one.call.v_names or other.call.v_names)
+    if by_padding and not cut:
         first = (first[0], _padded(as_head("head", first[1]), max(columns)))
         second = (second[0], _padded(as_head(name, second[1]), max(columns)))
         return prepare_pair(first, second, names=names, second_spec=second_spec, options=options, **arguments)
-    check(f"{name}.kernel", f"{columns[1]} columns", columns[0] == columns[1], f"{the} {columns[0]}")
+    advice = ""
+    if by_padding:  # padding at the end of each device's part would move the columns after it
+        advice = "; pad kernels that a shard_map cuts to one width before it, and give vocab_size"
+    check(f"{name}.kernel", f"{columns[1]} columns", columns[0] == columns[1], f"{the} {columns[0]}{advice}")
     check(f"{name}.vocab_size", sizes[1], sizes[0] == sizes[1], f"{the}, {sizes[0]}")
     axes = (one.call.v_names, other.call.v_names)
     check(f"{name}.kernel", f"its vocabulary over {axes[1]}", axes[0] == axes[1], f"over {axes[0]}, as {the}")

@@ -47,6 +47,7 @@ class ExplainedTokens:
       reason: `i32[R, T]`, the index in `reasons` of the reason why the loss does not train the token; 0 for none.
       reasons: "", "padding", "masked", "impossible" (left out by `impossible_tokens`), "no weight", those of the loss,
         "no gradient" (none of these, and the derivative by all statistics is 0).
+      targets, loss_mask: `[R, T]`, those of the explained batch, by which `write_tokens` knows it; None of none known.
 
     Example:
       >>> ExplainedTokens({}, jnp.array([[0, 1]]), ("", "padding")).reason_names()
@@ -56,6 +57,8 @@ class ExplainedTokens:
     arrays: dict[str, Float[Array, "R T"]]
     reason: Int[Array, "R T"]
     reasons: tuple[str, ...]
+    targets: Int[Array, "R T"] | None = None
+    loss_mask: Float[Array, "R T"] | None = None
 
     def reason_names(self) -> Any:
         """The reasons themselves, as lists of the shape of `reason`."""
@@ -104,10 +107,11 @@ def _per_shard(
     stats, numbers = lax.stop_gradient((stats, numbers))
     names, parts, _ = call
     steps = [step_of(axes, *its, batch, stats) for its in zip(parts, normalizers, numbers, strict=True)]
-    return {name: _explained(step, stats, its) for name, step, its in zip(names, steps, numbers, strict=True)}
+    each = zip(names, steps, numbers, strict=True)
+    return {name: _explained(step, stats, its, batch) for name, step, its in each}
 
 
-def _explained(step: Step, stats: Any, numbers: Numbers) -> ExplainedTokens:
+def _explained(step: Step, stats: Any, numbers: Numbers, batch: RolloutBatch) -> ExplainedTokens:
     loss, mask, weights = step.loss, step.batch.loss_mask, step.weights * numbers.get("part.coef", 1)
     constants, seen = constants_of(loss, stats, step), loss.seen(stats, mask)
 
@@ -135,7 +139,7 @@ def _explained(step: Step, stats: Any, numbers: Numbers) -> ExplainedTokens:
     reasons |= {"no weight": weights == 0, **own, "no gradient": still}
     reason = jnp.select([*reasons.values()], [*range(1, len(reasons) + 1)], 0)  # the first that holds
     brought = {name: masked(x, mask) for name, x in arrays.items()}
-    return ExplainedTokens(brought, reason.astype(jnp.int32), ("", *reasons))
+    return ExplainedTokens(brought, reason.astype(jnp.int32), ("", *reasons), batch.targets, batch.loss_mask)
 
 
 def by_sample(
@@ -179,14 +183,17 @@ def write_tokens(path: str | os.PathLike[str], explained: ExplainedTokens, batch
 
     Args:
       path: the file; it is made if it is not there.
-      explained, batch: of one loss, and the batch that it explains; this process must hold the arrays of both.
+      explained, batch: of one loss, and the batch that it explains; this process must hold the arrays of both. A batch
+        with the same targets and loss mask, but other ids or rewards, is not seen to be another: no loss reads them
+        token by token, and lines get those of the batch that is given here.
       **fields: of your own for each line, such as step=7.
 
     Returns:
       The number of lines.
 
     Raises:
-      TypeError, ValueError: something else than `ExplainedTokens`, those of another batch as shapes or padding show.
+      TypeError, ValueError: something else than `ExplainedTokens`; those of another batch, as shape, padding, targets or loss
+        mask show.
 
     Example:
       >>> import os, tempfile
@@ -200,7 +207,12 @@ def write_tokens(path: str | os.PathLike[str], explained: ExplainedTokens, batch
     given, arrays = jax.tree.map(np.asarray, batch), jax.tree.map(np.asarray, explained.arrays)
     padding = np.asarray(explained.reason) == explained.reasons.index("padding")
     same = np.array_equal(padding, given.segment_ids <= 0)
-    check("explained", "another batch's padding", same, "what explain_tokens found for this batch")
+    expected = "what explain_tokens found for this batch"
+    check("explained", "another batch's padding", same, expected)
+    for name in ("targets", "loss_mask"):
+        theirs, own = getattr(explained, name), getattr(given, name)
+        same = theirs is None or np.array_equal(theirs, own, equal_nan=name == "loss_mask")
+        check("explained", f"another batch's {name}", same, expected)
     reasons = np.asarray(explained.reason_names(), object)
     of_tokens = {"tokens": given.targets, "loss_mask": given.loss_mask, "reason": reasons, **arrays}
     of_samples = {name: getattr(given, f"{name}s") for name in ("sample_id", "group_id", "rollout_id", "reward")}

@@ -123,6 +123,34 @@ def test_heads_of_one_vocabulary_with_other_padding(mesh):
         run(student, dataclasses.replace(wider, vocab_size=None), None)
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_vocabularies_with_other_padding_inside_a_users_shard_map(is_cut):
+    """Whole kernels are padded as outside. Of one that is cut, padding would move the columns of the next device."""
+    (hidden, student), (teacher_hidden, teacher) = heads(96)
+    mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
+    kernel = jnp.pad(student.kernel, ((0, 0), (0, 4)), constant_values=3)
+    teacher_kernel = jnp.pad(teacher.kernel, ((0, 24), (0, 0)))
+    of_kernels = (mesh.kernel_spec(), mesh.kernel_spec("vh")) if is_cut else (P(), P())
+
+    def inside(hidden, kernel, teacher_hidden, teacher_kernel, where):
+        mine, theirs = Head(kernel, vocab_size=96), dataclasses.replace(teacher, kernel=teacher_kernel, vocab_size=96)
+        axes = ShardAxes("dp", "cp", "tp")
+        return divergence_from_hidden(hidden, mine, teacher_hidden, theirs, where=where, parallel=axes)
+
+    specs = (mesh.hidden_spec, of_kernels[0], mesh.hidden_spec, of_kernels[1], mesh.tokens_spec)
+    mapped = jax.jit(jax.shard_map(inside, mesh=mesh.mesh, in_specs=specs, out_specs=mesh.tokens_spec))
+    args = hidden, kernel, teacher_hidden, teacher_kernel, MASK
+    if is_cut:
+        advice = "pad kernels that a shard_map cuts to one width before it, and give vocab_size"
+        with pytest.raises(
+            ValueError, match=rf"^teacher_head.kernel: got 120 columns, expected the student's 100; {advice}"
+        ):
+            mapped(*args)
+        return
+    expected = reference_divergence((hidden, Head(student.kernel)), (teacher_hidden, teacher), where=MASK)
+    assert_trees_close(mapped(*args), expected, rtol=1e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("of", ["student", "teacher", "both"])
 def test_no_loop_over_the_tokens_of_a_device_gathers_a_kernel(of):
     """Devices have 0 to 160 tokens that count, in chunks of 16, and gradients gather the kernels by block."""

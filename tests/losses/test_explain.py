@@ -13,7 +13,7 @@ from policy_steps import AGGREGATIONS, LOSSES, by_sample, config_of, selected_of
 
 import jaxppo.losses
 from jaxppo import KL, PPO, SFT, OffPolicyConfig, PolicyLossConfig, Rejection, RolloutBatch, Sample, TokenStats, Value
-from jaxppo.losses import ReferenceKL, explain_tokens, loss_from_stats, preference
+from jaxppo.losses import Part, ReferenceKL, explain_tokens, loss_from_stats, preference
 from jaxppo.losses.explain import by_sample as sums_by_sample
 from jaxppo.losses.explain import write_tokens
 from jaxppo.policy.off_policy import Statistic
@@ -195,3 +195,25 @@ def test_what_was_found_for_another_batch_is_refused(tmp_path):
         with pytest.raises(TypeError, match="batch: got NoneType, expected RolloutBatch"):
             call(found, None)
     assert not path.exists()
+
+
+CHANGED = {
+    "targets": lambda x: np.where(np.arange(x.shape[-1]) == 1, x + 1, x),
+    "loss_mask": lambda x: np.where(np.arange(x.shape[-1]) == 1, 0, x),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_batch_with_the_same_padding_is_another(name, tmp_path):
+    """The tokens of the one were written beside the log-probs of the other; a part's own mask makes no other batch."""
+    batch, _ = batch_on(None, "contiguous")
+    path, stats = tmp_path / "tokens.jsonl", TokenStats(jnp.asarray(batch.returns))
+    other = dataclasses.replace(batch, **{name: CHANGED[name](np.asarray(getattr(batch, name)))})
+    assert np.any(getattr(other, name) != getattr(batch, name))
+    message = f"explained: got another batch's {name}, expected what explain_tokens found for this batch"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        write_tokens(path, explain_tokens(stats, batch, PPO()), other)
+    assert not path.exists()
+    half = dataclasses.replace(batch, extras={"half": (np.arange(batch.targets.shape[1]) % 2)[None] * batch.loss_mask})
+    parts = explain_tokens(stats, half, {"a": Part(PPO(), mask="half"), "b": PPO()})
+    assert [write_tokens(path, parts[name], half) for name in "ab"] == [9, 9]
