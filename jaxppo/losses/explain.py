@@ -192,8 +192,8 @@ def write_tokens(path: str | os.PathLike[str], explained: ExplainedTokens, batch
       The number of lines.
 
     Raises:
-      TypeError, ValueError: something else than `ExplainedTokens`; those of another batch, as shape, padding, targets or loss
-        mask show.
+      TypeError, ValueError: something else than `ExplainedTokens`; those of another batch, as shape, padding, targets
+        or loss mask show.
 
     Example:
       >>> import os, tempfile
