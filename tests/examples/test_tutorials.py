@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from examples import critic, distillation, dpo, moe
+from examples import agent, critic, distillation, dpo, moe
 from jaxppo import make_parallel_mesh
 
 LEARNS = {  # after so many updates
@@ -18,6 +18,7 @@ LEARNS = {  # after so many updates
         lambda first, last: last["divergence"] < 0.6 * first["divergence"],
     ),
     "moe": (moe.train, 32, lambda first, last: last["reward"] > 2 * first["reward"]),
+    "agent": (agent.train, 50, lambda first, last: last["reward"] > 4 * first["reward"]),
     "critic": (
         critic.train,
         40,
