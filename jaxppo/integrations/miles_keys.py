@@ -13,9 +13,9 @@ ADVANTAGES = tuple(name for name in slime_keys.ADVANTAGES if name != "cispo")
 ICEPOP = "miles.backends.training_utils.loss_hub.corrections.icepop_function"
 ELSEWHERE = slime_keys.ELSEWHERE | by_name(
     {
-        "advantages.on_policy_distillation": """
-            opd_log_prob_top_k opd_reward_weight_mode opd_teacher_key opd_teacher_urls opd_top_k_strategy
-            opd_topk_per_position
+        "advantages.on_policy_distillation": "opd_teacher_key opd_teacher_urls",
+        "top_k_divergence; advantages.on_policy_distillation takes the sampled token alone": """
+            opd_log_prob_top_k opd_reward_weight_mode opd_top_k_strategy opd_topk_per_position
         """,
         "Value and its optimizer": "critic_",
         "entropy is always a metric": "observe_training_entropy",

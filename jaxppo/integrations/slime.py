@@ -97,7 +97,8 @@ def _options(args: Namespace | Mapping[str, Any], keys: ModuleType) -> Options:
         expected = f"{keys.NAME}'s parsed arguments, or a mapping of them"
         raise TypeError(f"args: got {type(args).__name__}, expected {expected}")
     defaults = keys.DEFAULTS | keys.MISMATCH_HELPER
-    return Options(configured, defaults, keys.ELSEWHERE, f"{keys.NAME} at {keys.VERSION}", others)
+    elsewhere = keys.ELSEWHERE | slime_keys.OF_MEGATRON
+    return Options(configured, defaults, elsewhere, f"{keys.NAME} at {keys.VERSION}", others)
 
 
 def _skips_old_log_probs(options: Options, keys: ModuleType) -> bool:

@@ -69,15 +69,19 @@ ELSEWHERE = by_name(
         "Value(clip=, factor=1.0)": "value_clip",
         "loss_type='custom_loss', refused": "custom_loss_function_path",
         "its keys, given beside the others": "custom_config_path",
-        "the loss mask of the samples": "loss_mask_type mask_offpolicy_in_partial_rollout",
+        "the loss mask of the samples": """
+            loss_mask_type mask_offpolicy_in_partial_rollout rollout_data_postprocess_path rollout_sample_filter_path
+        """,
+        "which samples are trained on": "buffer_filter_path dynamic_sampling_filter_path",
+        "the extra routed_experts of the batch, for the model": "use_rollout_routing_replay use_routing_replay",
+        "old_log_probs, of the policy that this keeps: compute_log_probs": "keep_old_actor",
+        "ref_log_probs, of this reference: compute_log_probs": "ref_ckpt_step ref_load ref_update_interval",
         "nucleus_ids= of the head, where the sampler's nucleus is replayed": "rollout_top_p rollout_top_k",
         "vocab_size= of the head": "padded_vocab_size",
         "mtp_loss": "enable_mtp_training mtp_loss_scaling_factor mtp_num_layers",
         "context_layout= of the mesh": "allgather_cp",
         "memory, which the head sees to": "log_probs_chunk_size recompute_loss_function",
-        "forward passes: compute_log_probs": """
-            log_probs_max_tokens_per_gpu keep_old_actor ref_ckpt_step ref_load ref_update_interval use_rollout_entropy
-        """,
+        "forward passes: compute_log_probs": "log_probs_max_tokens_per_gpu use_rollout_entropy",
         "rows are always balanced by the tokens that carry loss": "balance_by_flops balance_data",
         "row_length=, a multiple of what the context layout needs": "data_pad_size_multiplier",
         "the samples of one step": "global_batch_size n_samples_per_prompt num_steps_per_rollout rollout_batch_size",
@@ -86,7 +90,7 @@ ELSEWHERE = by_name(
         """,
         "the model": """
             custom_megatron_ custom_model_provider_path freeze_indexer hf_checkpoint load megatron_ model_name
-            qwen_gdn_backend use_rollout_routing_replay use_routing_replay
+            qwen_gdn_backend
         """,
         "the data set": """
             apply_chat_template apply_chat_template_kwargs data_source_path input_key label_key metadata_key
@@ -107,12 +111,16 @@ ELSEWHERE = by_name(
             use_wandb wandb_
         """,
         "the rollout engine": """
-            sglang_ router_ buffer_filter_path check_weight_update_ custom_generate_function_path
-            custom_rollout_log_function_path custom_update_weight_ dynamic_sampling_filter_path
-            fetch_trajectory_retry_times http_proxy min_batch_collection_ratio over_sampling_batch_size partial_rollout
-            rollout_all_samples_process_path rollout_buffer_url rollout_data_ rollout_external_ rollout_function_path
-            rollout_health_check_ rollout_sample_ rollout_skip_special_tokens rollout_stop rollout_stop_
-            rollout_task_type update_weight_ update_weights_interval use_distributed_post use_fault_tolerance
+            sglang_ router_ check_weight_update_ custom_generate_function_path custom_rollout_log_function_path
+            custom_update_weight_ fetch_trajectory_retry_times http_proxy min_batch_collection_ratio
+            over_sampling_batch_size partial_rollout rollout_all_samples_process_path rollout_buffer_url rollout_data_
+            rollout_external_ rollout_function_path rollout_health_check_ rollout_sample_ rollout_skip_special_tokens
+            rollout_stop rollout_stop_ rollout_task_type update_weight_ update_weights_interval use_distributed_post
+            use_fault_tolerance
         """,
     }
+)
+# Megatron's arguments that add to the gradient beside the loss. slime hands them on, as it does all of Megatron's.
+OF_MEGATRON = by_name(
+    {"a loss of the model's routers beside the policy loss: jaxppo.step.terms": "moe_aux_loss_coeff moe_z_loss_coeff"}
 )

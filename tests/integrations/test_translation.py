@@ -388,6 +388,61 @@ class TestKeys:
         assert system in str(error.value)
 
 
+# What the files of slime at 624b824a that compute its loss read beside the keys that are translated (loss.py, model.py
+# and actor.py of backends/megatron_utils, with Megatron's own losses), and what a remark on it must name.
+READ_BY_THE_LOSS = {
+    "allgather_cp": "context_layout=",
+    "compute_advantages_and_returns": "advantages",
+    "custom_advantage_function_path": "advantages",
+    "custom_loss_function_path": "refused",
+    "enable_mtp_training": "mtp_loss",
+    "gamma": "advantages",
+    "global_batch_size": "one step",
+    "keep_old_actor": "old_log_probs",
+    "kl_coef": "token_rewards",
+    "lambd": "advantages.gae",
+    "log_probs_chunk_size": "memory",
+    "mask_offpolicy_in_partial_rollout": "loss mask",
+    "moe_aux_loss_coeff": "beside the policy loss",
+    "moe_z_loss_coeff": "beside the policy loss",
+    "normalize_advantages": "advantages.whiten",
+    "opd_kl_coef": "on_policy_distillation",
+    "opd_type": "on_policy_distillation",
+    "recompute_loss_function": "memory",
+    "ref_ckpt_step": "ref_log_probs",
+    "ref_load": "ref_log_probs",
+    "ref_update_interval": "ref_log_probs",
+    "rollout_data_postprocess_path": "loss mask",
+    "rollout_sample_filter_path": "loss mask",
+    "rollout_top_p": "nucleus_ids=",
+    "use_opd": "on_policy_distillation",
+    "use_rollout_routing_replay": "routed_experts",
+    "use_routing_replay": "routed_experts",
+    "value_clip": "Value(",
+}
+# of miles at 31f1ca96 (training_utils/loss_hub)
+READ_BY_THE_LOSS_OF_MILES = READ_BY_THE_LOSS | {
+    "observe_training_entropy": "always a metric",
+    "opd_log_prob_top_k": "the sampled token alone",
+    "opd_top_k_strategy": "the sampled token alone",
+    "qkv_format": "rows",
+    "true_on_policy_mode": "one program",
+    "use_dynamic_global_batch_size": "one step",
+}
+
+
+@pytest.mark.parametrize("how", [dict, lambda given: Namespace(**given)], ids=["a mapping", "a Namespace"])
+@pytest.mark.parametrize("system", ["slime", "miles"])
+def test_no_key_that_their_loss_reads_is_dropped_without_its_subject(system, how):
+    """What changes loss masks was "the rollout engine", and the balance loss of routers no argument of slime's."""
+    subjects = {"slime": READ_BY_THE_LOSS, "miles": READ_BY_THE_LOSS_OF_MILES}[system]
+    module, keys, *_ = SYSTEMS[system]
+    assert not translated(keys) & subjects.keys()
+    found = module.translate(how(dict.fromkeys(subjects, 0.5))).elsewhere
+    assert {key: remark for key, remark in found.items() if subjects[key] not in remark} == {}
+    assert found.keys() == subjects.keys()
+
+
 def test_nested_and_dotted_keys_are_the_same():
     nested = {"actor_rollout_ref": {"actor": {"clip_ratio_high": 0.28, "policy_loss.loss_mode": "cispo"}}}
     assert verl.config_of(nested).loss == CISPO(0.2, 0.28)
