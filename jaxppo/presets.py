@@ -318,7 +318,7 @@ def sequence_masked_importance_sampling(low: float = 0.999, high: float = 1.002)
 def rollout_is(clip_low: float = 0.2, clip_high: float = 0.28) -> PolicyLossConfig:
     """SkyRL's `rollout_is`: REINFORCE weighted by current / sampler, 0 outside of [1 - clip_low, 1 + clip_high].
 
-    A mean over tokens, SkyRL's default reduction. Only SkyRL ships it.
+    A mean over tokens, SkyRL's default of August 2026. Only SkyRL ships it.
 
     Args:
       clip_low: from 0 to 1.
@@ -349,7 +349,7 @@ def icepop() -> PolicyLossConfig:
 
 
 def slime_default() -> PolicyLossConfig:
-    """slime's defaults: clip 0.2, no dual clip, k1 with coefficient 0, loss and metrics by rollout.
+    """slime's defaults at 624b824a: clip 0.2, no dual clip, k1 with coefficient 0, loss and metrics by rollout.
 
     Example:
       >>> slime_default().aggregation, slime_default().metric_aggregation
@@ -362,7 +362,7 @@ def slime_default() -> PolicyLossConfig:
 
 
 def verl_default() -> PolicyLossConfig:
-    """verl's defaults: clip 0.2, dual clip 3, low_var_kl with coefficient 0, a mean over tokens.
+    """verl's defaults of 0.9.1: clip 0.2, dual clip 3, low_var_kl with coefficient 0, a mean over tokens.
 
     Example:
       >>> verl_default().loss

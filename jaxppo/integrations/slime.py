@@ -24,9 +24,9 @@ _STATISTICS: dict[str, Statistic] = {"token": "token_k1", "sequence": "seq_sum_k
 def translate(args: Namespace | Mapping[str, Any]) -> Translation:
     """Translates slime's arguments to a `Translation`: a policy loss and arguments of the functions around it.
 
-    Missing arguments have slime's defaults. An argument that slime does not define is taken for Megatron's or SGLang's
-    in a `Namespace`, and is an error in a mapping. Mean weights (`tis_batch_normalize`) are over the whole step here;
-    slime's are over a micro-batch.
+    Missing arguments have the defaults of slime at 624b824a. An argument that slime does not define is taken for
+    Megatron's or SGLang's in a `Namespace`, and is an error in a mapping. Mean weights (`tis_batch_normalize`) are
+    over the whole step here; slime's are over a micro-batch.
 
     Args:
       args: the result of slime's `parse_args`, or its names and values, including those of the file of

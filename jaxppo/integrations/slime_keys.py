@@ -1,4 +1,4 @@
-"""The arguments of slime: those that are translated, with slime's defaults, and remarks on the others."""
+"""The arguments of slime: those that are translated, with defaults, and remarks on the others; slime at 624b824a."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of verl's configuration: the translated ones with verl's defaults, and the subject of each other key."""
+"""The keys of verl's configuration: the translated ones with defaults of verl 0.9.1, the others with their subject."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ def top_k_divergence(
       >>> [round(float(top_k_divergence(p, q, tail=tail)), 4) for tail in ("bucket", "renormalise", "leave_out")]
       [0.1069, 0.1015, 0.188]
 
-    The bucket: TRL and https://github.com/volcengine/verl/pull/7855. Renormalised: NeMo-RL, the default of TRL. Left
-    out: verl. Forward and reverse: Agarwal et al. 2023, GKD, https://arxiv.org/abs/2306.13649. Skewed: Ko et al. 2024,
+    The bucket: TRL 1.16, by default, and https://github.com/volcengine/verl/pull/7855. Renormalised: NeMo-RL. Left out:
+    verl. Forward and reverse: Agarwal et al. 2023, GKD, https://arxiv.org/abs/2306.13649. Skewed: Ko et al. 2024,
     DistiLLM, https://arxiv.org/abs/2402.03898; adaptive: Wu et al. 2024, https://arxiv.org/abs/2404.02657; both in ROLL
     """
     beta = checked_options(divergence, beta, tail)

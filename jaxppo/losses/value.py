@@ -26,7 +26,7 @@ class Value(TokenLoss[Values]):
 
     v_clip = clip(v, old - clip, old + clip). `loss_from_stats` takes the critic's current values, `[R, T]`, as
     statistics. The batch needs `returns` and, with a clip, `values`: the critic's at the start of the step. The
-    defaults are verl's; slime's are factor=1 and clip_fraction="outside".
+    defaults are PPO2's; verl 0.9.1 has clip=0.5, slime at 624b824a factor=1 and clip_fraction="outside".
 
     The metrics are `loss` (adds up over micro-batches), `value_mean`, `value_error` (the mean of |v - G|), with a clip
     `clip_fraction`, and `broken_rules` (see `policy_loss`).

@@ -44,7 +44,7 @@ def corrected(**values):
 
 LEGACY = {CORRECTION + "bypass_mode": True, "trainer.use_v1": False}
 
-# (what is given, the fields of the config that differ from verl's defaults)
+# (what is given, the fields of the config that differ from the defaults of verl 0.9.1)
 VERL = [
     (actor(clip_ratio_low=0.1), {"loss": PPO(0.1, 0.2, 3.0)}),
     (actor(clip_ratio_high="2.8e-1"), {"loss": PPO(0.2, 0.28, 3.0)}),

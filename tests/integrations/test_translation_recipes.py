@@ -203,7 +203,7 @@ def test_verl_vectors(verl_case: Case):
     sections = {key.rpartition(".")[2]: key for key in verl_keys.DEFAULTS}
     given = {sections[key]: value for key, value in verl_case.config.items()}
     given[verl_keys.ACTOR + "loss_scale_factor"] = expected.aggregation_norm
-    if "clip_ratio" in verl_case.config:  # alone it is refused: verl reads the two defaults in its place
+    if "clip_ratio" in verl_case.config:  # alone it is refused: verl 0.9.1 reads the two defaults in its place
         given = {verl_keys.ACTOR + name: 0.2 for name in ("clip_ratio_low", "clip_ratio_high")} | given
     if expected.off_policy is not None:  # whose weights the vector has as an input
         given |= {verl_keys.CORRECTION + "rollout_is": "token", verl_keys.CORRECTION + "rollout_is_threshold": 1e6}

@@ -1,6 +1,9 @@
-"""A page that names a default of another project says for which version: defaults move."""
+"""What names a default of another project says for which version, in pages, docstrings and comments: defaults move."""
 
+import ast
+import io
 import re
+import tokenize
 
 import pytest
 from pages import DOCS, PAGES
@@ -38,6 +41,40 @@ def without_version(text):
 @pytest.mark.parametrize("page", PAGES_OF_USERS, ids=lambda page: page.name)
 def test_a_default_of_another_project_has_a_version(page):
     assert without_version(page.read_text()) == []
+
+
+def prose_of(source):
+    """The docstrings and the comments of a file, each entry of a list of arguments a paragraph of its own."""
+    comments, last = [], 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            text = token.string.lstrip("# ")
+            if token.start[0] == last + 1:
+                text = f"{comments.pop()} {text}"
+            comments.append(text)
+            last = token.start[0]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docs = [ast.get_docstring(x) or "" for x in ast.walk(ast.parse(source)) if isinstance(x, documented)]
+    return "\n\n".join([*(re.sub(r"\n(?= +[\w*, ]+: )", "\n\n", doc) for doc in docs), *comments])
+
+
+ROOT = DOCS.parent
+SOURCES = [
+    path for folder in ("jaxppo", "examples", "benchmarks", "tests") for path in sorted((ROOT / folder).rglob("*.py"))
+]
+
+
+def test_a_default_in_a_docstring_or_a_comment_has_a_version():
+    """`Value` said that verl clips by 0.2, which is 0.5 since, and `top_k_divergence` that TRL drops the tail."""
+    found = {str(path.relative_to(ROOT)): without_version(prose_of(path.read_text())) for path in SOURCES}
+    assert {path: missing for path, missing in found.items() if missing} == {}
+
+
+def test_the_prose_of_a_file():
+    lines = ['"""One."""', "x = 1  # verl's", "# default", "", "# slime", "def f():"]
+    lines += ['    """Two.', "", "    Args:", "      a: 1", '    """', ""]
+    source = "\n".join(lines)
+    assert prose_of(source).split("\n\n") == ["One.", "Two.", "Args:", "  a: 1", "verl's default", "slime"]
 
 
 @pytest.mark.parametrize(

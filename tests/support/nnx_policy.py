@@ -65,7 +65,7 @@ def step(model: Policy, optimizer: nnx.Optimizer, batch: RolloutBatch, parallel:
 def train(parallel: ParallelMesh, *, tied: bool = False, steps: int = 10) -> tuple[Policy, list[float]]:
     """The trained model, and the loss before each update."""
     with jax.set_mesh(parallel.mesh):
-        with nnx.use_eager_sharding(True):  # Flax's default, but importing Tunix turns it off for all
+        with nnx.use_eager_sharding(True):  # Flax's default, but importing Tunix 0.1.7 turns it off for all
             model = Policy(parallel, tied=tied, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
         losses = [float(step(model, optimizer, rollouts(i, parallel), parallel)["loss"]) for i in range(steps)]

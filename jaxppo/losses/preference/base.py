@@ -156,7 +156,7 @@ class PairLoss(PreferenceLoss):
     Args:
       nll_coef: the coefficient of the chosen response's negative log-likelihood, which is added to the pair's loss.
       nll: how it is summed over the chosen responses, an aggregation of `token_weights`: a mean over pairs of its mean
-        over loss tokens, or "sequence_mean_token_sum", a mean over pairs of sums, NeMo-RL's default. For a mean over
+        over loss tokens, or "sequence_mean_token_sum", a mean over pairs of sums, as NeMo-RL. For a mean over
         the tokens of all chosen responses add a `Part(SFT(), mask=)` of them.
 
     Raises:

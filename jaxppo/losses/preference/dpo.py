@@ -107,7 +107,7 @@ class DPO(PairLoss):
 
 @dataclasses.dataclass(frozen=True)
 class IPO(PairLoss):
-    """Identity preference optimisation: (D - 1 / (2 beta))^2, with D as in `DPO`, but of means by default, as in TRL.
+    """Identity preference optimisation: (D - 1 / (2 beta))^2, with D as in `DPO`, but of means, as in TRL.
 
     It aims at a fixed difference D rather than the largest one. prime-rl's policy loss "ipo" is another loss.
 
