@@ -36,6 +36,11 @@ class ByToken:
     extra: str
 
 
+def is_frozen(x: Any) -> bool:
+    """Whether x is a frozen dataclass."""
+    return dataclasses.is_dataclass(x) and bool(getattr(x, "__dataclass_params__").frozen)  # noqa: B009
+
+
 def is_mark(x: Any) -> bool:
     """Whether x marks the place of a number."""
     return isinstance(x, _Place | ByToken)

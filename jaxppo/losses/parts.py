@@ -16,6 +16,7 @@ from jaxppo.base.traced import (
     ByToken,
     Path,
     at_path,
+    is_frozen,
     map_leaves,
     name_of,
     numbers_of_tokens,
@@ -134,8 +135,7 @@ def as_token_loss(loss: Any) -> TokenLoss[Any]:
     """The loss of a token that a loss stands for; raises unless it is a single loss as `loss_from_hidden` takes it."""
     expected = "a PolicyLossConfig, a policy loss, SFT() or another TokenLoss"
     check_type("loss", loss, isinstance(loss, OfPolicy | TokenLoss), expected)
-    frozen = dataclasses.is_dataclass(loss) and getattr(loss, "__dataclass_params__").frozen  # noqa: B009
-    check_type("loss", loss, frozen, "a frozen dataclass, whose numbers may be traced")
+    check_type("loss", loss, is_frozen(loss), "a frozen dataclass, whose numbers may be traced")
     loss = PolicyLossConfig(loss) if isinstance(loss, PolicyLoss) else loss
     return PolicyTokenLoss(loss) if isinstance(loss, PolicyLossConfig) else loss
 

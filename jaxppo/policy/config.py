@@ -14,11 +14,13 @@ from jaxppo.base.arrays import (
     check_choices,
     check_field,
     check_flag,
+    check_type,
     is_number,
     is_zero,
 )
 from jaxppo.base.kl import KL
 from jaxppo.base.option_names import same_here
+from jaxppo.base.traced import is_frozen
 from jaxppo.policy.off_policy import OffPolicyConfig
 from jaxppo.policy_losses import BY_NAME, PPO, PolicyLoss
 from jaxppo.policy_losses.base import Loss
@@ -77,51 +79,73 @@ class PolicyLossConfig(Loss):
             where = "an argument of policy_loss_from_hidden and log_probs_from_hidden"
             return f"it where logits are divided by it: {where}"
         for field, kind in (("loss", PPO), ("kl", KL)):
-            own = same_here(name, value, kind.__dataclass_fields__)
-            if own is not None:
-                return f"it in {field}={kind.__name__}({own})"
-        losses = dict.fromkeys([PPO, *BY_NAME.values()])
-        classes: list[tuple[str, Any]] = [*(("loss", x) for x in losses), ("kl", KL), ("off_policy", OffPolicyConfig)]
-        found = [f"{field}={kind.__name__}({name}=...)" for field, kind in classes if name in kind.__dataclass_fields__]
-        return f"it in {' or '.join(found)}" if found else super()._in_place_of(name, value)
+            same = same_here(name, value, kind.__dataclass_fields__)
+            if same is not None:
+                return f"it in {field}={kind.__name__}({same})"
+        places: list[tuple[str, type[Any]]] = []
+        for loss in dict.fromkeys([PPO, *BY_NAME.values()]):
+            places.append(("loss", loss))
+        places += [("kl", KL), ("off_policy", OffPolicyConfig)]
+        having = [f"{field}={kind.__name__}({name}=...)" for field, kind in places if name in kind.__dataclass_fields__]
+        if having:
+            return f"it in {' or '.join(having)}"
+        return super()._in_place_of(name, value)
 
     def __post_init__(self) -> None:
-        expected = "an instance of a frozen dataclass that derives from jaxppo.policy_losses.PolicyLoss, such as PPO()"
-        if not isinstance(self.loss, PolicyLoss):
-            by_name = f"; policy_losses.by_name({self.loss!r}) is one" if isinstance(self.loss, str) else ""
-            raise TypeError(f"loss: got {self.loss!r}, expected {expected}{by_name}")
-        if not dataclasses.is_dataclass(self.loss) or not getattr(self.loss, "__dataclass_params__").frozen:  # noqa: B009
-            raise TypeError(f"loss: got {type(self.loss).__name__}, expected {expected}")
-        for name, value, kind in (("kl", self.kl, KL), ("off_policy", self.off_policy, OffPolicyConfig)):
-            if value is not None and not isinstance(value, kind):
-                got, given = type(value).__name__, ""
-                if name == "kl" and is_number(value):
-                    got, given = repr(value), f"({value!r})"
-                raise TypeError(f"{name}: got {got}, expected {kind.__name__}{given} or None")
+        self._check_classes()
         check_field(self, "entropy_coef")
         check_choices(self, ratio_to=RatioTo, metric_aggregation=MetricAggregation, impossible_tokens=ImpossibleTokens)
         check_flag("clip_by_sign", self.clip_by_sign)
         check_aggregation(self)
+        self._check_ratio_counts_once()
+
+    def _check_classes(self) -> None:
+        expected = "an instance of a frozen dataclass that derives from jaxppo.policy_losses.PolicyLoss, such as PPO()"
+        if isinstance(self.loss, str):
+            expected += f"; policy_losses.by_name({self.loss!r}) is one"
+        if not isinstance(self.loss, PolicyLoss):
+            raise TypeError(f"loss: got {self.loss!r}, expected {expected}")
+        if not is_frozen(self.loss):
+            raise TypeError(f"loss: got {type(self.loss).__name__}, expected {expected}")
+        if is_number(self.kl):
+            raise TypeError(f"kl: got {self.kl!r}, expected KL({self.kl!r}) or None")
+        check_type("kl", self.kl, self.kl is None or isinstance(self.kl, KL), "KL or None")
+        off_policy = self.off_policy
+        good = off_policy is None or isinstance(off_policy, OffPolicyConfig)
+        check_type("off_policy", off_policy, good, "OffPolicyConfig or None")
+
+    def _check_ratio_counts_once(self) -> None:
+        """A ratio is a product of steps, from the current policy to the trainer's old one, and on to the sampler."""
         if self.off_policy is None or self.off_policy.weights == "none" or not self.loss.weighs_by_ratio:
             return
-        # a ratio is a product of steps, from the current policy to the trainer's old one, and from that to the sampler
-        compares, beside = self.off_policy.compares, {"old": "'old/rollout'", "rollout": "weights='none'"}
-        if self.ratio_to == "rollout" or (self.ratio_to == "old" and compares != "old/rollout"):
-            raise ValueError(
-                f"off_policy.compares: got {compares!r} for the weights beside a loss that is weighed by "
-                f"its ratio, current/{self.ratio_to}, expected {beside[self.ratio_to]}: it would count twice"
-            )
+        compares = self.off_policy.compares
+        if self.ratio_to == "rollout":
+            expected = "weights='none'"
+        elif self.ratio_to == "old" and compares != "old/rollout":
+            expected = "'old/rollout'"
+        else:
+            return
+        raise ValueError(
+            f"off_policy.compares: got {compares!r} for the weights beside a loss that is weighed by "
+            f"its ratio, current/{self.ratio_to}, expected {expected}: it would count twice"
+        )
 
     @property
     def entropy_mode(self) -> Literal["metric", "bonus"]:
         """The `entropy=` of the log-prob functions: "metric" where the coefficient is known to be 0, else "bonus"."""
-        return "metric" if is_zero(self.entropy_coef) else "bonus"
+        if is_zero(self.entropy_coef):
+            return "metric"
+        return "bonus"
 
     @property
     def policies(self) -> frozenset[str]:
         """The policies that the loss compares, beside the reference: some of "current", "old" and "rollout"."""
-        compared = [x.policies for x in (self.kl, self.off_policy) if x is not None]
-        return frozenset({"current", self.ratio_to}).union(*compared)
+        policies = frozenset({"current", self.ratio_to})
+        if self.kl is not None:
+            policies |= self.kl.policies
+        if self.off_policy is not None:
+            policies |= self.off_policy.policies
+        return policies
 
     @property
     def penalises_kl(self) -> bool:

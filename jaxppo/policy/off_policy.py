@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -25,6 +25,7 @@ from jaxppo.base.arrays import (
     check_field,
     check_flag,
     check_scalar,
+    check_type,
     is_number,
     masked,
     needed,
@@ -84,10 +85,17 @@ class Rejection(NamesItsOptions):
 
     def __post_init__(self) -> None:
         check_choices(self, statistic=Statistic, compares=Compared)
-        least = -math.inf if self.statistic.endswith("diff") else 0.0
+        least = 0.0
+        if self.statistic.endswith("diff"):
+            least = -math.inf
         if self.low is None:
             object.__setattr__(self, "low", least)
         _check_bounds(self, least)
+
+    @property
+    def token_local(self) -> bool:
+        """Whether the statistic of a token reads log-probs of that token only."""
+        return self.statistic.startswith("token")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,41 +150,53 @@ class OffPolicyConfig(NamesItsOptions):
         check_choices(self, opsm_compares=Compared, opsm_fraction=OPSMFraction)
         _check_bounds(self, 0.0)
         check_flag("batch_normalize", self.batch_normalize)
+        self._check_rejections()
+        self._check_veto()
+        if self.opsm_delta is not None:
+            check_field(self, "opsm_delta", least=0)
+        if self.batch_normalize:
+            self._check_mean_is_known()
+
+    def _check_rejections(self) -> None:
         if not isinstance(self.rejections, Iterable) or isinstance(self.rejections, AnyArray):
             raise TypeError(f"rejections: got {self.rejections!r}, expected a tuple of Rejection")
         object.__setattr__(self, "rejections", tuple(self.rejections))
         for rejection in self.rejections:
-            if not isinstance(rejection, Rejection):
-                raise TypeError(f"rejections: got {type(rejection).__name__}, expected Rejection")
+            check_type("rejections", rejection, isinstance(rejection, Rejection), "Rejection")
+
+    def _check_veto(self) -> None:
         least = math.exp(-MAX_LOG_RATIO)  # no ratio is below it, since log-ratios are clamped
         if isinstance(self.veto, jax.Array):
             check_field(self, "veto", above=least, below=1)
-        else:
-            good = self.veto is None or (is_number(self.veto) and least < self.veto < 1)
+        elif self.veto is not None:
+            good = is_number(self.veto) and least < self.veto < 1
             check("veto", repr(self.veto), good, f"a ratio above {least:.2g} and below 1")
-        if self.opsm_delta is not None:
-            check_field(self, "opsm_delta", least=0)
-        good = not self.batch_normalize or (self.weights != "none" and self.compares == "old/rollout")
+
+    def _check_mean_is_known(self) -> None:
+        """The mean of the weights, which a `Normalizer` has, is computed before the step."""
+        good = self.weights != "none" and self.compares == "old/rollout"
         got = f"True with weights={self.weights!r}, compares={self.compares!r}"
         expected = "weights, and compares='old/rollout': their mean over the step must be known before it starts"
         check("batch_normalize", got, good, expected)
         traced = [name for name in ("low", "high") if isinstance(getattr(self, name), jax.Array)]
         expected = "Python numbers with batch_normalize, whose mean a Normalizer has for these bounds"
-        check("low, high", f"arrays as {traced}", not (traced and self.batch_normalize), expected)
+        check("low, high", f"arrays as {traced}", not traced, expected)
 
     @property
     def policies(self) -> frozenset[str]:
         """The policies that these corrections compare, out of "current", "old" and "rollout"."""
-        pairs = {rejection.compares for rejection in self.rejections}
-        pairs |= {self.compares} if self.weights != "none" or self.veto is not None else set()
-        pairs |= {self.opsm_compares} if self.opsm_delta is not None else set()
+        pairs = [rejection.compares for rejection in self.rejections]
+        if self.weights != "none" or self.veto is not None:
+            pairs.append(self.compares)
+        if self.opsm_delta is not None:
+            pairs.append(self.opsm_compares)
         return frozenset(name for pair in pairs for name in pair.split("/"))
 
     @property
     def token_local(self) -> bool:
         """Whether the correction of a token reads log-probs of that token only."""
-        of_tokens = [self.weights in ("none", "token"), *(r.statistic.startswith("token") for r in self.rejections)]
-        return all(of_tokens) and self.veto is None and self.opsm_delta is None
+        of_sequences = self.weights in ("sequence", "geometric") or self.veto is not None or self.opsm_delta is not None
+        return not of_sequences and all(rejection.token_local for rejection in self.rejections)
 
 
 def of_mean_weight(config: OffPolicyConfig | None) -> OffPolicyConfig | None:
@@ -190,14 +210,18 @@ def importance_weights(
     log_ratio: Float[Array, "R T"], mask: Float[Array, "R T"], segments: Segments, config: OffPolicyConfig
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """Per-shard: rho at the level of `config.weights`, before and after its bounds; both are 1 where the mask is 0."""
-    d, valid = log_ratio, mask > 0
+    valid = mask > 0
     if config.weights != "token":
-        of_sequence = segments.sum(d) if config.weights == "sequence" else segments.mean(d, _float(valid))
-        d = jnp.where(valid, segments.spread(of_sequence), 0)
-    ratio = jnp.exp(jnp.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        if config.weights == "sequence":
+            sequence = segments.sum(log_ratio)
+        else:
+            sequence = segments.mean(log_ratio, _float(valid))
+        log_ratio = jnp.where(valid, segments.spread(sequence), 0)
+    ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     if config.outside == "clamp":
         return ratio, jnp.where(valid, jnp.clip(ratio, config.low, config.high), 1)
-    return ratio, jnp.where(valid & ((ratio < config.low) | (ratio > config.high)), 0, ratio)
+    outside = (ratio < config.low) | (ratio > config.high)
+    return ratio, jnp.where(valid & outside, 0, ratio)
 
 
 def weight_sums(
@@ -213,15 +237,21 @@ def weight_sums(
     two policies finds impossible are not counted.
     """
     mask = jnp.where(jnp.isneginf(old_log_probs) | jnp.isneginf(rollout_log_probs), 0, mask)
-    d = _log_ratio({"old": old_log_probs, "rollout": rollout_log_probs}, "old/rollout", mask)
-    _, weights = importance_weights(d, mask, segments, config)
-    valid, axes = _float(mask > 0), segments.axes
-    if config.weights == "token":
-        sums, names = ((weights * valid).sum(), valid.sum()), axes.tokens
-    else:
-        exists = _float(segments.sum(valid) > 0)
-        sums, names = ((segments.mean(weights, valid) * exists).sum(), exists.sum()), axes.data
-    return axes.psum((vary(sums[0], names), vary(sums[1], names)), names)
+    log_ratio = _log_ratio({"old": old_log_probs, "rollout": rollout_log_probs}, "old/rollout", mask)
+    _, weights = importance_weights(log_ratio, mask, segments, config)
+    counted = _float(mask > 0)
+    names = segments.axes.tokens
+    if config.weights != "token":
+        exists = _float(segments.sum(counted) > 0)
+        weights = segments.mean(weights, counted)
+        counted = exists
+        names = segments.axes.data
+    total = (weights * counted).sum()
+    return segments.axes.psum((vary(total, names), vary(counted.sum(), names)), names)
+
+
+# By the name of a metric, how the names of the rules that it counts begin in `left_out_by`.
+_METRICS = {"rejected_fraction": "rejected", "veto_fraction": "vetoed", "opsm_clipfrac": "off-policy"}
 
 
 def correction(
@@ -240,18 +270,19 @@ def correction(
     weights = _float(valid)
     indicators: dict[str, jax.Array] = {}
     if config.weights != "none":
-        ratio, weights = importance_weights(_log_ratio(policies, config.compares, mask), mask, segments, config)
+        log_ratio = _log_ratio(policies, config.compares, mask)
+        ratio, weights = importance_weights(log_ratio, mask, segments, config)
         indicators = {"tis": ratio, "tis_abs": jnp.abs(ratio - 1), "tis_clipfrac": _float(weights != ratio)}
         weights = jnp.where(valid, weights, 0)
     if config.batch_normalize:
         weight_mean = needed("weight_mean", weight_mean, "the Normalizer's for off_policy.batch_normalize")
         weights = weights / jnp.where(weight_mean > 0, weight_mean, 1)  # a mean of 0 means that all weights are 0
-    left_out = left_out_by(policies, advantages, mask, segments, config)
-    for name, rule in (("rejected_fraction", "rejected"), ("veto_fraction", "vetoed"), ("opsm_clipfrac", "off-policy")):
-        those = [x for what, x in left_out.items() if what.startswith(rule)]
-        if those:
-            indicators[name] = _float(functools.reduce(jnp.logical_or, those))
-            weights = jnp.where(indicators[name] > 0, 0, weights)
+    by_rule = left_out_by(policies, advantages, mask, segments, config)
+    for metric, rule in _METRICS.items():
+        left_out = [tokens for name, tokens in by_rule.items() if name.startswith(rule)]
+        if left_out:
+            indicators[metric] = _float(functools.reduce(jnp.logical_or, left_out))
+            weights = jnp.where(indicators[metric] > 0, 0, weights)
     return lax.stop_gradient((weights, indicators))
 
 
@@ -264,63 +295,92 @@ def left_out_by(
 ) -> dict[str, Bool[Array, "R T"]]:
     """Per-shard: the loss tokens that each rule of the config leaves out, by a name of the rule; see `correction`."""
     valid = mask > 0
-    found: dict[str, Bool[Array, "R T"]] = {}
+    by_rule: dict[str, Bool[Array, "R T"]] = {}
     for rejection in config.rejections:
         name = f"rejected by {rejection.statistic} of {rejection.compares}"
-        found[name] = found.get(name, False) | (valid & ~_accepted(rejection, policies, mask, segments))
+        rejected = valid & ~_accepted(rejection, policies, mask, segments)
+        by_rule[name] = by_rule.get(name, False) | rejected
     if config.veto is not None:
         worst = -segments.max(-_log_ratio(policies, config.compares, mask), _float(valid))
-        found["vetoed"] = valid & (segments.spread(worst) < _log(config.veto))
+        by_rule["vetoed"] = valid & (segments.spread(worst) < _log(config.veto))
     if config.opsm_delta is not None:
         drift = segments.mean(-_log_ratio(policies, config.opsm_compares, mask), mask)
-        found["off-policy sequence"] = valid & (advantages < 0) & (segments.spread(drift) > config.opsm_delta)
-    return found
+        by_rule["off-policy sequence"] = valid & (advantages < 0) & (segments.spread(drift) > config.opsm_delta)
+    return by_rule
 
 
 def _accepted(rejection: Rejection, policies: Policies, mask: jax.Array, segments: Segments) -> jax.Array:
     """bool[R, T], the tokens that pass the rejection; anything where the mask is 0."""
-    level, _, kind = rejection.statistic.rpartition("_")
-    value = _OF_TOKEN[kind](*_pair(policies, rejection.compares, mask))
+    level, _, divergence = rejection.statistic.rpartition("_")
+    value = _of_token(divergence, *_pair(policies, rejection.compares, mask))
     if level != "token":
-        value = _OVER[level](value, _float(mask > 0), segments)
-    low, high = (_log(b) if kind == "k1" else b for b in (needed("low", rejection.low, "a number"), rejection.high))
+        value = _over(level, value, _float(mask > 0), segments)
+    low: float | jax.Array = needed("low", rejection.low, "a number")
+    high: float | jax.Array = rejection.high
+    if divergence == "k1":  # the bounds are of a ratio
+        low = _log(low)
+        high = _log(high)
     return (value >= low) & (value <= high)
 
 
-def _mean_over_runs(x: jax.Array, valid: jax.Array, segments: Segments) -> jax.Array:
+def _of_token(divergence: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """How far two log-probs of a token are apart, by the end of a `Rejection`'s statistic."""
+    match divergence:
+        case "k1":
+            return b - a
+        case "k2":
+            return (a - b) ** 2 / 2
+        case "k3":
+            return k3(a - b)
+        case "diff":
+            return jnp.exp(a) - jnp.exp(b)
+        case _:  # "error"
+            return jnp.exp(jnp.abs(a - b))
+
+
+def _over(level: str, value: jax.Array, valid: jax.Array, segments: Segments) -> jax.Array:
+    """At each loss token the value of its run or of its sequence, by the beginning of a `Rejection`'s statistic."""
+    match level:
+        case "run_mean":
+            return _mean_over_runs(value, valid, segments)
+        case "seq_sum":
+            sequence = segments.sum(value * valid)
+        case "seq_mean":
+            sequence = segments.mean(value, valid)
+        case "seq_max":
+            sequence = segments.max(value, valid)
+        case _:  # "seq_min"
+            sequence = -segments.max(-value, valid)
+    return segments.spread(sequence)
+
+
+def _mean_over_runs(value: jax.Array, valid: jax.Array, segments: Segments) -> jax.Array:
     """At each loss token, the mean over its run of contiguous loss tokens."""
-    ids, slots = segments.segment_ids, segments.num_segments
-    scan = functools.partial(scan_affine, valid, parallel=segments.axes, segment_ids=ids, num_segments=slots)
-    total, count = (scan(y) + scan(y, reverse=False) - y for y in (x * valid, valid))
-    return total / jnp.maximum(count, 1)
 
+    scan = functools.partial(
+        scan_affine,
+        valid,
+        parallel=segments.axes,
+        segment_ids=segments.segment_ids,
+        num_segments=segments.num_segments,
+    )
 
-# The statistics of `Rejection` by their names: from the two log-probs of a token, and over several tokens.
-_OF_TOKEN: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "k1": lambda a, b: b - a,
-    "k2": lambda a, b: (a - b) ** 2 / 2,
-    "k3": lambda a, b: k3(a - b),
-    "diff": lambda a, b: jnp.exp(a) - jnp.exp(b),
-    "error": lambda a, b: jnp.exp(jnp.abs(a - b)),
-}
-_OVER: Mapping[str, Callable[[jax.Array, jax.Array, Segments], jax.Array]] = {
-    "run_mean": _mean_over_runs,
-    "seq_sum": lambda x, valid, segments: segments.spread(segments.sum(x * valid)),
-    "seq_mean": lambda x, valid, segments: segments.spread(segments.mean(x, valid)),
-    "seq_max": lambda x, valid, segments: segments.spread(segments.max(x, valid)),
-    "seq_min": lambda x, valid, segments: segments.spread(-segments.max(-x, valid)),
-}
+    def over_run(x: jax.Array) -> jax.Array:
+        return scan(x) + scan(x, reverse=False) - x
+
+    return over_run(value * valid) / jnp.maximum(over_run(valid), 1)
 
 
 def _pair(policies: Policies, compares: Compared, mask: jax.Array) -> list[jax.Array]:
     """The log-probs of the two policies, constants, 0 where the mask is 0."""
     expected = f"f32[R, T] for a correction by {compares!r}"
-    given = [needed(f"{name}_log_probs", policies[name], expected) for name in compares.split("/")]
-    return [lax.stop_gradient(masked(x, mask)) for x in given]
+    pair = [needed(f"{name}_log_probs", policies[name], expected) for name in compares.split("/")]
+    return [lax.stop_gradient(masked(log_probs, mask)) for log_probs in pair]
 
 
 def _log_ratio(policies: Policies, compares: Compared, mask: jax.Array) -> jax.Array:
-    return jnp.subtract(*_pair(policies, compares, mask))
+    a, b = _pair(policies, compares, mask)
+    return a - b
 
 
 def _float(x: jax.Array) -> jax.Array:
@@ -331,16 +391,32 @@ def _log(x: float | Array) -> float | Array:
     """The log of a number, or of one for each token (see `losses.by_row`)."""
     if isinstance(x, jax.Array):
         return jnp.log(x)
-    return math.log(x) if x > 0 else -math.inf
+    if x > 0:
+        return math.log(x)
+    return -math.inf
 
 
-def _check_bounds(of: Any, least: float) -> None:
-    """Raises where the bounds of a config are out of order; those that are arrays become NaN."""
-    low, high, expected = of.low, of.high, f"{'low' if least else '0 <= low'} < high"
-    arrays = {name: check_scalar(name, x) for name, x in (("low", low), ("high", high)) if isinstance(x, jax.Array)}
-    numbers = [x for x in (low, high) if not isinstance(x, jax.Array)]
-    good = all(isinstance(x, (int, float, np.number)) and not isinstance(x, bool) for x in numbers)
-    check("low, high", f"{low!r}, {high!r}", good and (bool(arrays) or least <= low < high), expected)
-    low, high = arrays.get("low", low), arrays.get("high", high)
-    for name, x in arrays.items():
-        object.__setattr__(of, name, jnp.where((least <= low) & (low < high), x, jnp.nan))
+def _check_bounds(config: Rejection | OffPolicyConfig, least: float) -> None:
+    """Raises where the bounds are out of order; those that are arrays become NaN."""
+    low: Any = config.low
+    high: Any = config.high
+    got = f"{low!r}, {high!r}"
+    traced = []
+    good = True
+    for name, bound in (("low", low), ("high", high)):
+        if isinstance(bound, jax.Array):
+            traced.append(name)
+        else:
+            good = good and isinstance(bound, (int, float, np.number)) and not isinstance(bound, bool)
+    if "low" in traced:
+        low = check_scalar("low", low)
+    if "high" in traced:
+        high = check_scalar("high", high)
+    expected = "0 <= low < high"
+    if least:
+        expected = "low < high"
+    check("low, high", got, good and (bool(traced) or least <= low < high), expected)
+    bounds = {"low": low, "high": high}
+    for name in traced:
+        bound = jnp.where((least <= low) & (low < high), bounds[name], jnp.nan)
+        object.__setattr__(config, name, bound)
