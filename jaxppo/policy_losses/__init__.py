@@ -49,7 +49,7 @@ def by_name(name: str, **hyperparameters: Any) -> PolicyLoss:
     """
     check("name", repr(name), isinstance(name, str) and name in BY_NAME, f"one of {', '.join(BY_NAME)}")
     fields = [field.name for field in dataclasses.fields(BY_NAME[name])]  # type: ignore[arg-type]
-    for given, value in hyperparameters.items():
-        expected = same_here(given, value, fields) or f"one of {', '.join(fields) or 'no hyperparameter'}"
-        check(given, f"it with {name!r}", given in fields, expected)
+    for option, value in hyperparameters.items():
+        expected = same_here(option, value, fields) or f"one of {', '.join(fields) or 'no hyperparameter'}"
+        check(option, f"it with {name!r}", option in fields, expected)
     return BY_NAME[name](**hyperparameters)

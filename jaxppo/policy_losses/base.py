@@ -38,18 +38,18 @@ class Loss(NamesItsOptions):
         check_fields(self)
 
 
-def check_fields(of: Any) -> None:
+def check_fields(config: Any) -> None:
     """Checks the fields of a dataclass that `number` and `choice` made, its flags and its aggregation."""
-    for field in dataclasses.fields(of):
-        value = getattr(of, field.name)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
         if "choices" in field.metadata:
             check_choice(field.name, value, field.metadata["choices"])
         elif "bounds" in field.metadata and not (value is None and field.default is None):
-            check_field(of, field.name, **field.metadata["bounds"])
+            check_field(config, field.name, **field.metadata["bounds"])
         elif isinstance(field.default, bool):
             check_flag(field.name, value)
         elif field.name == "aggregation":
-            check_aggregation(of)
+            check_aggregation(config)
 
 
 class PolicyLoss(Loss, abc.ABC):
@@ -83,7 +83,9 @@ class PolicyLoss(Loss, abc.ABC):
     @classmethod
     def _in_place_of(cls, name: str, value: Any) -> str:
         if same_here(name, value, ("coef", "estimator")) or name == "kl":
-            penalty = f"KL({value!r})" if isinstance(value, (int, float)) else "KL(...)"
+            penalty = "KL(...)"
+            if isinstance(value, (int, float)):
+                penalty = f"KL({value!r})"
             return f"it in the config of the loss: PolicyLossConfig({cls.__name__}(...), kl={penalty})"
         return super()._in_place_of(name, value)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxppo.policy_losses.base import (
     number,
     ratio_at,
 )
+from jaxppo.sharding import Segments
 
 Divergence = Literal["tv", "kl"]
 _TINY = 1e-30
@@ -83,8 +84,17 @@ class CISPO(PolicyLoss):
     def token_local(self) -> bool:  # type: ignore[override]
         return self.level == "token"
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Any) -> Result:
-        ratio = lax.stop_gradient(ratio_at(self.level, log_probs, old_log_probs, of["mask"], of["segments"]))
+    def __call__(
+        self,
+        log_probs: Tokens,
+        old_log_probs: Tokens,
+        advantages: Tokens,
+        *,
+        mask: Tokens,
+        segments: Segments,
+        **_: object,
+    ) -> Result:
+        ratio = lax.stop_gradient(ratio_at(self.level, log_probs, old_log_probs, mask, segments))
         clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
         indicators = {"clip_fraction": (clipped != ratio).astype(jnp.float32)}
         loss = -clipped * advantages * log_probs
@@ -119,9 +129,18 @@ class SAPO(PolicyLoss):
     def token_local(self) -> bool:  # type: ignore[override]
         return self.level == "token"
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Any) -> Result:
+    def __call__(
+        self,
+        log_probs: Tokens,
+        old_log_probs: Tokens,
+        advantages: Tokens,
+        *,
+        mask: Tokens,
+        segments: Segments,
+        **_: object,
+    ) -> Result:
         tau = jnp.where(advantages > 0, self.tau_positive, self.tau_negative)
-        ratio = ratio_at(self.level, log_probs, old_log_probs, of["mask"], of["segments"])
+        ratio = ratio_at(self.level, log_probs, old_log_probs, mask, segments)
         return -4 / tau * _sigmoid(tau * (ratio - 1)) * advantages, {}
 
 
@@ -133,7 +152,8 @@ def _sigmoid(x: Tokens) -> Tokens:
 
 @_sigmoid.defjvp
 def _sigmoid_jvp(primals: tuple[Tokens], tangents: tuple[Tokens]) -> tuple[Tokens, Tokens]:
-    (x,), (dx,) = primals, tangents
+    (x,) = primals
+    (dx,) = tangents
     p = _sigmoid(x)
     return p, p * _sigmoid(-x) * dx
 
@@ -188,14 +208,26 @@ class DPPO(PolicyLoss):
         if self.divergence == "tv":
             divergence = jnp.abs(jnp.exp(log_probs) - old)
         else:
-            rest, old_rest = (jnp.log(-jnp.expm1(jnp.minimum(x, -_TINY))) for x in (log_probs, old_log_probs))
+            rest = _log_of_others(log_probs)
+            old_rest = _log_of_others(old_log_probs)
             divergence = old * (old_log_probs - log_probs) + (1 - old) * (old_rest - rest)
         divergence = lax.stop_gradient(divergence)
-        up, down = (advantages > 0) & (log_probs > old_log_probs), (advantages < 0) & (log_probs < old_log_probs)
+        up = (advantages > 0) & (log_probs > old_log_probs)
+        down = (advantages < 0) & (log_probs < old_log_probs)
         leaves = (up & (divergence > self.clip_high)) | (down & (divergence > self.clip_low))
-        ratio = lax.stop_gradient(jnp.minimum(jnp.exp(log_ratio(log_probs, old_log_probs)), self.ratio_cap))
+        ratio = _capped_ratio(log_probs, old_log_probs, self.ratio_cap)
         loss = jnp.where(leaves, 0, -ratio * advantages * log_probs)
         return loss, {"clip_fraction": leaves.astype(jnp.float32)}
+
+
+def _log_of_others(log_probs: Tokens) -> Tokens:
+    """log(1 - p): the log of the probability of all other tokens together."""
+    return jnp.log(-jnp.expm1(jnp.minimum(log_probs, -_TINY)))
+
+
+def _capped_ratio(log_probs: Tokens, old_log_probs: Tokens, cap: Coefficient) -> Tokens:
+    """min(r, cap), a constant."""
+    return lax.stop_gradient(jnp.minimum(jnp.exp(log_ratio(log_probs, old_log_probs)), cap))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +285,7 @@ class ProbabilityMask(PolicyLoss):
         higher = jnp.maximum(log_probs, old_log_probs)
         moved = lax.stop_gradient(jnp.sign(d) * jnp.exp(higher) * -jnp.expm1(-jnp.abs(d)))
         leaves = (moved < -self.clip_low) | (moved > self.clip_high)
-        weight = lax.stop_gradient(jnp.minimum(jnp.exp(log_ratio(log_probs, old_log_probs)), self.ratio_cap))
+        weight = _capped_ratio(log_probs, old_log_probs, self.ratio_cap)
         ratio = weight * (1 + (log_probs - lax.stop_gradient(log_probs)))
         loss = jnp.where(leaves, 0, -ratio * advantages) + self.pull * d**2
         return loss, {"clip_fraction": leaves.astype(jnp.float32)}
@@ -300,10 +332,28 @@ class BySign(PolicyLoss):
     def weighs_by_ratio(self) -> bool:  # type: ignore[override]
         return self.positive.weighs_by_ratio or self.negative.weighs_by_ratio
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **given: Any) -> Result:
-        good, arrays = advantages > 0, (log_probs, old_log_probs, advantages)
-        loss, found = checked_result(self.positive, self.positive(*arrays, **given), log_probs.shape)
-        other, others = checked_result(self.negative, self.negative(*arrays, **given), log_probs.shape)
-        indicators = {name: jnp.where(good, x, others.get(name, 0 * x)) for name, x in found.items()}
-        indicators |= {name: jnp.where(good, 0, x) for name, x in others.items() if name not in found}
-        return jnp.where(good, loss, other), indicators
+    def __call__(
+        self,
+        log_probs: Tokens,
+        old_log_probs: Tokens,
+        advantages: Tokens,
+        *,
+        mask: Tokens,
+        segments: Segments,
+        **_: object,
+    ) -> Result:
+        good = advantages > 0
+
+        def result_of(loss: PolicyLoss) -> Result:
+            result = loss(log_probs, old_log_probs, advantages, mask=mask, segments=segments)
+            return checked_result(loss, result, log_probs.shape)
+
+        positive, indicators = result_of(self.positive)
+        negative, others = result_of(self.negative)
+        by_sign = {}
+        for name, x in indicators.items():
+            by_sign[name] = jnp.where(good, x, others.get(name, 0 * x))
+        for name, x in others.items():
+            if name not in indicators:
+                by_sign[name] = jnp.where(good, 0, x)
+        return jnp.where(good, positive, negative), by_sign

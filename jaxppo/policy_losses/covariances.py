@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +56,16 @@ class ClipCov(PolicyLoss):
         spared = -advantages * clipped <= -advantages * ratio
         return spared & (covariance > self.low) & (covariance < self.high)
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Any) -> Result:
-        selected = needed("selected", of.get("selected"), "the step's covariance_mask")
+    def __call__(
+        self,
+        log_probs: Tokens,
+        old_log_probs: Tokens,
+        advantages: Tokens,
+        *,
+        selected: Tokens | None = None,
+        **_: object,
+    ) -> Result:
+        selected = needed("selected", selected, "the step's covariance_mask")
         ratio = jnp.exp(log_ratio(log_probs, old_log_probs))
         loss = clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)[0]
         return jnp.where(selected > 0, 0, loss), {"clip_fraction": selected}
@@ -85,8 +93,16 @@ class KLCov(PolicyLoss):
     token_local: ClassVar[bool] = True
     selects: ClassVar[Literal["highest"]] = "highest"
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Any) -> Result:
-        selected = needed("selected", of.get("selected"), "the step's covariance_mask")
+    def __call__(
+        self,
+        log_probs: Tokens,
+        old_log_probs: Tokens,
+        advantages: Tokens,
+        *,
+        selected: Tokens | None = None,
+        **_: object,
+    ) -> Result:
+        selected = needed("selected", selected, "the step's covariance_mask")
         distance = magnitude(log_probs - old_log_probs)
         loss = -advantages * jnp.exp(log_ratio(log_probs, old_log_probs))
         loss = loss + jnp.where(selected > 0, self.coef * distance, 0)

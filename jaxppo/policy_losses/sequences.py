@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,6 +12,7 @@ from jax import lax
 from jaxppo.base.arrays import Coefficient
 from jaxppo.base.kl import MAX_LOG_RATIO, log_ratio
 from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, choice, clipped_surrogate, number, sequence_log_ratio
+from jaxppo.sharding import Segments
 
 Gradient = Literal["sequence", "token"]
 _LEAST_LOG_WEIGHT = math.log(1e-8)
@@ -41,8 +42,17 @@ class GSPO(PolicyLoss):
     dual_clip: Coefficient | None = number(None, above=1)
     gradient: Gradient = choice("sequence", Gradient)
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Any) -> Result:
-        sequence = sequence_log_ratio(log_probs, old_log_probs, of["mask"], of["segments"])
+    def __call__(
+        self,
+        log_probs: Tokens,
+        old_log_probs: Tokens,
+        advantages: Tokens,
+        *,
+        mask: Tokens,
+        segments: Segments,
+        **_: object,
+    ) -> Result:
+        sequence = sequence_log_ratio(log_probs, old_log_probs, mask, segments)
         if self.gradient == "token":
             sequence = lax.stop_gradient(sequence) + log_probs - lax.stop_gradient(log_probs)
         ratio = jnp.exp(jnp.clip(sequence, -MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -71,8 +81,16 @@ class GMPO(PolicyLoss):
     clip_low: Coefficient = number(0.4, least=0)
     clip_high: Coefficient = number(0.4, least=0)
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Any) -> Result:
-        mask, segments = of["mask"], of["segments"]
+    def __call__(
+        self,
+        log_probs: Tokens,
+        old_log_probs: Tokens,
+        advantages: Tokens,
+        *,
+        mask: Tokens,
+        segments: Segments,
+        **_: object,
+    ) -> Result:
         d = log_probs - old_log_probs
         clipped = jnp.clip(d, -self.clip_low, self.clip_high)
         worse = jnp.where(jnp.sign(advantages) * clipped < jnp.sign(advantages) * d, clipped, d)
@@ -110,8 +128,16 @@ class VESPO(PolicyLoss):
     k_negative: Coefficient = number(3.0, least=0)
     lambda_negative: Coefficient = number(2.0, least=0)
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Any) -> Result:
-        segments = of["segments"]
+    def __call__(
+        self,
+        log_probs: Tokens,
+        old_log_probs: Tokens,
+        advantages: Tokens,
+        *,
+        mask: Tokens,
+        segments: Segments,
+        **_: object,
+    ) -> Result:
         d = lax.stop_gradient(log_ratio(log_probs, old_log_probs))
         log_w = segments.spread(jnp.clip(segments.sum(d), _LEAST_LOG_WEIGHT, MAX_LOG_RATIO))
         k = jnp.where(advantages < 0, self.k_negative, self.k_positive)
