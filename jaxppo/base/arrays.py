@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar, get_args
 
 import jax
@@ -29,14 +29,18 @@ MAX_F32 = float(np.finfo(np.float32).max)
 
 def masked(x: Float[Array, "R T ..."], mask: Float[Array, "R T"]) -> Float[Array, "R T ..."]:
     """x in f32 where the mask is above 0, and 0 elsewhere, whatever x holds there."""
-    return jnp.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim)) > 0, x.astype(jnp.float32), 0)
+    further = (1,) * (x.ndim - mask.ndim)
+    return jnp.where(mask.reshape(*mask.shape, *further) > 0, x.astype(jnp.float32), 0)
 
 
 def as_token_ids(ids: Int[Array, "..."]) -> Int[Array, "..."]:
     """The ids as i32. Those that do not fit become negative, which is invalid."""
     if ids.dtype.itemsize > 4:
-        of = np if isinstance(ids, np.ndarray) else jnp  # jnp.asarray would cut an i64 of numpy to i32 first
-        ids = of.where((ids >= -1) & (ids < 2**31), ids, -2)
+        fits = (ids >= -1) & (ids < 2**31)
+        if isinstance(ids, np.ndarray):  # jnp.where would cut an i64 of numpy to i32 first
+            ids = np.where(fits, ids, -2)
+        else:
+            ids = jnp.where(fits, ids, -2)
     return jnp.asarray(ids).astype(jnp.int32)
 
 
@@ -49,8 +53,9 @@ def is_number(x: object) -> TypeGuard[float]:
     """Whether x is a Python or numpy number that f32 can hold, and therefore known at trace time."""
     if isinstance(x, bool) or not isinstance(x, (int, float, np.integer, np.floating)):
         return False
-    exact = int(x) if isinstance(x, (int, np.integer)) else float(x)  # an f16 would be compared in f16
-    return -MAX_F32 <= exact <= MAX_F32
+    if isinstance(x, (int, np.integer)):
+        return -MAX_F32 <= int(x) <= MAX_F32
+    return -MAX_F32 <= float(x) <= MAX_F32  # an f16 would be compared in f16
 
 
 def is_nan(x: object) -> bool:
@@ -89,10 +94,10 @@ def check_choice(what: str, value: object, choices: Any) -> None:
     check(what, repr(value), isinstance(value, str) and value in names, f"one of {', '.join(map(repr, names))}")
 
 
-def check_choices(of: Any, **choices: Any) -> None:
+def check_choices(config: Any, **choices: Any) -> None:
     """`check_choice` for fields of a dataclass."""
     for name, values in choices.items():
-        check_choice(name, getattr(of, name), values)
+        check_choice(name, getattr(config, name), values)
 
 
 def dtype_name(x: Any) -> Any:
@@ -105,11 +110,16 @@ def dtype_name(x: Any) -> Any:
         return x
 
 
+class _Bound(NamedTuple):
+    words: str
+    holds: Callable[[Any, Any], Any]  # of the number and the bound
+
+
 _BOUNDS = {  # of a number; None is no bound
-    "least": ("of at least", operator.ge),
-    "above": ("above", operator.gt),
-    "most": ("of at most", operator.le),
-    "below": ("below", operator.lt),
+    "least": _Bound("of at least", operator.ge),
+    "above": _Bound("above", operator.gt),
+    "most": _Bound("of at most", operator.le),
+    "below": _Bound("below", operator.lt),
 }
 
 
@@ -120,15 +130,17 @@ def _is_numeric(x: AnyArray) -> bool:
 
 def check_number(what: str, value: Any, **bounds: float | None) -> Any:
     """The number; raises unless it is finite and in its range. An array, traced or not, is NaN out of it, in f32."""
-    given = [(*_BOUNDS[name], bound) for name, bound in bounds.items() if bound is not None]
-    expected = f"a finite number {' and '.join(f'{word} {bound}' for word, _, bound in given)}".rstrip()
+    limits = [(_BOUNDS[name], limit) for name, limit in bounds.items() if limit is not None]
+    expected = "a finite number"
+    if limits:
+        expected += " " + " and ".join(f"{bound.words} {limit}" for bound, limit in limits)
     if not isinstance(value, jax.Array):
-        inside = is_number(value) and all(within(value, bound) for _, within, bound in given)
+        inside = is_number(value) and all(bound.holds(value, limit) for bound, limit in limits)
         check(what, repr(value), inside, expected)
         return value
     x = check_scalar(what, value, expected)
-    for _, within, bound in given:
-        x = jnp.where(within(x, bound), x, jnp.nan)  # breaks the rule of the loss that reads it
+    for bound, limit in limits:
+        x = jnp.where(bound.holds(x, limit), x, jnp.nan)  # breaks the rule of the loss that reads it
     return x
 
 
@@ -141,15 +153,16 @@ def check_scalar(what: str, value: Array, expected: str = "a number") -> Float[A
 
 def plain_number(what: str, value: Any, **bounds: float | None) -> float:
     """The checked number as one of Python's; a traced one is refused, since the program of a call depends on it."""
-    if isinstance(value, AnyArray) and not isinstance(value, jax.core.Tracer) and value.ndim == 0:
-        value = np.asarray(value).item() if _is_numeric(value) else value
     check(what, "a traced number", not isinstance(value, jax.core.Tracer), "a number that is known at trace time")
+    if isinstance(value, AnyArray) and value.ndim == 0 and _is_numeric(value):
+        value = np.asarray(value).item()
     return check_number(what, value, **bounds)
 
 
-def check_field(of: Any, name: str, **bounds: float | None) -> None:
+def check_field(config: Any, name: str, **bounds: float | None) -> None:
     """Checks a number of a frozen dataclass, in its constructor. An array out of its range becomes NaN."""
-    object.__setattr__(of, name, check_number(name, getattr(of, name), **bounds))
+    number = check_number(name, getattr(config, name), **bounds)
+    object.__setattr__(config, name, number)
 
 
 def as_number(what: str, value: Any, **bounds: float | None) -> Float[Array, ""]:
@@ -168,7 +181,7 @@ def check_flag(what: str, value: object) -> None:
     check(what, repr(value), isinstance(value, (bool, np.bool_)), "True or False")
 
 
-class Kind(NamedTuple):
+class ArrayKind(NamedTuple):
     """What an array may be."""
 
     dtypes: tuple[Any, ...]
@@ -176,60 +189,74 @@ class Kind(NamedTuple):
     narrowest: int = 1  # the fewest bytes of an entry
     most: float | None = None  # the largest value that has a meaning
 
+    @property
+    def in_short(self) -> str:
+        return f"an array of {self.expected.partition(':')[0]}"
+
+    def allows(self, dtype: Any) -> bool:
+        if dtype == np.dtype(object) or jnp.issubdtype(dtype, jax.dtypes.extended):  # keys of jax.random are extended
+            return False
+        wide_enough = jnp.dtype(dtype).itemsize >= self.narrowest
+        return wide_enough and any(jnp.issubdtype(dtype, allowed) for allowed in self.dtypes)
+
 
 MAX_LOG_PROB = 1e-3  # rounding may bring a log-prob of the trainer up to this
 MAX_SAMPLED = 0.125  # and that of a sampler or a teacher, since bf16 logits and their log-sum-exp are rounded apart
-_OWN = Kind((jnp.floating,), "float32: ratios of rounded log-probs are wrong", narrowest=4, most=MAX_LOG_PROB)
-_GIVEN = Kind((jnp.floating,), "floats", narrowest=2, most=MAX_SAMPLED)
-_OF_MODELS = Kind((jnp.floating,), "float32, bfloat16 or float16", narrowest=2)
-_STATISTIC = Kind((jnp.floating,), "float32, as a head computes it", narrowest=4)
-_FLOATS = Kind((jnp.floating,), "floats")
-_NUMBERS = Kind((jnp.floating, jnp.integer, jnp.bool_), "numbers")
-_BOOLS = Kind((jnp.bool_,), "bool")
-_INTEGERS = Kind((jnp.integer,), "integers")
+_COMPUTED = ArrayKind((jnp.floating,), "float32: ratios of rounded log-probs are wrong", narrowest=4, most=MAX_LOG_PROB)
+_SAMPLED = ArrayKind((jnp.floating,), "floats", narrowest=2, most=MAX_SAMPLED)
+_OF_MODELS = ArrayKind((jnp.floating,), "float32, bfloat16 or float16", narrowest=2)
+_STATISTIC = ArrayKind((jnp.floating,), "float32, as a head computes it", narrowest=4)
+_FLOATS = ArrayKind((jnp.floating,), "floats")
+_NUMBERS = ArrayKind((jnp.floating, jnp.integer, jnp.bool_), "numbers")
+_BOOLS = ArrayKind((jnp.bool_,), "bool")
+_INTEGERS = ArrayKind((jnp.integer,), "integers")
 # By the name of an argument or a field, which has one meaning everywhere: what it may be. Every check of an array
 # reads this table, so that a function cannot take what another one refuses.
-KINDS: Mapping[str, Kind] = {
-    name: kind
-    for kind, names in {
-        _OWN: "log_probs old_log_probs ref_log_probs trainer_log_probs id_log_probs top_log_probs",
-        _GIVEN: "rollout_log_probs teacher_log_probs",
-        _STATISTIC: "entropy log_z mean_logit accuracy sum_p2",
-        _FLOATS: """
-            advantages values last_values returns rewards baselines scores loss_weights kl importance_ratio x weights
-            temperature reverse_kl total_variation same_top rounding params loss_fn
-        """,
-        _NUMBERS: "loss_mask mask masks where selected lengths micro_batches extras",
-        _INTEGERS: """
-            tokens targets segment_ids positions policy_versions sample_ids group_ids rollout_ids parents ids top_ids
-            nucleus_ids adapter_ids state_ids draft_ids d2t counts
-        """,
-        _BOOLS: "among truncated",
-    }.items()
-    for name in names.split()
+_NAMES = {
+    _COMPUTED: "log_probs old_log_probs ref_log_probs trainer_log_probs id_log_probs top_log_probs",
+    _SAMPLED: "rollout_log_probs teacher_log_probs",
+    _STATISTIC: "entropy log_z mean_logit accuracy sum_p2",
+    _FLOATS: """
+        advantages values last_values returns rewards baselines scores loss_weights kl importance_ratio x weights
+        temperature reverse_kl total_variation same_top rounding params loss_fn
+    """,
+    _NUMBERS: "loss_mask mask masks where selected lengths micro_batches extras",
+    _INTEGERS: """
+        tokens targets segment_ids positions policy_versions sample_ids group_ids rollout_ids parents ids top_ids
+        nucleus_ids adapter_ids state_ids draft_ids d2t counts
+    """,
+    _BOOLS: "among truncated",
 }
+KINDS: Mapping[str, ArrayKind] = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 INTEGERS = tuple(name for name in (*REQUIRED, *OPTIONAL) if KINDS[name] is _INTEGERS)
 
 
-def kind_of(what: str) -> Kind:
+def kind_of(what: str) -> ArrayKind:
     """The kind of an argument such as "group_ids", "batch.loss_mask", "stats.log_probs" or "rewards[0]"."""
     return KINDS[what.partition("[")[0].rpartition(".")[2]]
 
 
 def check_array(
-    what: str, x: Any, shape: tuple[int, ...] | None = None, of: str = "", kind: Kind | None = None
+    what: str, x: Any, shape: tuple[int, ...] | None = None, whose: str = "", kind: ArrayKind | None = None
 ) -> None:
-    """Raises unless x is an array (a list is a tree of scalars) of its kind, and of this shape, that `of` something."""
-    kind = kind_of(what) if kind is None else kind
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        got, shown = "None" if x is None else type(x).__name__, kind.expected.partition(":")[0]
-        raise TypeError(f"{what}: got {got}, expected an array of {shown}")
-    plain = x.dtype != object and not jnp.issubdtype(x.dtype, jax.dtypes.extended)  # keys of jax.random are extended
-    sized = plain and jnp.dtype(x.dtype).itemsize >= kind.narrowest
-    if not sized or not any(jnp.issubdtype(x.dtype, dtype) for dtype in kind.dtypes):
+    """Raises unless x is an array (a list is a tree of scalars) of its kind, and of this shape, `whose` it is."""
+    if kind is None:
+        kind = kind_of(what)
+    if x is None:
+        raise TypeError(f"{what}: got None, expected {kind.in_short}")
+    check_type(what, x, is_array(x), kind.in_short)
+    if not kind.allows(x.dtype):
         raise TypeError(f"{what}: got dtype {x.dtype}, expected {kind.expected}")
     if shape is not None and x.shape != shape:
-        raise ValueError(f"{what}: got shape {x.shape}, expected {of and of + ', '}{shape}")
+        expected = f"{shape}"
+        if whose:
+            expected = f"{whose}, {shape}"
+        raise ValueError(f"{what}: got shape {x.shape}, expected {expected}")
+
+
+def is_array(x: Any) -> bool:
+    """Whether x is an array, or as `jax.ShapeDtypeStruct` says of which shape and dtype one will be."""
+    return hasattr(x, "dtype") and hasattr(x, "shape")
 
 
 def check_floating(what: str, x: Any, rank: int, expected: str) -> None:
@@ -249,7 +276,9 @@ def check_alike(arrays: Mapping[str, Any]) -> None:
 def sound(what: str, x: Array) -> Array:
     """x, NaN where it is above the most of its kind: a probability, which is no log-prob, gives no plausible number."""
     most = kind_of(what).most
-    return x if most is None else jnp.where(x <= most, x, jnp.nan)
+    if most is None:
+        return x
+    return jnp.where(x <= most, x, jnp.nan)
 
 
 def unless_mask(x: Any) -> Float[Array, "..."]:
@@ -266,9 +295,10 @@ def check_ids(what: str, x: Any) -> None:
 
 def check_fits(what: str, x: Any, expected: str = f"integers of at most {2**31 - 1}") -> None:
     """Raises where an integer on the host does not fit i32: cut to i32, it would be another one."""
-    if isinstance(x, np.ndarray) and x.size and not -(2**31) <= x.min() <= x.max() < 2**31:
-        widest = x.min() if x.max() < 2**31 else x.max()
-        raise ValueError(f"{what}: got {widest}, expected {expected}")
+    if not isinstance(x, np.ndarray) or not x.size:
+        return
+    check(what, x.max(), x.max() < 2**31, expected)
+    check(what, x.min(), x.min() >= -(2**31), expected)
 
 
 Aggregation = Literal[
@@ -284,13 +314,12 @@ RatioTo = Literal["old", "rollout", "current"]
 Compared = Literal["old/rollout", "current/rollout", "current/old"]  # two policies, written as their ratio
 
 
-def check_aggregation(of: Any) -> None:
+def check_aggregation(config: Any) -> None:
     """Raises where `aggregation` is unknown, lacks its `aggregation_norm`, or has one that it does not need."""
-    check_choice("aggregation", of.aggregation, Aggregation)
-    if of.aggregation == "sequence_mean_token_sum_norm":
-        check_field(of, "aggregation_norm", above=0)
-    elif of.aggregation_norm is not None:
-        raise ValueError(
-            f"aggregation_norm: got {of.aggregation_norm} with aggregation={of.aggregation!r}, expected None, or "
-            "aggregation='sequence_mean_token_sum_norm'"
-        )
+    check_choice("aggregation", config.aggregation, Aggregation)
+    if config.aggregation == "sequence_mean_token_sum_norm":
+        check_field(config, "aggregation_norm", above=0)
+    else:
+        got = f"{config.aggregation_norm} with aggregation={config.aggregation!r}"
+        expected = "None, or aggregation='sequence_mean_token_sum_norm'"
+        check("aggregation_norm", got, config.aggregation_norm is None, expected)

@@ -52,4 +52,6 @@ class ById:
 
 
 def _gather(axes: ShardAxes, x: Num[Array, " n"]) -> Num[Array, " N"]:
-    return lax.all_gather(vary(x, axes.data), axes.data, tiled=True, to="invarying") if axes.data else x
+    if not axes.data:
+        return x
+    return lax.all_gather(vary(x, axes.data), axes.data, tiled=True, to="invarying")

@@ -59,7 +59,9 @@ class KL(NamesItsOptions):
     @property
     def policies(self) -> frozenset[str]:
         """The policies that the weight compares."""
-        return frozenset(self.compares.split("/") if self.importance in ("token", "sequence") else ())
+        if self.importance in ("token", "sequence"):
+            return frozenset(self.compares.split("/"))
+        return frozenset()
 
 
 def log_ratio(log_probs: Float[Array, "..."], base: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -118,11 +120,16 @@ def kl_divergence(
     https://arxiv.org/abs/2512.02556
     """
     check_choice("estimator", estimator, Estimator)
-    given = {"log_probs": log_probs, "ref_log_probs": ref_log_probs}
-    check_alike(given if importance_ratio is None else {**given, "importance_ratio": importance_ratio})
-    own, theirs = (sound(what, x) for what, x in given.items())
-    d = own.astype(jnp.float32) - lax.stop_gradient(theirs).astype(jnp.float32)
-    ratio = jnp.float32(1) if importance_ratio is None else importance_ratio.astype(jnp.float32)
+    arrays = {"log_probs": log_probs, "ref_log_probs": ref_log_probs}
+    if importance_ratio is not None:
+        arrays["importance_ratio"] = importance_ratio
+    check_alike(arrays)
+    log_probs = sound("log_probs", log_probs)
+    ref_log_probs = sound("ref_log_probs", ref_log_probs)
+    d = log_probs.astype(jnp.float32) - lax.stop_gradient(ref_log_probs).astype(jnp.float32)
+    ratio = jnp.float32(1)
+    if importance_ratio is not None:
+        ratio = importance_ratio.astype(jnp.float32)
     match estimator.removesuffix("+"):
         case "k1":
             value = ratio * d
@@ -164,12 +171,14 @@ def adaptive_kl_coef(
 
     Ziegler et al. 2019, Fine-tuning language models from human preferences, https://arxiv.org/abs/1909.08593
     """
-    error = jnp.clip(_number("kl", kl) / _number("target", target, above=0) - 1, -0.2, 0.2)
+    relative = _number("kl", kl) / _number("target", target, above=0)
+    error = jnp.clip(relative - 1, -0.2, 0.2)
     share = _number("samples", samples, least=0) / _number("horizon", horizon, above=0)
     return _number("coef", coef) * (1 + error * share)
 
 
 def _number(what: str, value: Any, **bounds: float) -> Float[Array, ""]:
     """`as_number` that takes a metric too, which numpy holds as an array."""
-    is_scalar = isinstance(value, np.ndarray) and value.ndim == 0
-    return as_number(what, value.item() if is_scalar else value, **bounds)
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value.item()
+    return as_number(what, value, **bounds)

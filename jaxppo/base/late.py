@@ -13,12 +13,12 @@ def late(package: str, places: Mapping[str, list[str]] | None = None) -> Callabl
 
     def find(name: str) -> Any:
         if name in module_of:
-            found = getattr(importlib.import_module(module_of[name]), name)
+            value = getattr(importlib.import_module(module_of[name]), name)
         elif not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}"):
-            found = importlib.import_module(f"{package}.{name}")
+            value = importlib.import_module(f"{package}.{name}")
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        setattr(sys.modules[package], name, found)
-        return found
+        setattr(sys.modules[package], name, value)
+        return value
 
     return find

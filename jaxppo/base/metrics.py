@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import check_choice
+from jaxppo.base.arrays import check_choice, check_type
 from jaxppo.base.pytree import register
 from jaxppo.sharding import ShardAxes, vary
 
@@ -51,7 +51,9 @@ class Metric:
         """The number itself; 0 for a mean, the smallest or the largest value of nothing."""
         if self.reduce == "mean":
             return share(self.total, self.count)
-        return self.total if self.reduce == "sum" else jnp.where(self.count == 0, 0, self.total)
+        if self.reduce == "sum":
+            return self.total
+        return jnp.where(self.count == 0, 0, self.total)
 
 
 @register(static=["combine"])
@@ -91,8 +93,9 @@ def merge_metrics(first: Any, *others: Any) -> Any:
       >>> float(merge_metrics({"ratio": one}, {"ratio": two})["ratio"].value)
       5.0
     """
-    for given in (first, *others):
-        _check_metrics("first" if given is first else "others", given)
+    _check_metrics("first", first)
+    for other in others:
+        _check_metrics("others", other)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), first, *others)
     return collapse_metrics(stacked)
 
@@ -102,8 +105,14 @@ def collapse_metrics(stacked: Any) -> Any:
     _check_metrics("stacked", stacked)
 
     def collapsed(x: Metric) -> Metric:
-        how = {"min": jnp.min, "max": jnp.max}.get(x.reduce, jnp.sum)
-        return Metric(how(x.total, axis=0), jnp.sum(x.count, axis=0), x.reduce)
+        match x.reduce:
+            case "min":
+                total = jnp.min(x.total, axis=0)
+            case "max":
+                total = jnp.max(x.total, axis=0)
+            case _:
+                total = jnp.sum(x.total, axis=0)
+        return Metric(total, jnp.sum(x.count, axis=0), x.reduce)
 
     return jax.tree.map(collapsed, stacked, is_leaf=lambda x: isinstance(x, Metric))
 
@@ -125,10 +134,12 @@ def finalize_metrics(metrics: Mapping[str, Metric | Composite]) -> dict[str, Flo
 
 
 def _check_metrics(what: str, metrics: Any) -> None:
-    for name, x in metrics.items() if isinstance(metrics, Mapping) else [(None, metrics)]:
-        if not isinstance(x, Metric | Composite):
-            where = what if name is None else f"{what}[{name!r}]"
-            raise TypeError(f"{where}: got {type(x).__name__}, expected Metric or Composite, as losses return them")
+    by_place = {what: metrics}
+    if isinstance(metrics, Mapping):
+        by_place = {f"{what}[{name!r}]": metric for name, metric in metrics.items()}
+    for place, metric in by_place.items():
+        good = isinstance(metric, Metric | Composite)
+        check_type(place, metric, good, "Metric or Composite, as losses return them")
 
 
 Term = tuple[Float[Array, "R T"], Float[Array, "R T"], Reduce]  # values, weights, and how they are reduced
@@ -160,36 +171,57 @@ def reduce_metrics(axes: ShardAxes, terms: Mapping[str, Term | CompositeTerm]) -
     "mean" and "sum" multiply values by their weights; "min" and "max" read the values with a weight above 0. No
     gradient flows, and values may be NaN where the weight is 0.
     """
-    parts = {name: term.parts if isinstance(term, CompositeTerm) else {"": term} for name, term in terms.items()}
-    flat = {(name, part): term for name, its in parts.items() for part, term in its.items()}
-    sums, highest = {}, {}
-    for key, (x, weights, reduce) in flat.items():
+    flat: dict[tuple[str, str], Term] = {}  # by the name of the metric, and that of the part of a composite one
+    for name, term in terms.items():
+        if isinstance(term, CompositeTerm):
+            for part, part_term in term.parts.items():
+                flat[name, part] = part_term
+        else:
+            flat[name, ""] = term
+    metrics = _reduce_terms(axes, flat)
+    result: Metrics = {}
+    for name, term in terms.items():
+        if isinstance(term, CompositeTerm):
+            result[name] = Composite({part: metrics[name, part] for part in term.parts}, term.combine)
+        else:
+            result[name] = metrics[name, ""]
+    return result
+
+
+def _reduce_terms(axes: ShardAxes, terms: Mapping[Any, Term]) -> dict[Any, Metric]:
+    """Per-shard: the metric of each term. A smallest value is the largest of the negated ones."""
+    sums: Any = {}
+    largest: Any = {}
+    for key, (x, weights, reduce) in terms.items():
         x, weights = lax.stop_gradient((x.astype(jnp.float32), weights.astype(jnp.float32)))
         if reduce in ("mean", "sum"):
             sums[key] = (jnp.where(weights > 0, x, 0) * weights).sum(), weights.sum()
-        else:
-            sums[key] = jnp.zeros_like(weights.sum()), weights.sum()
-            highest[key] = jnp.where(weights > 0, x if reduce == "max" else -x, -jnp.inf).max()
-    sums, highest = jax.tree.map(lambda x: vary(x, axes.tokens), (sums, highest))
+            continue
+        sums[key] = jnp.zeros_like(weights.sum()), weights.sum()
+        counts = weights > 0
+        if reduce == "min":
+            x = -x
+        largest[key] = jnp.where(counts, x, -jnp.inf).max()
+    sums, largest = jax.tree.map(lambda x: vary(x, axes.tokens), (sums, largest))
     sums = axes.psum(sums, axes.tokens)
-    highest = lax.pmax(highest, axes.tokens) if axes.tokens and highest else highest
-    found: Metrics = {}
-    for name, term in terms.items():
-        its = {}
-        for part, (_, _, reduce) in parts[name].items():
-            total, count = sums[name, part]
-            extreme = highest.get((name, part), total)
-            its[part] = Metric(-extreme if reduce == "min" else extreme, count, reduce)
-        found[name] = Composite(its, term.combine) if isinstance(term, CompositeTerm) else its[""]
-    return found
+    if axes.tokens and largest:
+        largest = lax.pmax(largest, axes.tokens)
+    metrics = {}
+    for key, (_, _, reduce) in terms.items():
+        total, count = sums[key]
+        if reduce == "max":
+            total = largest[key]
+        elif reduce == "min":
+            total = -largest[key]
+        metrics[key] = Metric(total, count, reduce)
+    return metrics
 
 
 def reduce_metric(
     axes: ShardAxes, x: Float[Array, "R T"], weights: Float[Array, "R T"], reduce: Reduce = "mean"
 ) -> Metric:
     """`reduce_metrics` for a single one."""
-    found: Any = reduce_metrics(axes, {"": (x, weights, reduce)})
-    return found[""]
+    return _reduce_terms(axes, {"": (x, weights, reduce)})[""]
 
 
 def share(part: Float[Array, ""], whole: Float[Array, ""]) -> Float[Array, ""]:

@@ -24,7 +24,7 @@ _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class HeadParts:
     """The parts of a head in a module; None where there is none, or where the module does not say."""
 
     kernel: Any  # [H, V] or [V, H]
@@ -35,19 +35,22 @@ class Parts:
     dtype: Any = None  # in which the module multiplies
 
 
-def parts_of(module: Any) -> Parts:
+def parts_of(module: Any) -> HeadParts:
     """The parts of a head in what `Head.of` takes.
 
     Raises:
       TypeError: an unknown object, quantised weights, unknown adapters.
     """
     if isinstance(module, _ARRAYS) or _is_box(module):
-        return Parts(_value("module", module))
+        return HeadParts(_value("module", module))
     if isinstance(module, Mapping):
         return _of_mapping(module)
-    found = _of_nnx(module) if _is(module, "flax.nnx", "Module") else _of_equinox(module)
-    if found is not None:
-        return found
+    if _is(module, "flax.nnx", "Module"):
+        parts = _of_nnx(module)
+    else:
+        parts = _of_equinox(module)
+    if parts is not None:
+        return parts
     if _is(module, "flax.linen", "Module"):
         _refuse(module, "which holds no parameters, expected those of its variables['params']")
     if _is(module, "equinox.nn", "Shared"):
@@ -82,7 +85,10 @@ def _is_box(x: Any) -> bool:
 def _value(where: str, x: Any) -> Any:
     """The array of floats within a variable or box; raises a TypeError that names any other content."""
     while _is_box(x):
-        x = x.get_value() if _is(x, "flax.nnx", "Variable") else x.value
+        if _is(x, "flax.nnx", "Variable"):
+            x = x.get_value()
+        else:
+            x = x.value
     if not isinstance(x, _ARRAYS):
         expected = "expected an array of floats; quantised and wrapped weights must be converted first"
         _refuse(x, expected, where)
@@ -91,7 +97,7 @@ def _value(where: str, x: Any) -> Any:
     return x
 
 
-def _of_mapping(x: Mapping[str, Any]) -> Parts:
+def _of_mapping(x: Mapping[str, Any]) -> HeadParts:
     """The parameters of nn.Dense or nn.Embed, or an nnx.State of nnx.Linear or nnx.Embed."""
     if "kernel" in x:
         return _parts(x, "kernel", "hv", "kernel_lora_a", "kernel_lora_b", "bias")
@@ -101,7 +107,7 @@ def _of_mapping(x: Mapping[str, Any]) -> Parts:
     raise TypeError(f"module: got a {type(x).__name__} with keys {keys}, expected 'kernel' and 'bias', or 'embedding'")
 
 
-def _of_nnx(x: Any) -> Parts | None:
+def _of_nnx(x: Any) -> HeadParts | None:
     if _is(x, "flax.nnx", "LoRALinear"):
         return _with_lora(_linear(x, "LoRALinear", "lora"), x.lora)
     if _is(x, "flax.nnx", "Linear"):
@@ -129,40 +135,55 @@ def _of_nnx(x: Any) -> Parts | None:
     return None
 
 
-def _of_equinox(x: Any) -> Parts | None:
+def _of_equinox(x: Any) -> HeadParts | None:
     if _is(x, "equinox.nn", "Linear"):
         _check_method(x, "equinox.nn", "Linear")
         if "scalar" in (x.in_features, x.out_features):
             _refuse(x, "of a scalar, expected one from H features to V tokens")
         return _parts(x, "weight", "vh", "bias", held=())
-    return _parts(x, "weight", "vh", held=()) if _is(x, "equinox.nn", "Embedding") else None
+    if _is(x, "equinox.nn", "Embedding"):
+        return _parts(x, "weight", "vh", held=())
+    return None
 
 
-def _parts(x: Any, name: str, layout: str, *others: str, held: Collection[str] | None = None) -> Parts:
+def _parts(x: Any, name: str, layout: str, *others: str, held: Collection[str] | None = None) -> HeadParts:
     """The kernel of that name in a module or mapping, with the bias and the Qwix adapter if `others` name them.
 
     Raises where `held`, by default all its parameters, has still others. Qwix's LoraProvider, which Tunix uses, puts
     adapters beside a parameter.
     """
-    is_mapping = isinstance(x, Mapping)
-    where = "module[{!r}]" if is_mapping else "module.{}"
     known = (name, *others)
-    held = (x if is_mapping else _parameters(x)) if held is None else held
-    if left := sorted({*held} - {*known}):
+    if held is None:
+        held = x if isinstance(x, Mapping) else _parameters(x)
+    left = sorted({*held} - {*known})
+    if left:
         raise TypeError(f"module: got {', '.join(left)} beside its kernel, expected {', '.join(known)} at most")
 
-    def field(key: str) -> Any:
-        found = x.get(key) if is_mapping else getattr(x, key, None)
-        return _value(where.format(key), found) if key == name or (key in known and found is not None) else None
+    def array(key: str) -> Any:
+        if isinstance(x, Mapping):
+            value = x.get(key)
+            where = f"module[{key!r}]"
+        else:
+            value = getattr(x, key, None)
+            where = f"module.{key}"
+        if key not in known or (value is None and key != name):
+            return None
+        return _value(where, value)
 
-    a, b = field(f"{name}_lora_a"), field(f"{name}_lora_b")
+    a = array(f"{name}_lora_a")
+    b = array(f"{name}_lora_b")
     if (a is None) != (b is None):
         raise TypeError(f"module: got one of {name}_lora_a and {name}_lora_b, expected both")
-    dtype = None if is_mapping else getattr(x, "dtype", None)
-    return Parts(field(name), layout, field("bias"), None if a is None else (a, b), dtype=dtype)
+    lora = None
+    if a is not None:
+        lora = (a, b)
+    dtype = None
+    if not isinstance(x, Mapping):
+        dtype = getattr(x, "dtype", None)
+    return HeadParts(array(name), layout, array("bias"), lora, dtype=dtype)
 
 
-def _linear(x: Any, kind: str, *others: str) -> Parts:
+def _linear(x: Any, kind: str, *others: str) -> HeadParts:
     _check_method(x, "flax.nnx", kind)
     if x.dot_general is not _DOT_GENERAL:
         expected = "jax.lax.dot_general: other products are not taken over"
@@ -170,17 +191,19 @@ def _linear(x: Any, kind: str, *others: str) -> Parts:
     return _parts(x, "kernel", "hv", "kernel_lora_a", "kernel_lora_b", "bias", *others)
 
 
-def _with_lora(parts: Parts, lora: Any) -> Parts:
+def _with_lora(parts: HeadParts, lora: Any) -> HeadParts:
     """The parts with an adapter of nnx."""
     if parts.lora is not None:
         _refuse(lora, "with adapters of nnx and of Qwix, expected one of them")
-    a, b = (narrowed(_value(f"module.{name}", getattr(lora, name)), lora.dtype) for name in ("lora_a", "lora_b"))
+    a = narrowed(_value("module.lora_a", lora.lora_a), lora.dtype)
+    b = narrowed(_value("module.lora_b", lora.lora_b), lora.dtype)
     return dataclasses.replace(parts, lora=(a, b), lora_scale=1.0)
 
 
 def _check_method(x: Any, package: str, kind: str, method: str = "__call__") -> None:
     """Raises where a subclass computes logits in its own way."""
-    if getattr(type(x), method) is not getattr(getattr(sys.modules[package], kind), method):
+    library_class = getattr(sys.modules[package], kind)
+    if getattr(type(x), method) is not getattr(library_class, method):
         name = package.replace("flax.", "").replace("equinox", "eqx")
         expected = f"{name}.{kind}; Head(kernel, ...) says what it computes"
         _refuse(x, f"a {kind} with a {method} of its own, expected {expected}")
@@ -189,22 +212,34 @@ def _check_method(x: Any, package: str, kind: str, method: str = "__call__") -> 
 def _parameters(x: Any) -> list[str]:
     """The names of a module's attributes that hold parameters, or modules that may hold some."""
 
-    def holds(v: Any) -> bool:
-        return _is(v, "flax.nnx", "Variable") or _is(v, "flax.nnx", "Module") or isinstance(v, jax.Array)
-
-    return [name for name, v in vars(x).items() if holds(v) and name not in _QWIX_NOTES]
+    names = []
+    for name, value in vars(x).items():
+        module = _is(value, "flax.nnx", "Variable") or _is(value, "flax.nnx", "Module")
+        if (module or isinstance(value, jax.Array)) and name not in _QWIX_NOTES:
+            names.append(name)
+    return names
 
 
 def _layout_of_einsum(x: Any, name: str) -> str:
     """The layout of a kernel of two dimensions in an einsum with hidden states."""
-    text = x.einsum_str if isinstance(x.einsum_str, str) else ""
-    operands, _, result = text.replace(" ", "").partition("->")
-    hidden, _, kernel = operands.partition(",")
-    summed = "".join(sorted(set(hidden) & set(kernel)))
-    kept = kernel.replace(summed, "") if len(summed) == 1 else ""
-    if len(kernel) != 2 or len(kept) != 1 or not hidden.endswith(summed) or result != hidden[:-1] + kept:
-        _refuse(x, f"with einsum {x.einsum_str!r}, expected one like 'BTD,DV->BTV'")
     bias = getattr(x, "bias", None)
+    layout = None
+    if isinstance(x.einsum_str, str):
+        layout = _layout_of_subscripts(x.einsum_str)
+    if layout is None:
+        _refuse(x, f"with einsum {x.einsum_str!r}, expected one like 'BTD,DV->BTV'")
     if bias is not None and len(bias.shape) != 1:
         _refuse(x, f"with a bias of shape {bias.shape}, expected [V]")
-    return "hv" if kernel[0] == summed else "vh"
+    return layout
+
+
+def _layout_of_subscripts(einsum: str) -> str | None:
+    """The layout of the second operand in an einsum like "BTD,DV->BTV"; None for another einsum."""
+    operands, _, result = einsum.replace(" ", "").partition("->")
+    hidden, _, kernel = operands.partition(",")
+    if len(kernel) != 2 or not hidden:
+        return None
+    for layout, summed, vocabulary in (("hv", kernel[0], kernel[1]), ("vh", kernel[1], kernel[0])):
+        if vocabulary not in hidden and hidden[-1] == summed and result == hidden[:-1] + vocabulary:
+            return layout
+    return None

@@ -7,7 +7,6 @@ import dataclasses
 import importlib
 import json
 from collections.abc import Callable, Iterable
-from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -29,14 +28,17 @@ def register(*, static: Iterable[str] = ()) -> Callable[[Class], Class]:
     meta = tuple(static)
 
     def decorate(cls: Class) -> Class:
-        name = f"{cls.__module__}.{cls.__qualname__}"
-        store: Callable[..., Any] = export.register_namedtuple_serialization
-        if not issubclass(cls, tuple):
+        is_tuple = issubclass(cls, tuple)
+        if not is_tuple:
             _register_node(cls, meta)
-            codec: Any = {"serialize_auxdata": to_bytes, "deserialize_auxdata": from_bytes}
-            store = partial(export.register_pytree_node_serialization, **codec)
+        name = f"{cls.__module__}.{cls.__qualname__}"
         with contextlib.suppress(ValueError):  # a notebook loads its modules again: JAX keeps the class that it has
-            store(cls, serialized_name=name)
+            if is_tuple:
+                export.register_namedtuple_serialization(cls, serialized_name=name)
+            else:
+                export.register_pytree_node_serialization(
+                    cls, serialized_name=name, serialize_auxdata=to_bytes, deserialize_auxdata=from_bytes
+                )
         return cls
 
     return decorate
@@ -76,15 +78,18 @@ def _plain(x: Any) -> Any:
         return x
     if isinstance(x, np.generic):
         return _plain(x.item())
-    if isinstance(x, PartitionSpec | tuple):
-        return {"spec" if isinstance(x, PartitionSpec) else "tuple": [_plain(part) for part in x]}
-    known = x if isinstance(x, FunctionType) else type(x)
-    place = [known.__module__, known.__qualname__]
+    if isinstance(x, PartitionSpec):
+        return {"spec": [_plain(entry) for entry in x]}
+    if isinstance(x, tuple):
+        return {"tuple": [_plain(entry) for entry in x]}
+    kind: Any = x if isinstance(x, FunctionType) else type(x)
+    place = [kind.__module__, kind.__qualname__]
     with contextlib.suppress(AttributeError, ImportError, ValueError):
         if _named(*place) is x:
             return {"name": place}
-        if _named(*place) is known and dataclasses.is_dataclass(x):
-            return {"class": [place, [[f.name, _plain(getattr(x, f.name))] for f in dataclasses.fields(x)]]}
+        if _named(*place) is kind and dataclasses.is_dataclass(x):
+            fields = [[field.name, _plain(getattr(x, field.name))] for field in dataclasses.fields(x)]
+            return {"class": [place, fields]}
     raise TypeError(f"jax.export: got {x!r} in a static field, expected numbers, text or functions of jaxppo")
 
 

@@ -28,12 +28,17 @@ def highest(axes: ShardAxes, scores: jax.Array, lots: jax.Array, candidates: jax
     cut = kth(axes, scores, candidates, wanted)
     above = candidates & (scores > cut)
     tied = candidates & (scores == cut)
-    return above | (tied & (lots >= kth(axes, lots, tied, wanted - total(axes, above.astype(jnp.int32)))))
+    missing = wanted - total(axes, above.astype(jnp.int32))
+    return above | (tied & (lots >= kth(axes, lots, tied, missing)))
 
 
 def kth(axes: ShardAxes, scores: jax.Array, candidates: jax.Array, k: jax.Array) -> jax.Array:
     """The largest u32 that the scores of at least k candidates reach, 0 if there is none."""
-    return largest(lambda cut: total(axes, (candidates & (scores >= cut)).astype(jnp.int32)) >= k)
+
+    def reached(cut: jax.Array) -> jax.Array:
+        return total(axes, (candidates & (scores >= cut)).astype(jnp.int32)) >= k
+
+    return largest(reached)
 
 
 def largest(holds: Callable[[jax.Array], jax.Array]) -> jax.Array:

@@ -30,7 +30,13 @@ def check_whole_step(name: str, batch: Any = None) -> None:
 
 def as_rows(tree: Any) -> Any:
     """The tree with each array `[K, R, n]` reshaped to `[K R, n]`; other arrays are unchanged."""
-    return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]) if getattr(x, "ndim", 0) == 3 else x, tree)
+
+    def rows(x: Any) -> Any:
+        if getattr(x, "ndim", 0) == 3:
+            return x.reshape(-1, x.shape[-1])
+        return x
+
+    return jax.tree.map(rows, tree)
 
 
 def of_rows(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,8 +44,10 @@ def of_rows(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
-        leading = next((x.shape[:2] for x in jax.tree.leaves(args) if getattr(x, "ndim", 0) == 3), None)
-        found = fn(*as_rows(args))
-        return found if leading is None else jax.tree.map(lambda x: x.reshape(*leading, x.shape[-1]), found)
+        stacked = [x.shape[:2] for x in jax.tree.leaves(args) if getattr(x, "ndim", 0) == 3]
+        results = fn(*as_rows(args))
+        if not stacked:
+            return results
+        return jax.tree.map(lambda x: x.reshape(*stacked[0], x.shape[-1]), results)
 
     return run
