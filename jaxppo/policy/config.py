@@ -82,7 +82,7 @@ class PolicyLossConfig(Loss):
             same = same_here(name, value, kind.__dataclass_fields__)
             if same is not None:
                 return f"it in {field}={kind.__name__}({same})"
-        places: list[tuple[str, type[Any]]] = []
+        places: list[tuple[str, Any]] = []
         for loss in dict.fromkeys([PPO, *BY_NAME.values()]):
             places.append(("loss", loss))
         places += [("kl", KL), ("off_policy", OffPolicyConfig)]
@@ -140,7 +140,7 @@ class PolicyLossConfig(Loss):
     @property
     def policies(self) -> frozenset[str]:
         """The policies that the loss compares, beside the reference: some of "current", "old" and "rollout"."""
-        policies = frozenset({"current", self.ratio_to})
+        policies: frozenset[str] = frozenset({"current", self.ratio_to})
         if self.kl is not None:
             policies |= self.kl.policies
         if self.off_policy is not None:
