@@ -45,12 +45,16 @@ def token_rewards(
     Args:
       rewards: `f32[R, S]`, one per sequence. A sequence without a reward, NaN, has NaN on its last token: give it one,
         or mask it.
-      batch, parallel: see `spread`, also for errors.
+      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
+      parallel: the mesh; rows sharded over data, positions over context.
       kl: `f32[R, T]`, the estimated KL to the reference at each token (see `kl_divergence`).
       kl_coef: c, a number or a traced scalar; given with `kl`, and only then.
 
     Returns:
       `f32`, the shape of the loss mask, 0 where the mask is 0; a sequence with no response token gets no reward.
+
+    Raises:
+      ValueError: shapes that differ, rows in another context layout than the mesh's, one of `kl` and `kl_coef` alone.
 
     Example:
       >>> ids, mask = jnp.array([[1, 1, 1, 2]]), jnp.array([[1.0, 1.0, 0.0, 0.0]])
@@ -90,8 +94,9 @@ def discounted_returns(
     """The discounted sum of future rewards: G_t = r_t + gamma * G_(t+1), within each sequence.
 
     Args:
-      rewards: `f32[R, T]`, see `token_rewards`; anything where the mask is 0.
-      batch, parallel: see `spread`.
+      rewards: `f32[R, T]`, one a token, such as those of `token_rewards`; anything where the mask is 0.
+      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
+      parallel: the mesh; rows sharded over data, positions over context.
       gamma: the discount.
       masked: how a masked token within a response (a tool's output) enters the returns before it: "skip" it, as if it
         were not there (verl), or "discount" over it as over any other token (slime).
@@ -145,7 +150,10 @@ def gae(
     stepped over. After the last one A is 0, and V is 0 or the given one.
 
     Args:
-      rewards, batch, gamma, parallel: see `discounted_returns`.
+      rewards: `f32[R, T]`, one a token, such as those of `token_rewards`; anything where the mask is 0.
+      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
+      gamma: the discount.
+      parallel: the mesh; rows sharded over data, positions over context.
       values: `f32[R, T]`, the critic's, laid out as `rewards`.
       lam: lambda of the advantages.
       value_lam: lambda of the returns, if the critic learns with another one (VC-PPO); `lam` if None.
@@ -153,7 +161,8 @@ def gae(
         for a sequence of n tokens that count, at least 0; a published value is 0.05.
       last_values: `f32[R, S]`, V after each sequence's last token: the critic's where a response was cut at its length
         limit, 0 where it ended by itself, see `last_values`. By default 0.
-      mask: see `discounted_returns`; a mask of all response tokens ignores holes (slime).
+      mask: `[R, T]`, 1 where a token counts; the loss mask by default. A mask of all response tokens ignores holes
+        (slime).
 
     Returns:
       (advantages, returns), `f32[R, T]` each, 0 where the mask is 0; returns = A(value_lam) + V. Not whitened.
@@ -271,7 +280,9 @@ def reinforce_plus_plus(
     """REINFORCE++: discounted returns, whitened over all tokens of the step.
 
     Args:
-      rewards: `f32[R, T]`, with the KL penalty in them: see `token_rewards`.
+      rewards: `f32[R, T]`, with the KL penalty in them, as `token_rewards(kl=, kl_coef=)` makes them.
+      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
+      parallel: the mesh; rows sharded over data, positions over context.
       others: see `discounted_returns`, also for returns and errors; one micro-batch of several is refused too.
 
     Example:
@@ -306,7 +317,9 @@ def reinforce_plus_plus_baseline(
       rewards, group_ids, singletons: see `grpo`, with `scale_by_std=False`.
       rollout_ids: see `grpo`; by default those of the batch.
       among: see `grpo`; the tokens of the other samples are whitened by those of these.
-      batch, kl, kl_coef, parallel: see `token_rewards`, also for returns.
+      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
+      kl, kl_coef: see `token_rewards`, also for returns.
+      parallel: the mesh; rows sharded over data, positions over context.
       whitened: whiten over all tokens of the step.
 
     Raises:

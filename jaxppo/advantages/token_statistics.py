@@ -122,7 +122,7 @@ def whiten(
         `spread(among.astype(jnp.float32), batch) > 0`.
       shift_mean: leave the mean at 0; without it the result keeps the mean of x.
       epsilon: added to the variance, in x's units squared; at least 0.
-      parallel: see `spread`.
+      parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
       `f32`, the shape of the mask, 0 where the mask is 0.
@@ -197,8 +197,9 @@ def explained_variance(
 
     Args:
       values: `f32[R, T]`, V, or a stacked step `[K, R, T]`: the critic's before the update, as in `batch.values`.
-      returns: `f32` of that shape, G, see `gae`.
-      mask, parallel: see `whiten`.
+      returns: `f32` of that shape, G, such as the second result of `gae`.
+      mask: of that shape, 1 where a token counts; values and returns can be anything elsewhere.
+      parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
       An f32 scalar; 0 if all returns are equal, since there is no variance to explain.

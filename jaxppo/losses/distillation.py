@@ -55,7 +55,10 @@ def divergence_from_hidden(
     Three passes go over both vocabularies together, block by block. The teacher is a constant.
 
     Args:
-      hidden, head, parallel, **options: the student's, see `log_probs_from_hidden`.
+      hidden: `[R, T, H]`, the student's final hidden states.
+      head: the student's `Head`, or its kernel `[H, V]`.
+      parallel: the mesh; rows sharded over data, positions over context, vocabularies over tensor.
+      **options: how the head works, see `HeadOptions`: `memory`, `precision`, `follow_mask` and others.
       teacher_hidden: `[R, T, G]`, the teacher's; G may be another size.
       teacher_head: the teacher's head, with the same columns, `vocab_size` and shards; its layout may be another.
       divergence: one of the three above.
@@ -116,6 +119,9 @@ def distillation_loss(
       parallel: the mesh; rows sharded over data, positions over context, vocabularies over tensor.
       normalizer: `Normalizer.of(SFT(aggregation=...), batches)` of the whole step, if the batch is one of its
         micro-batches.
+      hidden, teacher_hidden: `[R, T, H]` and `[R, T, G]`, the final hidden states of student and teacher.
+      head, teacher_head: their heads, with the same columns.
+      **options: how the head works, see `HeadOptions`: `memory`, `precision`, `follow_mask` and others.
       others: see `divergence_from_hidden`.
 
     Returns:

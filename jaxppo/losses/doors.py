@@ -135,8 +135,12 @@ def loss_from_stats(
       stats: `TokenStats` of `log_probs_from_hidden` or `log_probs_from_logits`; for `Value` and
         `preference.BradleyTerry` `f32[R, T]`.
       batch: `[R, T]`, with the arrays that the loss reads.
-      loss: see `loss_from_hidden`.
-      parallel, normalizer: see `policy_loss`; the normalizers of a sum of parts by their names.
+      loss: a `PolicyLossConfig`, or a bare policy loss for a config of it; `SFT`, `Value`, a loss of
+        `losses.preference` or another `TokenLoss`; or several of these by name, for their sum.
+      parallel: the mesh; rows sharded over data, positions over context. `ShardAxes` inside the caller's own
+        `shard_map`, None on one device.
+      normalizer: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its micro-batches; for
+        a sum of parts one for each by name.
 
     Returns:
       The scalar f32 loss, and its metrics by name, which `finalize_metrics` turns into numbers. A sum of parts has
@@ -180,7 +184,10 @@ def loss_from_hidden(
       loss: a `PolicyLossConfig`, or a bare policy loss for a config of it; `SFT`, `ReferenceKL`, `TopKDistillation`,
         `ScoreCentering`; a loss of `losses.preference`; a `TokenLoss` of your own; or several of these by name, for
         their sum, each as a `Part` if it has a coefficient, a mask or weights of its own.
-      parallel, normalizer: see `loss_from_stats`.
+      parallel: the mesh; rows sharded over data, positions over context, the vocabulary over tensor. `ShardAxes` inside
+        the caller's own `shard_map`, None on one device.
+      normalizer: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its micro-batches; for
+        a sum of parts one for each by name.
       nucleus_ids: `i32[R, T, K]`, -1 padded, for losses of a policy alone: another loss would be one of log-probs that
         are renormalised over the nucleus.
 

@@ -82,7 +82,14 @@ def explain_tokens(
     and "clipped below" (A < 0).
 
     Args:
-      stats, batch, loss, parallel, normalizer: see `loss_from_stats`.
+      stats: `TokenStats` of `log_probs_from_hidden` or `log_probs_from_logits`; a critic's values `f32[R, T]`.
+      batch: `[R, T]`, with the arrays that the loss reads.
+      loss: a `PolicyLossConfig`, or a bare policy loss for a config of it; `SFT`, `Value`, a loss of
+        `losses.preference` or another `TokenLoss`; or several of these by name, for their sum.
+      parallel: the mesh; rows sharded over data, positions over context. `ShardAxes` inside the caller's own
+        `shard_map`, None on one device.
+      normalizer: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its micro-batches; for
+        a sum of parts one for each by name.
 
     Returns:
       `ExplainedTokens`; for a sum of parts one for each by name, whose contributions have the part's coefficient.

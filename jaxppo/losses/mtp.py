@@ -64,7 +64,7 @@ class MTP(OfDepths):
     Args:
       depths: the number of depths, needed by `Normalizer.of` alone; by default as many as the loss's `hidden` has.
       coef: the factor of the sum.
-      aggregation: the denominators of a depth, see `SFT`.
+      aggregation: the denominators of a depth, those of `token_weights`: "token_mean" and others.
 
     Raises:
       TypeError, ValueError: an option of another type or out of its range.
