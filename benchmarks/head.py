@@ -40,7 +40,7 @@ from jaxppo.sharding import Audit, audit
 MIB = 2**20
 CHIPS = ("v6e:4x4", "v5p:2x2x4")
 MESHES = ("tp=16", "cp=16,tp=1", "fsdp=4,tp=4", "fsdp=16")
-FORM = "https://github.com/jaxppo/jaxppo/issues/new?template=timing.yml"
+FORM = "Times on a TPU or a GPU"  # the name of .github/ISSUE_TEMPLATE/timing.yml
 Records = list[dict[str, Any]]
 Programs = dict[tuple[str, str], Any]  # the key is (group, name)
 SWEPT = {  # the versions in the plots, by (group, name)
@@ -228,7 +228,7 @@ def here_part(args: argparse.Namespace) -> Records:
         found = measured(case, args.rounds)
         show(_title(case), found)
         records += [{"tokens": case.tokens, **dataclasses.asdict(case.sizes), **record} for record in found]
-    print(f"\nPlease paste all of this at {FORM}")
+    print(f"\nPlease open an issue in this project's tracker, with the form {FORM!r}, and paste all of this into it.")
     return records
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
+import tomllib
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,9 +28,12 @@ extensions = [
     "sphinx_copybutton",
 ]
 
+with (Path(__file__).parents[1] / "pyproject.toml").open("rb") as _file:
+    _urls = tomllib.load(_file)["project"]["urls"]
+
 html_theme = "furo"
 html_theme_options = {
-    "source_repository": "https://github.com/jaxppo/jaxppo",
+    "source_repository": _urls["Repository"],
     "source_branch": "main",
     "source_directory": "",
 }

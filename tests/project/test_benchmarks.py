@@ -87,9 +87,9 @@ def test_one_command_times_what_is_here_to_be_pasted(tmp_path, capsys, monkeypat
     assert jax.__version__ in text
     assert f"{jax.device_count()} x {jax.devices()[0].device_kind}" in text
     assert all(version in text for version in (versions.FLOOR, "jaxppo, one pass", "jaxppo, two passes"))
-    link, form = text.splitlines()[-1].split()[-1].split("?template=")
-    assert link == "https://github.com/jaxppo/jaxppo/issues/new"
-    assert (Path(head.__file__).parents[1] / ".github" / "ISSUE_TEMPLATE" / form).is_file()
+    form = Path(head.__file__).parents[1] / ".github/ISSUE_TEMPLATE/timing.yml"
+    assert f"name: {head.FORM}\n" in form.read_text()
+    assert repr(head.FORM) in text.splitlines()[-1]
     records = json.loads((tmp_path / "here.json").read_text())["records"]
     assert all(r["seconds"] > 0 and r["tokens"] == 140 for r in records)
 

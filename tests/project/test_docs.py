@@ -141,6 +141,19 @@ def test_tracked_figures_are_those_that_are_drawn(tmp_path):
     assert [name for name, text in found.items() if kept[name] != text] == []
 
 
+def test_addresses_of_this_project_stand_in_one_place():
+    """There is no such repository yet: pages link within the site, and speak of this project's tracker."""
+    root = DOCS.parent
+    urls = tomllib.loads((root / "pyproject.toml").read_text())["project"]["urls"]
+    addresses = {urls["Repository"], urls["Documentation"]}
+    listed = subprocess.run(["git", "-C", root, "ls-files"], check=True, capture_output=True, text=True).stdout
+    suffixes = (".md", ".py", ".rst", ".ipynb", ".html", ".cff", ".yml")
+    files = [name for name in listed.split() if name.endswith(suffixes) and (root / name).is_file()]
+    assert "README.md" in files
+    texts = {name: (root / name).read_text() for name in files}
+    assert [name for name, text in texts.items() if any(address in text for address in addresses)] == []
+
+
 def test_pip_lines_install_what_there_is():
     """No index has jaxppo yet, so extras are installed in a checkout; there, each is one of pyproject.toml."""
     with (DOCS.parent / "pyproject.toml").open("rb") as file:

@@ -4,6 +4,7 @@ import re
 import shutil
 import sys
 import tarfile
+import tomllib
 import zipfile
 
 import pytest
@@ -45,8 +46,10 @@ def test_the_links_of_the_readme_lead_to_the_repository(built):
     links = re.findall(r"\]\(([^)]*)\)", shown)
     assert links
     assert [link for link in links if not link.startswith("https://")] == []
-    assert "](https://raw.githubusercontent.com/jaxppo/jaxppo/main/docs/figures/overview.svg)" in shown
-    back = re.sub(r"https://(raw\.githubusercontent|github)\.com/jaxppo/jaxppo/(blob/)?main/", "", shown)
+    home = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    files = home.replace("github.com", "raw.githubusercontent.com")
+    assert f"]({files}/main/docs/figures/overview.svg)" in shown
+    back = shown.replace(f"{files}/main/", "").replace(f"{home}/blob/main/", "")
     assert back.strip() == (ROOT / "README.md").read_text().strip()
 
 
