@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxppo.base.arrays import as_number, check, check_array, check_flag, check_
 from jaxppo.base.ranks import total
 from jaxppo.base.stacked import of_rows
 from jaxppo.batch.loss_tokens import LossTokens
-from jaxppo.batch.reads import PER_TOKEN, Kind
+from jaxppo.batch.reads import PER_TOKEN
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.samples import Sample, check_samples
 from jaxppo.policy.off_policy import OffPolicyConfig, correction
@@ -51,12 +51,14 @@ def overlong_penalty(
     """
     check_array("lengths", lengths)
     check("lengths", f"shape {lengths.shape}", lengths.ndim in (2, 3), "[R, S], or [K, R, S]")
-    limit, part = as_number("max_length", max_length, above=0), as_number("buffer", buffer, above=0)
+    limit = as_number("max_length", max_length, above=0)
+    width = as_number("buffer", buffer, above=0)
     if is_number(max_length) and is_number(buffer):
         check("buffer", buffer, buffer <= max_length, f"at most max_length, {max_length}")
-    part = jnp.where(part <= limit, part, jnp.nan)
-    over = (lengths.astype(jnp.float32) - (limit - part)) / part
-    return lax.stop_gradient(0 - as_number("factor", factor, least=0) * jnp.clip(over, 0, 1))
+    width = jnp.where(width <= limit, width, jnp.nan)
+    over = (lengths.astype(jnp.float32) - (limit - width)) / width
+    penalty = as_number("factor", factor, least=0) * jnp.clip(over, 0, 1)
+    return lax.stop_gradient(0 - penalty)
 
 
 def drop_equal_groups(samples: Sequence[Sample], *, keep_lone: bool = False, tolerance: float = 0.0) -> list[Sample]:
@@ -90,14 +92,22 @@ def drop_equal_groups(samples: Sequence[Sample], *, keep_lone: bool = False, tol
     check_number("tolerance", tolerance, least=0)
     check("samples", "no reward", any(s.reward is not None for s in samples), "samples with rewards")
     rewards: dict[int, dict[Hashable, np.float32]] = defaultdict(dict)
-    for i, s in enumerate(samples):
-        group = needed(f"samples[{i}].group_id", s.group_id, "one for every sample")
-        if s.reward is not None and not is_nan(s.reward):
-            rollout: Hashable = (i,) if s.rollout_id is None else int(s.rollout_id)
-            rewards[int(group)][rollout] = np.float32(s.reward)
-    spreads = {group: np.ptp(list(found.values())) for group, found in rewards.items()}
-    kept = {g for g, x in spreads.items() if x > np.float32(tolerance) or (keep_lone and len(rewards[g]) == 1)}
-    return [s for s in samples if s.group_id in kept]
+    for i, sample in enumerate(samples):
+        group_id = needed(f"samples[{i}].group_id", sample.group_id, "one for every sample")
+        if sample.reward is None or is_nan(sample.reward):
+            continue
+        rollout: Hashable = (i,)  # equal to no id
+        if sample.rollout_id is not None:
+            rollout = int(sample.rollout_id)
+        rewards[int(group_id)][rollout] = np.float32(sample.reward)
+
+    def is_kept(rollouts: Mapping[Hashable, np.float32]) -> bool:
+        if keep_lone and len(rollouts) == 1:
+            return True
+        return bool(np.ptp(list(rollouts.values())) > np.float32(tolerance))
+
+    kept = {group_id for group_id, rollouts in rewards.items() if is_kept(rollouts)}
+    return [sample for sample in samples if sample.group_id in kept]
 
 
 def accepted_samples(
@@ -129,26 +139,32 @@ def accepted_samples(
     if not isinstance(config, OffPolicyConfig):
         raise TypeError(f"config: got {type(config).__name__}, expected OffPolicyConfig")
     config = dataclasses.replace(config, opsm_delta=None, batch_normalize=False)
-    found = on_rows("accepted_samples", _accepted_samples, parallel, batch, {}, static=config, of_samples=True)
-    if readable(found):
+    accepted = on_rows("accepted_samples", _accepted_samples, parallel, batch, {}, static=config, of_samples=True)
+    if readable(accepted):
         got = "a loss mask or log-probs that break a rule of a loss"
-        check("batch", got, not np.isnan(found).any(), "none: batch.validate(vocab_size) names the first entry")
-    return found > 0
+        check("batch", got, not np.isnan(accepted).any(), "none: batch.validate(vocab_size) names the first entry")
+    return accepted > 0
 
 
 @of_rows
 def _accepted_samples(axes: ShardAxes, config: OffPolicyConfig, batch: RolloutBatch) -> jax.Array:
     """f32[R, S], 1 for accepted samples; NaN for all of a step whose loss would be NaN."""
-    segments, tokens = batch.segments(axes), LossTokens.of(batch)
-    names = {"old" if name == "current" else name for name in config.policies}
-    read = {name: tokens.read(*_log_probs(batch, name), impossible=True) for name in sorted(names)}
-    policies = {"current": read.get("old"), "old": read.get("old"), "rollout": read.get("rollout")}
+    segments = batch.segments(axes)
+    tokens = LossTokens.of(batch)
+    names = set(config.policies)
+    if "current" in names:  # it is the old one
+        names = names - {"current"} | {"old"}
+    log_probs = {name: _log_probs(batch, tokens, name) for name in sorted(names)}
+    policies = {"current": log_probs.get("old"), "old": log_probs.get("old"), "rollout": log_probs.get("rollout")}
     weights, _ = correction(policies, jnp.zeros_like(tokens.mask), tokens.mask, segments, config)
-    accepted = (segments.sum((weights > 0).astype(jnp.float32)) > 0).astype(jnp.float32)
-    return jnp.where(jnp.isnan(total(axes, sum(read.values(), tokens.unsound))), jnp.nan, accepted)
+    weighted_tokens = segments.sum((weights > 0).astype(jnp.float32))
+    accepted = (weighted_tokens > 0).astype(jnp.float32)
+    unsound = total(axes, sum(log_probs.values(), tokens.unsound))
+    return jnp.where(jnp.isnan(unsound), jnp.nan, accepted)
 
 
-def _log_probs(batch: RolloutBatch, policy: str) -> tuple[Kind, jax.Array]:
-    """The kind of a policy's log-probs, and those of the batch."""
+def _log_probs(batch: RolloutBatch, tokens: LossTokens, policy: str) -> jax.Array:
+    """A policy's log-probs of the loss tokens, NaN where they break a rule."""
     name = f"{policy}_log_probs"
-    return PER_TOKEN[name][0], needed(f"batch.{name}", getattr(batch, name))
+    kind, _ = PER_TOKEN[name]
+    return tokens.read(kind, needed(f"batch.{name}", getattr(batch, name)), impossible=True)

@@ -82,19 +82,20 @@ def state_groups(group_ids: Sequence[int], states: Sequence[Hashable | None]) ->
       >>> state_groups([7, 7, 8, 7], ["a", "b", "a", "a"]).tolist()
       [0, 1, 2, 0]
     """
-    groups, keys = as_integers("group_ids", group_ids), as_list("states", states)
+    groups = as_integers("group_ids", group_ids)
+    keys = as_list("states", states)
     check("states", len(keys), len(groups) == len(keys), f"{len(groups)}, one for each of group_ids")
     numbers: dict[Hashable, int] = {}
-    found = np.full(len(keys), -1, np.int32)
+    state_ids = np.full(len(keys), -1, np.int32)
     for i, state in enumerate(map(scalar, keys)):
         if state is None:
             continue
         check(f"states[{i}]", state, not is_nan(state), "a key that equals itself, or None")
         try:
-            found[i] = numbers.setdefault((int(groups[i]), state), len(numbers))
+            state_ids[i] = numbers.setdefault((int(groups[i]), state), len(numbers))
         except TypeError:  # a tuple of lists says only when it is hashed that it cannot be
             raise TypeError(f"states[{i}]: got {shown(state)}, expected a hashable key, or None") from None
-    return found
+    return state_ids
 
 
 def step_returns(
@@ -115,15 +116,16 @@ def step_returns(
       >>> step_returns([0.0, 5.0, 1.0], [3, 4, 3], gamma=0.5).tolist()
       [0.5, 5.0, 1.0]
     """
-    steps, rollouts = as_list("rewards", rewards), as_integers("rollout_ids", rollout_ids)
+    steps = as_list("rewards", rewards)
+    rollouts = as_integers("rollout_ids", rollout_ids)
     check("rollout_ids", len(rollouts), len(steps) == len(rollouts), f"{len(steps)}, one for each of rewards")
-    each = [finite_number(f"rewards[{i}]", x, "a finite number") for i, x in enumerate(steps)]
+    numbers = [finite_number(f"rewards[{i}]", reward, "a finite number") for i, reward in enumerate(steps)]
     gamma = finite_number("gamma", gamma, "a finite number of at least 0 and of at most 1")
     check_number("gamma", gamma, least=0, most=1)
-    later: dict[int, float] = {}
-    found = np.zeros(len(each), np.float64)
-    for i in reversed(range(len(each))):
-        own = int(rollouts[i])
-        later[own] = each[i] + gamma * later.get(own, 0.0)
-        found[i] = later[own]
-    return in_f32("rewards", found)
+    later: dict[int, float] = {}  # by trajectory
+    returns = np.zeros(len(numbers), np.float64)
+    for i in reversed(range(len(numbers))):
+        rollout = int(rollouts[i])
+        later[rollout] = numbers[i] + gamma * later.get(rollout, 0.0)
+        returns[i] = later[rollout]
+    return in_f32("rewards", returns)

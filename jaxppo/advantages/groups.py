@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo.advantages.by_group import Groups, Singletons, by_group, scale_of
+from jaxppo.advantages.by_group import Groups, SampleArrays, Singletons, by_group, scale_of
 from jaxppo.advantages.token_statistics import Parallel
 from jaxppo.base.arrays import Coefficient, as_number, check_alike, check_array
 from jaxppo.base.metrics import Metric, Metrics
@@ -60,7 +60,7 @@ def grpo(
 
     Shao et al. 2024, DeepSeekMath, https://arxiv.org/abs/2402.03300
     """
-    samples = (rewards, group_ids, among, rollout_ids)
+    samples = SampleArrays(rewards, group_ids, among, rollout_ids)
     return by_group("grpo", _grpo, parallel, samples, scale_by_std=scale_by_std, epsilon=epsilon, singletons=singletons)
 
 
@@ -89,7 +89,7 @@ def dr_grpo(
 
     Liu et al. 2025, Understanding R1-Zero-Like Training, https://arxiv.org/abs/2503.20783
     """
-    samples = (rewards, group_ids, among, rollout_ids)
+    samples = SampleArrays(rewards, group_ids, among, rollout_ids)
     return by_group("grpo", _grpo, parallel, samples, scale_by_std=False, epsilon=0.0, singletons=singletons)
 
 
@@ -117,16 +117,18 @@ def rloo(
 
     Ahmadian et al. 2024, Back to Basics, https://arxiv.org/abs/2402.14740; the scale: NeMo-RL alone.
     """
-    samples = (rewards, group_ids, among, rollout_ids)
+    samples = SampleArrays(rewards, group_ids, among, rollout_ids)
     return by_group("rloo", _rloo, parallel, samples, scale_by_std=scale_by_std, epsilon=epsilon, singletons=singletons)
 
 
 def _rloo(groups: Groups, *, scale_by_std: bool, epsilon: jax.Array, singletons: Singletons) -> jax.Array:
     if not scale_by_std:
-        return groups.unless_alone(groups.but_self(groups.rewards - groups.mean), singletons)
-    count, mean, squares = groups.others()
-    scale = scale_of(jnp.sqrt(squares / jnp.maximum(count - 1, 1)), epsilon)
-    return groups.unless_alone((groups.rewards - mean) / scale, singletons)
+        from_others = groups.but_self(groups.rewards - groups.mean)
+        return groups.unless_alone(from_others, singletons)
+    others = groups.others()
+    variance = others.squares / jnp.maximum(others.size - 1, 1)
+    scale = scale_of(jnp.sqrt(variance), epsilon)
+    return groups.unless_alone((groups.rewards - others.mean) / scale, singletons)
 
 
 def opo(
@@ -156,14 +158,15 @@ def opo(
     Hao et al. 2025, On-Policy RL with Optimal Reward Baseline, https://arxiv.org/abs/2505.23585
     """
     check_array("lengths", lengths)
-    samples = (rewards, group_ids, among, rollout_ids)
+    samples = SampleArrays(rewards, group_ids, among, rollout_ids)
     return by_group("opo", _opo, parallel, samples, lengths=lengths, singletons=singletons)
 
 
 def _opo(groups: Groups, *, lengths: jax.Array, singletons: Singletons) -> jax.Array:
     lengths = jnp.where(lengths >= 0, lengths, jnp.nan)
     centred = groups.rewards - groups.mean_of(groups.rewards, lengths)
-    return groups.unless_alone(jnp.where(groups.sum(lengths) == 0, 0, centred), singletons)
+    centred = jnp.where(groups.sum(lengths) == 0, 0, centred)
+    return groups.unless_alone(centred, singletons)
 
 
 def pass_at_k(
@@ -189,7 +192,7 @@ def pass_at_k(
 
     Tang et al. 2025, Optimizing Language Models for Inference Time Objectives, https://arxiv.org/abs/2503.19595
     """
-    samples = (rewards, group_ids, among, rollout_ids)
+    samples = SampleArrays(rewards, group_ids, among, rollout_ids)
     return by_group("pass_at_k", _pass_at_k, parallel, samples, scale_by_std=scale_by_std, epsilon=epsilon)
 
 
@@ -197,9 +200,14 @@ def _pass_at_k(groups: Groups, *, scale_by_std: bool, epsilon: jax.Array) -> jax
     best = groups.max(groups.rewards)
     is_best = groups.counts & (groups.rewards == best)
     second = groups.max(jnp.where(is_best, -jnp.inf, groups.rewards))
-    alone = (groups.sum(is_best.astype(jnp.float32)) == 1) & (groups.count > 1) & is_best
-    gap = jnp.where(alone, best - jnp.where(alone, second, best), 0)
-    return gap / scale_of(groups.deviation(groups.rewards - groups.mean), epsilon) if scale_by_std else gap
+    one_is_best = groups.sum(is_best.astype(jnp.float32)) == 1
+    wins = one_is_best & (groups.count > 1) & is_best
+    # where none wins, the second best may be -inf
+    gap = jnp.where(wins, best - jnp.where(wins, second, best), 0)
+    if not scale_by_std:
+        return gap
+    deviation = groups.deviation(groups.rewards - groups.mean)
+    return gap / scale_of(deviation, epsilon)
 
 
 def gpg(
@@ -227,13 +235,14 @@ def gpg(
     Chu et al. 2025, GPG, https://arxiv.org/abs/2504.02546
     """
     norm = as_number("f_norm", f_norm, above=0)
-    samples = (rewards, group_ids, among, rollout_ids)
+    samples = SampleArrays(rewards, group_ids, among, rollout_ids)
     return by_group("gpg", _gpg, parallel, samples, singletons=singletons) / norm
 
 
 def _gpg(groups: Groups, *, singletons: Singletons) -> jax.Array:
-    of_step = groups.whole()
-    alpha = of_step.count / jnp.maximum(of_step.sum((groups.rewards != 0).astype(jnp.float32)), 1)
+    step = groups.whole()
+    not_zero = step.sum((groups.rewards != 0).astype(jnp.float32))
+    alpha = step.count / jnp.maximum(not_zero, 1)
     return alpha * groups.unless_alone(groups.rewards - groups.mean, singletons)
 
 
@@ -257,8 +266,9 @@ def remax(
     Li et al. 2023, ReMax, https://arxiv.org/abs/2310.10505
     """
     check_alike({"rewards": rewards, "baselines": baselines, "sample_ids": sample_ids})
-    given = (sample_ids >= 0) & ~jnp.isnan(rewards)
-    return lax.stop_gradient(jnp.where(given, rewards - baselines, 0).astype(jnp.float32))
+    rewarded = (sample_ids >= 0) & ~jnp.isnan(rewards)
+    advantages = jnp.where(rewarded, rewards - baselines, 0)
+    return lax.stop_gradient(advantages.astype(jnp.float32))
 
 
 def pass_rates(
@@ -287,23 +297,29 @@ def pass_rates(
       >>> {name: float(x) for name, x in finalize_metrics(found).items()}
       {'no_reward': 0.0, 'pass_all': 0.5, 'pass_none': 0.0, 'pass_rate': 0.75, 'pass_some': 0.5}
     """
-    samples = (rewards, group_ids, among, rollout_ids)
+    samples = SampleArrays(rewards, group_ids, among, rollout_ids)
     return by_group("pass_rates", _pass_rates, parallel, samples, out=P(), at_least=as_number("at_least", at_least))
 
 
 def _pass_rates(groups: Groups, *, at_least: jax.Array) -> Metrics:
-    def of_groups(x: jax.Array) -> jax.Array:
+    def group_counts(x: jax.Array) -> jax.Array:
         return groups.by_id.sum((x & groups.counts).astype(jnp.float32))
 
-    count, number = of_groups(groups.counts), of_groups(groups.rewards >= at_least)
-    each = {
-        "pass_rate": number / jnp.maximum(count, 1),
-        "pass_all": (number == count).astype(jnp.float32),
-        "pass_none": (number == 0).astype(jnp.float32),
-        "pass_some": ((number > 0) & (number < count)).astype(jnp.float32),
+    count = group_counts(groups.counts)
+    passed = group_counts(groups.rewards >= at_least)
+    rates = {
+        "pass_rate": passed / jnp.maximum(count, 1),
+        "pass_all": (passed == count).astype(jnp.float32),
+        "pass_none": (passed == 0).astype(jnp.float32),
+        "pass_some": ((passed > 0) & (passed < count)).astype(jnp.float32),
     }
     known = ~groups.broken & ~jnp.isnan(at_least)
-    there, is_group = groups.there.astype(jnp.float32), (count > 0).astype(jnp.float32)
-    found = {name: (x * is_group, is_group) for name, x in each.items()}
-    found["no_reward"] = (jnp.where(groups.rewarded, 0, there), there)
-    return {name: Metric(jnp.where(known, x.sum(), jnp.nan), of.sum()) for name, (x, of) in found.items()}
+
+    def mean(x: jax.Array, weights: jax.Array) -> Metric:
+        return Metric(jnp.where(known, x.sum(), jnp.nan), weights.sum())
+
+    there = groups.there.astype(jnp.float32)
+    is_group = (count > 0).astype(jnp.float32)
+    metrics: Metrics = {name: mean(rate * is_group, is_group) for name, rate in rates.items()}
+    metrics["no_reward"] = mean(jnp.where(groups.rewarded, 0, there), there)
+    return metrics

@@ -82,28 +82,35 @@ def optimal_token_baseline(
     batch = checked(batch, stacked=True)
     check_stats(stats, batch.loss_mask.shape, "sum_p2", how="log_probs_from_hidden(logit_stats=['sum_p2'])")
     check_ids("group_ids", group_ids)
-    rollout_ids = batch.rollout_ids if rollout_ids is None else rollout_ids
-    name, static = "optimal_token_baseline", (place, singletons)
+    if rollout_ids is None:
+        rollout_ids = batch.rollout_ids
+    name = "optimal_token_baseline"
     check_whole_step(name, batch)
     if rollout_ids is not None:
         _check_whole(rollout_ids)
-    of_stats = {"stats.log_probs": stats.log_probs, "stats.sum_p2": stats.sum_p2}
-    tokens = {"returns": returns, **of_stats, "weights": weights}
+    tokens = {
+        "returns": returns,
+        "stats.log_probs": stats.log_probs,
+        "stats.sum_p2": stats.sum_p2,
+        "weights": weights,
+    }
     samples = {"group_ids": group_ids, "among": among, "rollout_ids": rollout_ids}
-    given = tokens, samples, {"epsilon": as_number("epsilon", epsilon, least=0)}
+    numbers = {"epsilon": as_number("epsilon", epsilon, least=0)}
     optional = ["weights", "among", "rollout_ids"]
-    return on_rows(name, _per_shard, parallel, batch, *given, optional=optional, static=static)
+    static = (place, singletons)
+    return on_rows(name, _per_shard, parallel, batch, tokens, samples, numbers, optional=optional, static=static)
 
 
 def _check_whole(rollout_ids: jax.Array) -> None:
     """Raises where this host sees that a rollout is several samples."""
     check_ids("rollout_ids", rollout_ids)
-    if readable(rollout_ids):
-        ids = np.asarray(rollout_ids)
-        rollouts, counts = np.unique(ids[ids >= 0], return_counts=True)
-        for rollout, count in zip(rollouts[counts > 1], counts[counts > 1], strict=True):
-            got = f"{count} samples of rollout {rollout}"
-            raise ValueError(f"rollout_ids: got {got}, expected one: places count from a rollout's first loss token")
+    if not readable(rollout_ids):
+        return
+    ids = np.asarray(rollout_ids)
+    rollouts, counts = np.unique(ids[ids >= 0], return_counts=True)
+    for rollout, count in zip(rollouts[counts > 1], counts[counts > 1], strict=True):
+        got = f"{count} samples of rollout {rollout}"
+        raise ValueError(f"rollout_ids: got {got}, expected one: places count from a rollout's first loss token")
 
 
 @of_rows
@@ -121,56 +128,95 @@ def _per_shard(
     batch: RolloutBatch,
 ) -> jax.Array:
     place, singletons = static
-    segments, by_id = batch.segments(axes), ById.of(axes, group_ids)
+    segments = batch.segments(axes)
+    by_id = ById.of(axes, group_ids)
     tokens = LossTokens.of(batch)
-    counts = (tokens.mask > 0) & (segments.spread(by_id.there.astype(jnp.int32)) > 0)
+    counts = (tokens.mask > 0) & _spread_flags(segments, by_id.there)
     mask = counts.astype(jnp.float32)
     returns = masked(tokens.see(returns), mask)
-    log_probs = masked(tokens.read(LOG_PROBS, log_probs), mask)
-    # 1 - 2 p + sum p^2, as (1 - p)^2 and what the other tokens add: no rounding makes it negative
-    sum_p2 = masked(tokens.read(FINITE, sum_p2), mask)
-    energy = jnp.expm1(log_probs) ** 2 + jnp.maximum(sum_p2 - jnp.exp(2 * log_probs), 0)
-    energy = energy if weights is None else energy * masked(weights, mask) ** 2
-    upto = scan_rows(axes, batch, jnp.ones_like(mask), jnp.where(counts, energy, 0))
-    at = _places(place, axes, batch, segments, mask)
+    energy = _energy(tokens, log_probs, sum_p2, weights, mask)
+    energy_so_far = scan_rows(axes, batch, jnp.ones_like(mask), jnp.where(counts, energy, 0))
+    places = _places(place, axes, batch, segments, mask)
+    members = mask
+    if among is not None:
+        members = jnp.where(_spread_flags(segments, among), mask, 0)
 
-    members = mask if among is None else jnp.where(segments.spread(among.astype(jnp.int32)) > 0, mask, 0)
-    lengths = jnp.maximum(segments.max(at.astype(jnp.float32), members) + 1, 0)
+    lengths = jnp.maximum(segments.max(places.astype(jnp.float32), members) + 1, 0)
     shared, starts = _shared_places(by_id, lengths)
-    inside = counts & (at < segments.spread(shared[by_id.own]))
+    inside = counts & (places < segments.spread(shared[by_id.own]))
     size = max(counts.size * axes.size(axes.tokens) // 2, 1)
-    index = jnp.where(inside, segments.spread(starts[by_id.own]) + at, size)
-
-    def total(x: jax.Array) -> jax.Array:
-        return vary(jnp.zeros(size, jnp.float32), axes.tokens).at[index].add(jnp.where(members > 0, x, 0), mode="drop")
-
+    index = jnp.where(inside, segments.spread(starts[by_id.own]) + places, size)
     # Differences from the group's largest return, so that equal returns give exactly 0.
-    largest = by_id.max(by_id.gather(segments.max(returns, members)))
-    largest = segments.spread(jnp.where(jnp.isneginf(largest), 0, largest)[by_id.own])
-    numerators, denominators = axes.psum((total((returns - largest) * upto), total(upto)), axes.tokens)
-    read = jnp.where(inside, index, 0)  # positions with gaps may lead out of the tables: what is read there is NaN
-    numerator, denominator = (x.at[read].get(mode="fill", fill_value=jnp.nan) for x in (numerators, denominators))
-    whole = denominator + epsilon
-    whole = jnp.where(whole == 0, 1, whole)
-    advantages = returns - largest * (denominator / whole) - numerator / whole
+    largest = _largest(by_id, segments, returns, members)
+    summands = ((returns - largest) * energy_so_far, energy_so_far)
+    numerator, denominator = _place_sums(axes, summands, members > 0, index, inside, size)
+    divisor = denominator + epsilon
+    divisor = jnp.where(divisor == 0, 1, divisor)
+    advantages = returns - largest * (denominator / divisor) - numerator / divisor
+
     alone = returns if singletons == "reward" else jnp.zeros_like(returns)
     advantages = jnp.where(inside, advantages, alone)
     if rollout_ids is not None:
-        rollouts = ById.of(axes, rollout_ids)
-        parts = rollouts.sum(rollouts.gather(rollouts.there.astype(jnp.float32)))
-        advantages = jnp.where((parts > 1).any(), jnp.nan, advantages)
+        advantages = jnp.where(_has_cut_rollout(axes, rollout_ids), jnp.nan, advantages)
     return lax.stop_gradient(jnp.where(counts, advantages, 0) + tokens.unsound)
+
+
+def _spread_flags(segments: Segments, flags: jax.Array) -> jax.Array:
+    return segments.spread(flags.astype(jnp.int32)) > 0
+
+
+def _energy(
+    tokens: LossTokens, log_probs: jax.Array, sum_p2: jax.Array, weights: jax.Array | None, mask: jax.Array
+) -> jax.Array:
+    """w^2 (1 - 2 p + sum p^2) of each token."""
+    log_probs = masked(tokens.read(LOG_PROBS, log_probs), mask)
+    sum_p2 = masked(tokens.read(FINITE, sum_p2), mask)
+    # as (1 - p)^2 and what the other tokens add: no rounding makes it negative
+    energy = jnp.expm1(log_probs) ** 2 + jnp.maximum(sum_p2 - jnp.exp(2 * log_probs), 0)
+    if weights is not None:
+        energy = energy * masked(weights, mask) ** 2
+    return energy
+
+
+def _largest(by_id: ById, segments: Segments, returns: jax.Array, members: jax.Array) -> jax.Array:
+    """The largest return of the members of each token's group; 0 where there is none."""
+    largest = by_id.max(by_id.gather(segments.max(returns, members)))
+    largest = jnp.where(jnp.isneginf(largest), 0, largest)
+    return segments.spread(largest[by_id.own])
+
+
+def _place_sums(
+    axes: ShardAxes, summands: tuple[jax.Array, ...], members: jax.Array, index: jax.Array, inside: jax.Array, size: int
+) -> tuple[jax.Array, ...]:
+    """For each array of tokens its sums over the members at each token's place, anything outside the tables."""
+
+    def table(x: jax.Array) -> jax.Array:
+        zeros = vary(jnp.zeros(size, jnp.float32), axes.tokens)
+        return zeros.at[index].add(jnp.where(members, x, 0), mode="drop")
+
+    tables = axes.psum(tuple(table(x) for x in summands), axes.tokens)
+    # positions with gaps may lead out of the tables: what is read there is NaN
+    read = jnp.where(inside, index, 0)
+    return tuple(x.at[read].get(mode="fill", fill_value=jnp.nan) for x in tables)
+
+
+def _has_cut_rollout(axes: ShardAxes, rollout_ids: jax.Array) -> jax.Array:
+    """Whether any rollout is several samples."""
+    rollouts = ById.of(axes, rollout_ids)
+    samples = rollouts.sum(rollouts.gather(rollouts.there.astype(jnp.float32)))
+    return (samples > 1).any()
 
 
 def _places(place: Place, axes: ShardAxes, batch: RolloutBatch, segments: Segments, mask: jax.Array) -> jax.Array:
     """The place of each loss token in its sample; 0 where the mask is 0."""
     if place == "loss_token":
-        at = scan_rows(axes, batch, jnp.ones_like(mask), mask) - 1
+        places = scan_rows(axes, batch, jnp.ones_like(mask), mask) - 1
     else:
         positions = batch.positions.astype(jnp.float32)
         first = -segments.max(-positions, mask)
-        at = positions - segments.spread(jnp.where(jnp.isfinite(first), first, 0))
-    return jnp.where(mask > 0, at, 0).astype(jnp.int32)
+        first = jnp.where(jnp.isfinite(first), first, 0)
+        places = positions - segments.spread(first)
+    return jnp.where(mask > 0, places, 0).astype(jnp.int32)
 
 
 def _shared_places(by_id: ById, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -178,10 +224,12 @@ def _shared_places(by_id: ById, lengths: jax.Array) -> tuple[jax.Array, jax.Arra
 
     The number is the length of the group's second longest sample, so all are at most half of the tokens.
     """
-    each = by_id.gather(lengths)
-    longest = by_id.max(each)
-    is_longest = each == longest[by_id.all]
-    second = by_id.max(jnp.where(is_longest, 0, each))
-    shared = jnp.where(by_id.sum(is_longest.astype(jnp.float32)) > 1, longest, second)
+    all_lengths = by_id.gather(lengths)
+    longest = by_id.max(all_lengths)
+    is_longest = all_lengths == longest[by_id.all]
+    second = by_id.max(jnp.where(is_longest, 0, all_lengths))
+    two_are_longest = by_id.sum(is_longest.astype(jnp.float32)) > 1
+    shared = jnp.where(two_are_longest, longest, second)
     shared = jnp.maximum(shared, 0).astype(jnp.int32)
-    return shared, jnp.cumsum(shared, dtype=jnp.int32) - shared
+    starts = jnp.cumsum(shared, dtype=jnp.int32) - shared
+    return shared, starts

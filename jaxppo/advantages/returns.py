@@ -62,17 +62,23 @@ def token_rewards(
       >>> token_rewards(jnp.array([[5.0, 7.0]]), batch)
       Array([[0., 5., 0., 0.]], dtype=float32)
     """
-    given = {"kl": kl}, {"rewards": rewards}, {"kl_coef": _kl_coef(kl, kl_coef)}
-    return on_rows("token_rewards", _token_rewards, parallel, batch, *given, optional=["kl"])
+    numbers = {"kl_coef": _kl_coef(kl, kl_coef)}
+    return on_rows(
+        "token_rewards", _token_rewards, parallel, batch, {"kl": kl}, {"rewards": rewards}, numbers, optional=["kl"]
+    )
 
 
 @of_rows
 def _token_rewards(
     axes: ShardAxes, kl: jax.Array | None, rewards: jax.Array, kl_coef: jax.Array, batch: RolloutBatch
 ) -> jax.Array:
-    segments, tokens = batch.segments(axes), LossTokens.of(batch)
-    result = tokens.see(jnp.where(_is_last(segments, batch, tokens.mask > 0), segments.spread(rewards), 0))
-    return lax.stop_gradient(result if kl is None else result - kl_coef * tokens.see(kl))
+    segments = batch.segments(axes)
+    tokens = LossTokens.of(batch)
+    is_last = _is_last(segments, batch, tokens.mask > 0)
+    result = tokens.see(jnp.where(is_last, segments.spread(rewards), 0))
+    if kl is not None:
+        result = result - kl_coef * tokens.see(kl)
+    return lax.stop_gradient(result)
 
 
 def _is_last(segments: Segments, batch: RolloutBatch, counts: jax.Array) -> jax.Array:
@@ -116,7 +122,9 @@ def discounted_returns(
     """
     check_choice("masked", masked, Masked)
     _check_unit(gamma=gamma)
-    static, tokens = (gamma, gamma if masked == "discount" else 1.0), {"rewards": rewards, "mask": mask}
+    masked_gamma = gamma if masked == "discount" else 1.0
+    tokens = {"rewards": rewards, "mask": mask}
+    static = (gamma, masked_gamma)
     return on_rows("discounted_returns", _returns, parallel, batch, tokens, optional=["mask"], static=static)
 
 
@@ -124,11 +132,12 @@ def discounted_returns(
 def _returns(
     axes: ShardAxes, static: tuple[float, float], rewards: jax.Array, mask: jax.Array | None, batch: RolloutBatch
 ) -> jax.Array:
-    gamma, through = static
+    gamma, masked_gamma = static
     batch.check_layout(axes)
     tokens = LossTokens.of(batch, mask)
-    a = jnp.where(tokens.mask > 0, gamma, through).astype(jnp.float32)
-    return lax.stop_gradient(tokens.see(scan_rows(axes, batch, a, masked(rewards, tokens.mask), reverse=True)))
+    discounts = jnp.where(tokens.mask > 0, gamma, masked_gamma).astype(jnp.float32)
+    returns = scan_rows(axes, batch, discounts, masked(rewards, tokens.mask), reverse=True)
+    return lax.stop_gradient(tokens.see(returns))
 
 
 def gae(
@@ -180,13 +189,16 @@ def gae(
     Schulman et al. 2015, https://arxiv.org/abs/1506.02438; Yuan et al. 2025, VC-PPO, https://arxiv.org/abs/2503.01491;
     `length_alpha`: Yue et al. 2025, VAPO, https://arxiv.org/abs/2504.05118, shipped by NeMo-RL alone
     """
-    value_lam = lam if value_lam is None else value_lam
+    if value_lam is None:
+        value_lam = lam
     _check_unit(gamma=gamma, lam=lam, value_lam=value_lam)
     good = length_alpha is None or (is_number(length_alpha) and length_alpha > 0)
     check("length_alpha", repr(length_alpha), good, "a finite number above 0, or None")
-    given = {"rewards": rewards, "values": values, "mask": mask}, {"last_values": last_values}
+    tokens = {"rewards": rewards, "values": values, "mask": mask}
+    samples = {"last_values": last_values}
+    optional = ["mask", "last_values"]
     static = (gamma, lam, value_lam, length_alpha)
-    return on_rows("gae", _gae, parallel, batch, *given, optional=["mask", "last_values"], static=static)
+    return on_rows("gae", _gae, parallel, batch, tokens, samples, optional=optional, static=static)
 
 
 @of_rows
@@ -200,9 +212,11 @@ def _gae(
     batch: RolloutBatch,
 ) -> tuple[jax.Array, jax.Array]:
     gamma, lam, value_lam, length_alpha = static
-    segments, tokens = batch.segments(axes), LossTokens.of(batch, mask)
+    segments = batch.segments(axes)
+    tokens = LossTokens.of(batch, mask)
     counts = tokens.mask > 0
-    rewards, values = tokens.see(rewards), tokens.see(values)
+    rewards = tokens.see(rewards)
+    values = tokens.see(values)
     nearest = scan_rows(axes, batch, jnp.where(counts, 0.0, 1.0), values, reverse=True)
     next_value = shift_shard(axes, nearest, 1, 0, batch.segment_ids, batch.num_segments)
     if last_values is not None:
@@ -210,17 +224,20 @@ def _gae(
         next_value = jnp.where(_is_last(segments, batch, counts), after, next_value)
     delta = jnp.where(counts, rewards + gamma * next_value - values, 0)
 
-    def advantages(lam: float | jax.Array) -> jax.Array:
-        a = jnp.where(counts, gamma * lam, 1.0).astype(jnp.float32)
-        return tokens.see(scan_rows(axes, batch, a, delta, reverse=True))
+    def advantages_of(lam: float | jax.Array) -> jax.Array:
+        discounts = jnp.where(counts, gamma * lam, 1.0).astype(jnp.float32)
+        return tokens.see(scan_rows(axes, batch, discounts, delta, reverse=True))
 
-    if length_alpha is None:
-        policy = advantages(lam)
-        value = policy if value_lam == lam else advantages(value_lam)
-    else:
+    if length_alpha is not None:
         length = segments.spread(segments.sum(counts.astype(jnp.float32)))
-        policy, value = advantages(1 - 1 / jnp.maximum(length_alpha * length, 1)), advantages(value_lam)
-    return lax.stop_gradient((policy, value + values))
+        advantages = advantages_of(1 - 1 / jnp.maximum(length_alpha * length, 1))
+    else:
+        advantages = advantages_of(lam)
+    if length_alpha is None and value_lam == lam:
+        value_advantages = advantages
+    else:
+        value_advantages = advantages_of(value_lam)
+    return lax.stop_gradient((advantages, value_advantages + values))
 
 
 def last_values(
@@ -254,19 +271,22 @@ def last_values(
       >>> last_values(values, batch, batch.sample_ids == 0).tolist() == [[values[0, 2], 0]]
       True
     """
-    given = {"values": values}, {"truncated": truncated}
-    return on_rows("last_values", _last_values, parallel, batch, *given, of_samples=True)
+    tokens = {"values": values}
+    samples = {"truncated": truncated}
+    return on_rows("last_values", _last_values, parallel, batch, tokens, samples, of_samples=True)
 
 
 @of_rows
 def _last_values(axes: ShardAxes, values: jax.Array, truncated: jax.Array, batch: RolloutBatch) -> jax.Array:
     expected = "rows with all tokens of their samples: the critic has not read the last one"
     check("batch", "rows whose last position has a target", not batch.real_last_targets, expected)
-    segments, read = batch.segments(axes), batch.segment_ids > 0
-    found = segments.sum(jnp.where(_is_last(segments, batch, read), values.astype(jnp.float32), 0))
+    segments = batch.segments(axes)
+    is_last = _is_last(segments, batch, batch.segment_ids > 0)
+    result = segments.sum(jnp.where(is_last, values.astype(jnp.float32), 0))
     outside = (batch.segment_ids < 0) | (batch.segment_ids > batch.num_segments)
     unsound = jnp.where(total(axes, outside.astype(jnp.float32)) > 0, jnp.nan, jnp.float32(0))
-    return lax.stop_gradient(jnp.where(truncated & (batch.sample_ids >= 0), found, 0) + unsound)
+    result = jnp.where(truncated & (batch.sample_ids >= 0), result, 0)
+    return lax.stop_gradient(result + unsound)
 
 
 def reinforce_plus_plus(
@@ -339,21 +359,30 @@ def reinforce_plus_plus_baseline(
     coef = _kl_coef(kl, kl_coef)
     check_flag("whitened", whitened)
     check_whole_step("reinforce_plus_plus_baseline", batch)
-    rollout_ids = batch.rollout_ids if rollout_ids is None else rollout_ids
-    found = dr_grpo(rewards, group_ids, among=among, rollout_ids=rollout_ids, singletons=singletons, parallel=parallel)
-    advantages = spread(found, batch, parallel=parallel)
+    if rollout_ids is None:
+        rollout_ids = batch.rollout_ids
+    centred = dr_grpo(
+        rewards, group_ids, among=among, rollout_ids=rollout_ids, singletons=singletons, parallel=parallel
+    )
+    advantages = spread(centred, batch, parallel=parallel)
     mask, counted = counted_tokens(rewards, group_ids, among, batch, parallel)
     if kl is not None:
         advantages = lax.stop_gradient(advantages - coef * masked(kl, mask))
-    return whiten(advantages, mask, among=counted, parallel=parallel) if whitened else advantages
+    if not whitened:
+        return advantages
+    return whiten(advantages, mask, among=counted, parallel=parallel)
 
 
 def _kl_coef(kl: jax.Array | None, kl_coef: Coefficient | None) -> jax.Array:
     """The coefficient, 0 without kl. Raises where one of the two is given alone, since it would then do nothing."""
-    if (kl is None) != (kl_coef is None):
-        missing, given = ("kl", f"kl_coef={kl_coef}") if kl is None else ("kl_coef", "kl")
-        raise ValueError(f"{missing}: got None with {given}, expected both, or neither for no penalty")
-    return as_number("kl_coef", 0.0 if kl_coef is None else kl_coef)
+    expected = "expected both, or neither for no penalty"
+    if kl is None and kl_coef is not None:
+        raise ValueError(f"kl: got None with kl_coef={kl_coef}, {expected}")
+    if kl is not None and kl_coef is None:
+        raise ValueError(f"kl_coef: got None with kl, {expected}")
+    if kl_coef is None:
+        kl_coef = 0.0
+    return as_number("kl_coef", kl_coef)
 
 
 def _check_unit(**values: float) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo.advantages.by_group import Groups, Singletons, by_group, readable, scale_of
+from jaxppo.advantages.by_group import Groups, SampleArrays, Singletons, by_group, readable, scale_of
 from jaxppo.advantages.groups import grpo, rloo
 from jaxppo.advantages.token_statistics import Parallel, counted_tokens, spread, whiten
 from jaxppo.base.arrays import Coefficient, check, check_alike, check_choice, check_flag, check_number
@@ -53,22 +53,23 @@ def maxrl(
 
     Tajwar et al. 2026, Maximum Likelihood Reinforcement Learning, https://arxiv.org/abs/2602.02710
     """
-    samples = (rewards, group_ids, among, rollout_ids)
-    found = by_group("maxrl", _maxrl, parallel, samples, epsilon=epsilon, singletons=singletons)
-    if all(map(readable, (found, rewards, group_ids))):
-        refused = np.asarray(group_ids)[np.isnan(found) & np.isfinite(rewards)]
+    samples = SampleArrays(rewards, group_ids, among, rollout_ids)
+    result = by_group("maxrl", _maxrl, parallel, samples, epsilon=epsilon, singletons=singletons)
+    if all(map(readable, (result, rewards, group_ids))):
+        refused = np.asarray(group_ids)[np.isnan(result) & np.isfinite(rewards)]
         got = f"a negative mean, or an infinite reward, in group {max(refused, default=0)}"
         check("rewards", got, refused.size == 0, "finite rewards with means of at least 0")
-    return found
+    return result
 
 
 def _maxrl(groups: Groups, *, epsilon: jax.Array, singletons: Singletons) -> jax.Array:
     # relative to the smallest reward, so that the divisor is not a difference of near numbers: 1/1000 is exact too
     mean = -groups.mean_of(-groups.rewards)
     rounding = ROUNDING * jnp.maximum(groups.max(jnp.abs(groups.rewards)), 0)
-    none = (jnp.abs(mean) <= rounding) & jnp.isfinite(rounding)
-    scaled = (groups.rewards - mean) / jnp.where(none, 1, mean + epsilon)
-    advantages = groups.unless_alone(jnp.where(none, 0, scaled), singletons)
+    is_zero = (jnp.abs(mean) <= rounding) & jnp.isfinite(rounding)
+    scaled = (groups.rewards - mean) / jnp.where(is_zero, 1, mean + epsilon)
+    scaled = jnp.where(is_zero, 0, scaled)
+    advantages = groups.unless_alone(scaled, singletons)
     return jnp.where(mean < -rounding, jnp.nan, advantages)
 
 
@@ -113,37 +114,51 @@ def gdpo(
 
     Liu et al. 2026, GDPO, https://arxiv.org/abs/2601.05242
     """
-    listed = isinstance(rewards, (list, tuple))
-    got = "no reward" if listed else type(rewards).__name__
-    check("rewards", got, listed and len(rewards) > 0, "a list of arrays [R, S], one for each reward")
-    check_alike({**{f"rewards[{k}]": r for k, r in enumerate(rewards)}, "group_ids": group_ids})
-    weights = [1.0] * len(rewards) if weights is None else weights
-    if not isinstance(weights, Sequence):
-        raise TypeError(f"weights: got {type(weights).__name__}, expected a number for each reward, or None")
-    check("weights", f"{len(weights)} numbers", len(weights) == len(rewards), f"{len(rewards)}, one for each reward")
-    for k, weight in enumerate(weights):
-        check_number(f"weights[{k}]", weight)
+    _check_rewards(rewards, group_ids, weights)
+    if weights is None:
+        weights = [1.0] * len(rewards)
     check_flag("leave_one_out", leave_one_out)
     if whitened is not None:
         check_choice("whitened", whitened, Whitened)
     batch = checked(batch, stacked=True)
     check_whole_step("gdpo", batch)
-    given = jnp.stack([jnp.asarray(r, jnp.float32) for r in rewards])
-    rollout_ids = batch.rollout_ids if rollout_ids is None else rollout_ids
+    if rollout_ids is None:
+        rollout_ids = batch.rollout_ids
     options: dict[str, Any] = {"among": among, "rollout_ids": rollout_ids, "epsilon": epsilon, "parallel": parallel}
-    each = jnp.where(jnp.isnan(given).any(0), jnp.nan, given)
-    scaled = rloo if leave_one_out else grpo
-    found = [w * scaled(r, group_ids, scale_by_std=True, **options) for w, r in zip(weights, each, strict=True)]
-    total = sum(found[1:], start=found[0])
+    stacked = jnp.stack([jnp.asarray(reward, jnp.float32) for reward in rewards])
+    lacks_one = jnp.isnan(stacked).any(0)
+    stacked = jnp.where(lacks_one, jnp.nan, stacked)
+    estimator = rloo if leave_one_out else grpo
+    scaled = [
+        weight * estimator(reward, group_ids, scale_by_std=True, **options)
+        for weight, reward in zip(weights, stacked, strict=True)
+    ]
+    total = sum(scaled[1:], start=scaled[0])
     if whitened == "samples":
         # a NaN would be no reward: infinity makes all NaN
-        totals = jnp.where(jnp.isnan(each[0]), jnp.nan, jnp.where(jnp.isnan(total), jnp.inf, total))
+        totals = jnp.where(jnp.isnan(stacked[0]), jnp.nan, jnp.where(jnp.isnan(total), jnp.inf, total))
         total = grpo(totals, jnp.where(group_ids >= 0, 0, -1), **options)
     advantages = spread(total, batch, parallel=parallel)
     if whitened != "tokens":
         return advantages
-    mask, counted = counted_tokens(each[0], group_ids, among, batch, parallel)
+    mask, counted = counted_tokens(stacked[0], group_ids, among, batch, parallel)
     return whiten(advantages, mask, among=counted, parallel=parallel)
+
+
+def _check_rewards(rewards: Sequence[Any], group_ids: Any, weights: Any) -> None:
+    """Raises unless there is a list of arrays `[R, S]`, and a number for each."""
+    listed = isinstance(rewards, (list, tuple))
+    got = "no reward" if listed else type(rewards).__name__
+    check("rewards", got, listed and len(rewards) > 0, "a list of arrays [R, S], one for each reward")
+    arrays = {f"rewards[{k}]": reward for k, reward in enumerate(rewards)}
+    check_alike({**arrays, "group_ids": group_ids})
+    if weights is None:
+        return
+    if not isinstance(weights, Sequence):
+        raise TypeError(f"weights: got {type(weights).__name__}, expected a number for each reward, or None")
+    check("weights", f"{len(weights)} numbers", len(weights) == len(rewards), f"{len(rewards)}, one for each reward")
+    for k, weight in enumerate(weights):
+        check_number(f"weights[{k}]", weight)
 
 
 def standardize(
@@ -182,7 +197,7 @@ def standardize(
         if level is not None:
             check_choice(name, level, Level)
     options: dict[str, Any] = {"mean": mean, "std": std, "leave_one_out": leave_one_out, "unbiased": unbiased}
-    samples = (rewards, group_ids, among, rollout_ids)
+    samples = SampleArrays(rewards, group_ids, among, rollout_ids)
     return by_group("standardize", _standardize, parallel, samples, epsilon=epsilon, **options)
 
 
@@ -192,13 +207,15 @@ def _standardize(
     levels = {"group": groups, "step": groups.whole()}
     centred = groups.rewards
     if mean is not None:
-        of = levels[mean]
-        centred = jnp.where(of.count > 0, groups.rewards - of.mean, 0)
-        centred = of.but_self(centred) if leave_one_out else centred
+        mean_level = levels[mean]
+        centred = jnp.where(mean_level.count > 0, groups.rewards - mean_level.mean, 0)
+        if leave_one_out:
+            centred = mean_level.but_self(centred)
     if std is None:
         return centred
-    of = levels[std]
-    deviation = of.deviation(centred, less=int(unbiased))
+    std_level = levels[std]
+    deviation = std_level.deviation(centred, less=int(unbiased))
     if unbiased:
-        deviation = jnp.where(of.count > 1, deviation, 1)
-    return jnp.where(of.count > 0, centred / scale_of(deviation, epsilon), 0)
+        deviation = jnp.where(std_level.count > 1, deviation, 1)
+    scaled = centred / scale_of(deviation, epsilon)
+    return jnp.where(std_level.count > 0, scaled, 0)

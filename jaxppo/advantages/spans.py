@@ -64,8 +64,10 @@ def on_policy_distillation(
     check_alike({**arrays, "loss_mask": loss_mask})
     check("loss_mask", f"shape {loss_mask.shape}", loss_mask.ndim in (2, 3), "[R, T], or [K, R, T] of a stacked step")
     coef = as_number("coef", coef)
-    before, own, theirs = (masked(sound(what, x), loss_mask.astype(jnp.float32)) for what, x in arrays.items())
-    return lax.stop_gradient(before - coef * (own - theirs) + unless_mask(loss_mask))
+    mask = loss_mask.astype(jnp.float32)
+    seen = {what: masked(sound(what, x), mask) for what, x in arrays.items()}
+    difference = seen["log_probs"] - seen["teacher_log_probs"]
+    return lax.stop_gradient(seen["advantages"] - coef * difference + unless_mask(loss_mask))
 
 
 def importance_weighted_distillation(
@@ -110,13 +112,14 @@ def importance_weighted_distillation(
 
 @of_rows
 def _weighted(axes: ShardAxes, own: jax.Array, teacher: jax.Array, gain: jax.Array, batch: RolloutBatch) -> jax.Array:
-    tokens, segments = LossTokens.of(batch), batch.segments(axes)
-    d = tokens.read(SAMPLED, teacher) - tokens.read(LOG_PROBS, own)
-    size = jnp.abs(d)
-    before = scan_rows(axes, batch, jnp.ones_like(size), size) - size
-    whole = segments.spread(segments.sum(size))
-    weights = 1 + gain * (1 - before / jnp.maximum(whole, 1e-8))
-    return lax.stop_gradient(tokens.see(weights * d))
+    tokens = LossTokens.of(batch)
+    segments = batch.segments(axes)
+    difference = tokens.read(SAMPLED, teacher) - tokens.read(LOG_PROBS, own)
+    size = jnp.abs(difference)
+    size_before = scan_rows(axes, batch, jnp.ones_like(size), size) - size
+    whole_size = segments.spread(segments.sum(size))
+    weights = 1 + gain * (1 - size_before / jnp.maximum(whole_size, 1e-8))
+    return lax.stop_gradient(tokens.see(weights * difference))
 
 
 def align_spans(
@@ -141,17 +144,20 @@ def align_spans(
       >>> [x.tolist() for x in align_spans([1, 3, 5, 6], [3, 4, 6, 8])]
       [[0, 0, 1, 1], [0, 1, 1, -1]]
     """
-    both = [as_integers(name, x, least=0) for name, x in (("ends", ends), ("teacher_ends", teacher_ends))]
-    for name, x in zip(("ends", "teacher_ends"), both, strict=True):
-        check(name, shown(x.tolist()), bool((np.diff(x, prepend=0) >= 0).all()), "ends that do not go back")
-    borders = np.intersect1d(both[0], both[1])
+    student = as_integers("ends", ends, least=0)
+    teacher = as_integers("teacher_ends", teacher_ends, least=0)
+    for name, x in (("ends", student), ("teacher_ends", teacher)):
+        in_order = bool((np.diff(x, prepend=0) >= 0).all())
+        check(name, shown(x.tolist()), in_order, "ends that do not go back")
+    borders = np.intersect1d(student, teacher)
     borders = borders[borders > 0]
 
     def spans_of(x: np.ndarray) -> np.ndarray:
-        of = np.searchsorted(borders, x)
-        return np.where((of < len(borders)) & (x > 0), of, -1).astype(np.int32)  # x is 0 for a token before all text
+        spans = np.searchsorted(borders, x)
+        in_a_span = (spans < len(borders)) & (x > 0)  # the end is 0 for a token before all text
+        return np.where(in_a_span, spans, -1).astype(np.int32)
 
-    return spans_of(both[0]), spans_of(both[1])
+    return spans_of(student), spans_of(teacher)
 
 
 def span_distillation(
@@ -192,18 +198,26 @@ def span_distillation(
     2026, https://arxiv.org/abs/2606.09456, https://github.com/inclusionAI/AReaL/pull/1452
     """
     coef = finite_number("coef", coef, "a finite number")
-    both = [as_integers(name, x, least=-1) for name, x in (("spans", spans), ("teacher_spans", teacher_spans))]
-    count = 1 + max(int(of.max(initial=-1)) for of in both)
-    sums, numbers = [], []
-    for name, values, of in zip(("log_probs", "teacher_log_probs"), (log_probs, teacher_log_probs), both, strict=True):
-        as_numbers(name, values, "log-probs")
-        x = np.asarray(values, np.float64)
-        check(name, f"shape {x.shape}", x.shape == of.shape, f"{of.shape}, one for each token of its spans")
-        x, of = x[of >= 0], of[of >= 0]
-        most = needed(name, KINDS[name].most)
-        bad = x[~(np.isfinite(x) & (x <= most))]
-        check(name, bad[:1].tolist(), bad.size == 0, f"finite log-probs of at most {most}")
-        sums.append(np.bincount(of, x, minlength=count))
-        numbers.append(np.bincount(of, minlength=count))
-    each = coef * np.where((numbers[0] > 0) & (numbers[1] > 0), sums[1] - sums[0], 0) / np.maximum(numbers[0], 1)
-    return np.where(both[0] >= 0, np.append(each, 0)[both[0]], 0).astype(np.float32)
+    own_spans = as_integers("spans", spans, least=-1)
+    their_spans = as_integers("teacher_spans", teacher_spans, least=-1)
+    size = 1 + max(int(own_spans.max(initial=-1)), int(their_spans.max(initial=-1)))
+    own_sums, own_counts = _span_sums("log_probs", log_probs, own_spans, size)
+    their_sums, their_counts = _span_sums("teacher_log_probs", teacher_log_probs, their_spans, size)
+    has_both = (own_counts > 0) & (their_counts > 0)
+    differences = np.where(has_both, their_sums - own_sums, 0)
+    advantages = coef * differences / np.maximum(own_counts, 1)
+    of_tokens = np.append(advantages, 0)[own_spans]  # the 0 is for a batch without spans
+    return np.where(own_spans >= 0, of_tokens, 0).astype(np.float32)
+
+
+def _span_sums(name: str, log_probs: object, spans: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The sum of the log-probs of each span, and its number of tokens."""
+    as_numbers(name, log_probs, "log-probs")
+    x = np.asarray(log_probs, np.float64)
+    check(name, f"shape {x.shape}", x.shape == spans.shape, f"{spans.shape}, one for each token of its spans")
+    x = x[spans >= 0]
+    spans = spans[spans >= 0]
+    most = needed(name, KINDS[name].most)
+    bad = x[~(np.isfinite(x) & (x <= most))]
+    check(name, bad[:1].tolist(), bad.size == 0, f"finite log-probs of at most {most}")
+    return np.bincount(spans, x, minlength=size), np.bincount(spans, minlength=size)

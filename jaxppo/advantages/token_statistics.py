@@ -38,19 +38,30 @@ def on_rows(
 
     `fn` is decorated with `of_rows`. Batch and arrays are checked here; the arrays named in `optional` may be None.
     """
-    batch, samples, numbers = checked(batch, stacked=True), samples or {}, numbers or {}
-    for arrays, like, of in ((tokens, batch.loss_mask, "[R, T]"), (samples, batch.sample_ids, "[R, S]")):
+    batch = checked(batch, stacked=True)
+    samples = samples or {}
+    numbers = numbers or {}
+
+    def check_all(arrays: Mapping[str, Any], shape: tuple[int, ...], expected: str) -> None:
         for what, x in arrays.items():
-            check(what, None, x is not None or what in optional, f"the batch's {of}, {like.shape}")
             if x is not None:
-                check_array(what, x, like.shape, f"the batch's {of}")
+                check_array(what, x, shape, expected)
+            elif what not in optional:
+                raise ValueError(f"{what}: got None, expected {expected}, {shape}")
+
+    check_all(tokens, batch.loss_mask.shape, "the batch's [R, T]")
+    check_all(samples, batch.sample_ids.shape, "the batch's [R, S]")
 
     def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
-        of = batch.specs(p)
-        given = [*[of.loss_mask] * len(tokens), *[of.sample_ids] * len(samples), *[P()] * len(numbers), of]
-        return given, of.sample_ids if of_samples else of.loss_mask
+        batch_specs = batch.specs(p)
+        inputs: list[Any] = [batch_specs.loss_mask] * len(tokens)
+        inputs += [batch_specs.sample_ids] * len(samples)
+        inputs += [P()] * len(numbers)
+        result = batch_specs.sample_ids if of_samples else batch_specs.loss_mask
+        return [*inputs, batch_specs], result
 
-    return shard_call(name, fn, parallel, {**tokens, **samples, **numbers, "batch": batch}, specs, static)
+    arguments = {**tokens, **samples, **numbers, "batch": batch}
+    return shard_call(name, fn, parallel, arguments, specs, static)
 
 
 def scan_rows(axes: ShardAxes, batch: RolloutBatch, a: jax.Array, b: jax.Array, *, reverse: bool = False) -> jax.Array:
@@ -98,7 +109,9 @@ def counted_tokens(
         return spread(flags.astype(jnp.float32), batch, parallel=parallel)
 
     mask = tokens_of((group_ids >= 0) & ~jnp.isnan(rewards))
-    return mask, None if among is None else tokens_of(among) > 0
+    if among is None:
+        return mask, None
+    return mask, tokens_of(among) > 0
 
 
 def whiten(
@@ -134,16 +147,20 @@ def whiten(
       >>> whiten(jnp.array([[999.0, 1001.0, jnp.nan]]), jnp.array([[1.0, 1.0, 0.0]])).round(3)
       Array([[-0.707,  0.707,  0.   ]], dtype=float32)
     """
-    check_alike({"x": x, "mask": mask} | ({} if among is None else {"among": among}))
+    arrays = {"x": x, "mask": mask}
+    if among is not None:
+        arrays["among"] = among
+    check_alike(arrays)
     check("x, mask", f"shapes {x.shape} and {mask.shape}", x.ndim in (2, 3), "[R, T], or [K, R, T], both")
     check_flag("shift_mean", shift_mean)
     check_whole_step("whiten")
-    args = {"x": x, "mask": mask, "among": among, "epsilon": as_number("epsilon", epsilon, least=0)}
+    arguments = {"x": x, "mask": mask, "among": among, "epsilon": as_number("epsilon", epsilon, least=0)}
 
     def specs(p: ParallelMesh) -> tuple[list[P], P]:
-        return [*[spec_of(p.tokens_spec, x)] * 3, P()], spec_of(p.tokens_spec, x)
+        tokens = spec_of(p.tokens_spec, x)
+        return [tokens, tokens, tokens, P()], tokens
 
-    return shard_call("whiten", _whiten, parallel, args, specs, shift_mean)
+    return shard_call("whiten", _whiten, parallel, arguments, specs, shift_mean)
 
 
 def _whiten(
@@ -151,14 +168,18 @@ def _whiten(
 ) -> jax.Array:
     axes.check_complete("the mean and deviation to whiten by", x, mask)
     there = mask.astype(jnp.float32) > 0
-    counts = there if among is None else there & among
+    counts = there
+    if among is not None:
+        counts = there & among
     centred, mean, variance, count = _moments(axes, jnp.where(there, x.astype(jnp.float32), 0), counts)
     scale = lax.rsqrt(variance + epsilon)
     if among is not None:
         scale = jnp.where(counts | ~_is_rounding(variance, mean), scale, 1)
         there = there & (count > 0)
     y = centred * scale
-    return jnp.where(there, y if shift_mean else y + mean, 0) + unless_mask(mask)
+    if not shift_mean:
+        y = y + mean
+    return jnp.where(there, y, 0) + unless_mask(mask)
 
 
 def _is_rounding(variance: jax.Array, mean: jax.Array) -> jax.Array:
@@ -171,16 +192,18 @@ def _moments(axes: ShardAxes, x: jax.Array, counts: jax.Array) -> tuple[jax.Arra
     x = lax.stop_gradient(x.astype(jnp.float32))
 
     def total_of(*values: jax.Array) -> tuple[jax.Array, ...]:
-        return axes.psum(tuple(vary(jnp.where(counts, v, 0).sum(), axes.tokens) for v in values), axes.tokens)
+        own = tuple(vary(jnp.where(counts, value, 0).sum(), axes.tokens) for value in values)
+        return axes.psum(own, axes.tokens)
 
     total, count = total_of(x, jnp.ones_like(x))
     centre = total / jnp.maximum(count, 1)
-    d = x - centre
+    difference = x - centre
     # `centre` has the rounding error of a sum of large numbers; the sum of the differences corrects it
-    rest, square = total_of(d, d * d)
+    rest, squares = total_of(difference, difference * difference)
     rest = rest / jnp.maximum(count, 1)
-    variance = jnp.maximum(square - count * rest * rest, 0) / jnp.maximum(count - 1, 1)
-    return d - rest, centre + rest, variance, count
+    squares = jnp.maximum(squares - count * rest * rest, 0)
+    variance = squares / jnp.maximum(count - 1, 1)
+    return difference - rest, centre + rest, variance, count
 
 
 def explained_variance(
@@ -229,7 +252,9 @@ def _explained_variance(axes: ShardAxes, values: jax.Array, returns: jax.Array, 
     axes.check_complete("the variance of returns", values, returns, mask)
     counts = mask.astype(jnp.float32) > 0
     _, mean, variance, _ = _moments(axes, returns, counts)
-    _, _, left, _ = _moments(axes, returns.astype(jnp.float32) - values.astype(jnp.float32), counts)
-    nothing = _is_rounding(variance, mean)
-    bad = axes.psum(vary(unless_mask(mask).sum(), axes.tokens), axes.tokens)
-    return jnp.where(nothing, 0, 1 - left / jnp.where(nothing, 1, variance)) + bad
+    errors = returns.astype(jnp.float32) - values.astype(jnp.float32)
+    _, _, error_variance, _ = _moments(axes, errors, counts)
+    all_equal = _is_rounding(variance, mean)
+    unsound = axes.psum(vary(unless_mask(mask).sum(), axes.tokens), axes.tokens)
+    explained = 1 - error_variance / jnp.where(all_equal, 1, variance)
+    return jnp.where(all_equal, 0, explained) + unsound

@@ -21,7 +21,9 @@ from jaxppo.batch.rules import KNOWN, ON_DEVICE, RULES, View
 from jaxppo.batch.trees import starts
 from jaxppo.sharding import Segments, vary
 
-BITS, FIRST = 8, 3  # `broken_rules` holds the numbers of the first 3 rules, 8 bits each: f32 holds such an integer
+# `broken_rules` holds the numbers of the first 3 rules, 8 bits each: f32 holds such an integer
+BITS = 8
+FIRST = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Broken:
         """The metric `broken_rules`. A loss that is not finite breaks the last rule if no other one is broken."""
         unexplained = ~(jnp.isfinite(total) | self.any)
         counts = lax.stop_gradient(jnp.append(self.counts, unexplained.astype(jnp.float32)))
-        return Composite({"counts": Metric(counts, jnp.float32(1), "sum")}, _First((*self.numbers, len(ON_DEVICE))))
+        numbers = (*self.numbers, len(ON_DEVICE))
+        return Composite({"counts": Metric(counts, jnp.float32(1), "sum")}, _First(numbers))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +53,9 @@ class _First:
 
     def __call__(self, counts: Float[Array, " n"]) -> Int[Array, ""]:
         broken = counts > 0
-        place = jnp.cumsum(broken, dtype=jnp.int32) - 1
-        digits = jnp.asarray(self.numbers, jnp.int32) << BITS * jnp.clip(place, 0, FIRST - 1)
-        return jnp.where(broken & (place < FIRST), digits, 0).sum(dtype=jnp.int32)
+        order = jnp.cumsum(broken, dtype=jnp.int32) - 1
+        digits = jnp.asarray(self.numbers, jnp.int32) << BITS * jnp.clip(order, 0, FIRST - 1)
+        return jnp.where(broken & (order < FIRST), digits, 0).sum(dtype=jnp.int32)
 
 
 def count_broken(
@@ -69,30 +72,42 @@ def count_broken(
     `numbers` are the traced ones of the loss, by name, scalars or those of tokens; for the others see `View`. Absent
     arrays are None.
     """
+    axes = segments.axes
     existing = {name: x for name, x in arrays.items() if x is not None}
-    unsound = [~jnp.isfinite(x).reshape(*x.shape[:2], -1).all(-1) for n, x in existing.items() if n not in KNOWN]
-    by_rule: dict[str, list[Any]] = {}
-    for name, x in numbers.items():
-        by_rule.setdefault(rule_of(name), []).append(x.reshape(-1))
-    existing |= {name: jnp.concatenate(found) for name, found in by_rule.items()}
+    unsound = [_not_finite(x) for name, x in existing.items() if name not in KNOWN]
+    existing |= _by_rule(numbers)
     if unsound:
         existing["another_array"] = functools.reduce(jnp.logical_or, unsound)
     if existing.keys() & {"normalizer", "pair_ids"}:
         existing["loss_tokens"] = segments.sum(existing["loss_mask"])
     if "pair_ids" in existing:
-        of_samples = (existing[name] for name in ("pair_ids", "sample_rewards", "loss_tokens"))
-        existing["alone"] = Pairs.of(segments.axes, *of_samples).alone
-    lengths = segments.sum(jnp.ones_like(segments.segment_ids))
-    behind = lengths + starts(existing["parents"], lengths, jnp) if "parents" in existing else lengths
-    existing["lasts"] = segments.spread(behind) - 1
-    cut = bool(segments.axes.unknown(segments.segment_ids))
+        pairs = Pairs.of(axes, existing["pair_ids"], existing["sample_rewards"], existing["loss_tokens"])
+        existing["alone"] = pairs.alone
+    ends = segments.sum(jnp.ones_like(segments.segment_ids))
+    if "parents" in existing:
+        ends = ends + starts(existing["parents"], ends, jnp)
+    existing["lasts"] = segments.spread(ends) - 1
+    cut = bool(axes.unknown(segments.segment_ids))
     view = View(existing, segments.num_segments, real_last_targets, cut, vocab_size, jnp, adapters)
-    found: dict[int, Any] = {}
+    counts: dict[int, Any] = {}
     for number, rule in enumerate(ON_DEVICE, 1):
         for _, bad in rule.broken(view):
-            found[number] = found.get(number, 0) + bad.sum(dtype=jnp.float32)
-    counts = vary(jnp.stack([*found.values()]), segments.axes.tokens)
-    return Broken((*found,), segments.axes.psum(counts, segments.axes.tokens))
+            counts[number] = counts.get(number, 0) + bad.sum(dtype=jnp.float32)
+    own = vary(jnp.stack([*counts.values()]), axes.tokens)
+    return Broken((*counts,), axes.psum(own, axes.tokens))
+
+
+def _not_finite(x: Array) -> Bool[Array, "R T"]:
+    """Where a token has a number that is not finite."""
+    return ~jnp.isfinite(x).reshape(*x.shape[:2], -1).all(-1)
+
+
+def _by_rule(numbers: Mapping[str, Array]) -> dict[str, Array]:
+    """The numbers of a loss, flat, by the rule that each must keep."""
+    by_rule: dict[str, list[Array]] = {}
+    for name, x in numbers.items():
+        by_rule.setdefault(rule_of(name), []).append(x.reshape(-1))
+    return {name: jnp.concatenate(several) for name, several in by_rule.items()}
 
 
 def explain_broken_rules(broken_rules: int | float | Array) -> list[str]:
@@ -118,7 +133,9 @@ def explain_broken_rules(broken_rules: int | float | Array) -> list[str]:
         got = f"shape {np.shape(x)}" if numeric else type(x).__name__
         raise TypeError(f'broken_rules: got {got}, expected a number, such as metrics["broken_rules"].value of a step')
     number = float(x)
-    bits = int(number) if 0 <= number < 1 << BITS * FIRST and number.is_integer() else -1  # -1 names no rule
+    bits = -1  # names no rule
+    if number.is_integer() and 0 <= number < 1 << BITS * FIRST:
+        bits = int(number)
     named = [bits >> BITS * i & (1 << BITS) - 1 for i in range(FIRST)]
     expected = f"an integer that names rules 1 to {len(ON_DEVICE)} in {FIRST} times {BITS} bits"
     check("broken_rules", f"{number:g}", max(named) <= len(ON_DEVICE), expected)
@@ -130,9 +147,10 @@ def raise_first(view: View) -> None:
     """Raises ValueError at the first entry that breaks a rule, with its row and logical position, or segment."""
     for rule in sorted(RULES, key=lambda rule: not rule.structural):
         for name, bad in rule.broken(view):
-            if bad.any():
-                row, place = (int(i) for i in np.argwhere(bad)[0])
-                where = "segment" if name in (*PER_SEGMENT, "normalizer") else "position"
-                expected = rule.expected.format(S=view.num_segments, V=(view.vocab_size or 0) - 1)
-                got = f"{view[name][row, place]} at row {row}, {where} {place}"
-                raise ValueError(f"{name}: got {got}, expected {expected}")
+            if not bad.any():
+                continue
+            row, column = np.argwhere(bad)[0].tolist()
+            what = "segment" if name in (*PER_SEGMENT, "normalizer") else "position"
+            expected = rule.expected.format(S=view.num_segments, V=(view.vocab_size or 0) - 1)
+            got = f"{view[name][row, column]} at row {row}, {what} {column}"
+            raise ValueError(f"{name}: got {got}, expected {expected}")

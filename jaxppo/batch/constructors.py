@@ -89,8 +89,10 @@ class Constructors:
           ([[0, 0, 5, 6, 7, 0]], [[1, 2, 5, 6, 7, 0]])
         """
         packed = packed_samples(samples, row_length, sizes, parallel, share_prefixes, mtp_depths, twin)
-        first, *more = (cls._packed(parallel, made, mtp_depths=mtp_depths) for made in packed)
-        return (first, more[0]) if more else first
+        batches = [cls._packed(parallel, arrays, mtp_depths=mtp_depths) for arrays in packed]
+        if twin is None:
+            return batches[0]
+        return batches[0], batches[1]
 
     @classmethod
     def from_padded(
@@ -143,9 +145,14 @@ class Constructors:
           >>> batch.targets.tolist(), batch.loss_mask.tolist(), batch.positions.tolist()
           ([[0, 6, 7, 8, 0, 0]], [[0.0, 0.0, 1.0, 1.0, 0.0, 0.0]], [[0, 0, 1, 2, 3, 0]])
         """
-        given: dict[str, Any] = {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
-        given |= {"completion_mask": completion_mask, "prompt_mask": prompt_mask, "attention_mask": attention_mask}
-        return cls._packed(parallel, padded_rows(given, arrays, pad_id, parallel))
+        padded = {
+            "prompt_ids": prompt_ids,
+            "completion_ids": completion_ids,
+            "completion_mask": completion_mask,
+            "prompt_mask": prompt_mask,
+            "attention_mask": attention_mask,
+        }
+        return cls._packed(parallel, padded_rows(padded, arrays, pad_id, parallel))
 
     @classmethod
     def from_token_aligned(
@@ -224,8 +231,8 @@ class Constructors:
           [[6, 7]]
         """
         rows = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
-        made = placed_rows(rows | {"targets": targets}, arrays, num_segments, parallel)
-        return cls._packed(parallel, made, real_last_targets=True)
+        batch = placed_rows(rows | {"targets": targets}, arrays, num_segments, parallel)
+        return cls._packed(parallel, batch, real_last_targets=True)
 
     @classmethod
     def from_cu_seqlens(
@@ -280,6 +287,8 @@ class Constructors:
           ([[5, 6, 7, 8, 9, 0]], [[1, 1, 1, 2, 2, 0]], [[1.0, 1.0, 0.0, 1.0, 0.0, 0.0]])
         """
         packs: dict[str, Any] = {"tokens": tokens, "cu_seqlens": cu_seqlens, "loss_mask": loss_mask}
-        packs |= {"cu_seqlens_padded": cu_seqlens_padded} | ({} if targets is None else {"targets": targets})
-        made = rows_of_packs(packs, arrays, aligned, row_length, num_segments, parallel)
-        return cls._packed(parallel, made, real_last_targets=targets is not None)
+        packs["cu_seqlens_padded"] = cu_seqlens_padded
+        if targets is not None:
+            packs["targets"] = targets
+        rows = rows_of_packs(packs, arrays, aligned, row_length, num_segments, parallel)
+        return cls._packed(parallel, rows, real_last_targets=targets is not None)

@@ -15,6 +15,7 @@ from jaxppo.batch.token_sets import TokenSets
 Truncated = Literal["train", "mask"]
 ENDS = ("stop", "tool_calls", "length")
 OF_OUTPUTS = ("tokens", "response_start")  # fields that every output gives
+OF_TURNS = ("rollout_log_probs", "nucleus")  # fields that a caller may give in their place, where turns have none
 
 
 class Turn(NamedTuple):
@@ -32,64 +33,102 @@ def sample_fields(
     output: Any, read: Callable[[str, Any], Turn], loss_mask: Any, truncated: str, fields: dict[str, Any]
 ) -> dict[str, Any]:
     """The fields of a `Sample` of one output or of several turns, see `Sample.from_vllm`."""
-    one = not isinstance(output, Sequence) or isinstance(output, str)
-    turns = [read(f"output[{i}]", turn) for i, turn in enumerate([output] if one else output)]
-    check("output", "no turns", len(turns) > 0, "at least one")
+    turns = _turns(output, read)
     for name in OF_OUTPUTS:
         if name in fields:
             raise TypeError(f"{name}: got {shown(fields[name])} beside an output, expected none: the output says it")
+    _check_same_entries(turns)
     tokens = list(turns[0].prompt)
     start = len(tokens)
-    sampled: list[float] = []
+    written: list[int] = []  # how many tokens the environment wrote before each completion
+    for i, turn in enumerate(turns):
+        added = _added(i, tokens, turn.prompt)
+        tokens += added
+        tokens += turn.completion
+        written.append(len(added))
+    values = _token_values(turns, written)
+    for name in OF_TURNS:
+        if name in values and fields.get(name) is not None:
+            raise TypeError(f"{name}: got it beside an output that has it, expected one of the two")
+    if fields.get("policy_versions") is not None:
+        lengths = [count + len(turn.completion) for count, turn in zip(written, turns, strict=True)]
+        values["policy_versions"] = _versions(fields["policy_versions"], lengths)
+    values = fields | values
+    last = turns[-1].finish_reason
+    if values.get("reward") is not None and last not in ENDS:
+        values["reward"] = float("nan")
+    mask = _sampled(turns, written)
+    if loss_mask is not None:
+        mask *= _own_mask(loss_mask, len(mask))
+    mask *= _weight(last, truncated)
+    return {**values, "tokens": tokens, "response_start": start, "loss_mask": np.pad(mask, (start, 0))}
+
+
+def _turns(output: Any, read: Callable[[str, Any], Turn]) -> list[Turn]:
+    """The turns of one output, or of a list of outputs."""
+    is_one = not isinstance(output, Sequence) or isinstance(output, str)
+    outputs = [output] if is_one else output
+    turns = [read(f"output[{i}]", turn) for i, turn in enumerate(outputs)]
+    check("output", "no turns", len(turns) > 0, "at least one")
+    return turns
+
+
+def _check_same_entries(turns: Sequence[Turn]) -> None:
+    """Raises where only some of the turns have an entry."""
     for name in ("log_probs", "nucleus", "versions"):
         missing = [i for i, turn in enumerate(turns) if getattr(turn, name) is None]
         if missing and len(missing) < len(turns):
             raise ValueError(f"{name}: got None in turn {missing[0]}, expected them in all turns or in none")
+
+
+def _token_values(turns: Sequence[Turn], written: Sequence[int]) -> dict[str, Any]:
+    """The fields of a sample that the turns give, a value for each response token."""
     log_probs: list[float] = []
     nucleus: list[TokenSets] = []
     versions: list[int] = []
-    lengths = []
-    for i, turn in enumerate(turns):
-        added = _added(i, tokens, turn.prompt)
-        tokens += added + turn.completion
-        lengths.append(len(added) + len(turn.completion))
-        sampled += [0.0] * len(added) + [1.0] * len(turn.completion)
-        log_probs += [0.0] * len(added) + (turn.log_probs or [])
-        nucleus += [] if turn.nucleus is None else [TokenSets.empty(len(added)), turn.nucleus]
-        its = turn.versions or []
-        versions += its[:1] * len(added) + its
-    of_outputs: dict[str, Any] = {
-        "rollout_log_probs": None if turns[0].log_probs is None else log_probs,
-        "nucleus": TokenSets.join(nucleus) if nucleus else None,
-    }
-    for name, value in of_outputs.items():
-        if value is not None and fields.get(name) is not None:
-            raise TypeError(f"{name}: got it beside an output that has it, expected one of the two")
-    found = fields | {name: value for name, value in of_outputs.items() if value is not None}
-    if fields.get("policy_versions") is not None:
-        found["policy_versions"] = _versions(fields["policy_versions"], lengths)
-    elif turns[0].versions is not None:
-        found["policy_versions"] = versions
-    if found.get("reward") is not None and turns[-1].finish_reason not in ENDS:
-        found["reward"] = float("nan")
-    mask = np.asarray(sampled, np.float32)
-    if loss_mask is not None:
-        expected = f"0 and 1 for each of the {len(mask)} tokens after the first prompt"
-        given = as_array("loss_mask", loss_mask, expected)
-        check("loss_mask", f"shape {given.shape}", given.shape == mask.shape, expected)
-        check(
-            "loss_mask", shown(loss_mask), given.dtype.kind in "bifu" and bool(np.isin(given, (0, 1)).all()), expected
-        )
-        mask *= given
-    mask *= _weight(turns[-1].finish_reason, truncated)
-    return {**found, "tokens": tokens, "response_start": start, "loss_mask": np.pad(mask, (start, 0))}
+    for turn, count in zip(turns, written, strict=True):
+        if turn.log_probs is not None:
+            log_probs += [0.0] * count + turn.log_probs
+        if turn.nucleus is not None:
+            nucleus += [TokenSets.empty(count), turn.nucleus]
+        if turn.versions is not None:
+            # what the environment wrote has the version of the token after it
+            versions += turn.versions[:1] * count + turn.versions
+    values: dict[str, Any] = {}
+    if turns[0].log_probs is not None:
+        values["rollout_log_probs"] = log_probs
+    if turns[0].nucleus is not None:
+        values["nucleus"] = TokenSets.join(nucleus)
+    if turns[0].versions is not None:
+        values["policy_versions"] = versions
+    return values
 
 
-def _versions(given: Any, lengths: Sequence[int]) -> Any:
+def _sampled(turns: Sequence[Turn], written: Sequence[int]) -> np.ndarray:
+    """f32, 1 for each response token that the policy drew, 0 for those that the environment wrote."""
+    sampled: list[float] = []
+    for turn, count in zip(turns, written, strict=True):
+        sampled += [0.0] * count
+        sampled += [1.0] * len(turn.completion)
+    return np.asarray(sampled, np.float32)
+
+
+def _own_mask(loss_mask: Any, length: int) -> np.ndarray:
+    """The caller's mask of the tokens after the first prompt."""
+    expected = f"0 and 1 for each of the {length} tokens after the first prompt"
+    mask = as_array("loss_mask", loss_mask, expected)
+    check("loss_mask", f"shape {mask.shape}", mask.shape == (length,), expected)
+    good = mask.dtype.kind in "bifu" and bool(np.isin(mask, (0, 1)).all())
+    check("loss_mask", shown(loss_mask), good, expected)
+    return mask
+
+
+def _versions(policy_versions: Any, lengths: Sequence[int]) -> Any:
     """The version of each response token, of a version for each turn; what is one number, or for each token, stays."""
-    if np.ndim(as_array("policy_versions", given, "integers")) == 0:
-        return given
-    versions, total = as_integers("policy_versions", given), sum(lengths)
+    if np.ndim(as_array("policy_versions", policy_versions, "integers")) == 0:
+        return policy_versions
+    versions = as_integers("policy_versions", policy_versions)
+    total = sum(lengths)
     expected = f"one for each of {len(lengths)} turns, or of {total} response tokens"
     check("policy_versions", len(versions), len(versions) in (len(lengths), total), expected)
     if len(versions) != len(lengths):
@@ -102,26 +141,36 @@ def _versions(given: Any, lengths: Sequence[int]) -> Any:
 
 def _added(turn: int, so_far: list[int], prompt: list[int]) -> list[int]:
     """The environment's tokens between the last completion and this one."""
-    if prompt[: len(so_far)] != so_far:
-        same = next((i for i, (a, b) in enumerate(zip(so_far, prompt, strict=False)) if a != b), len(prompt))
-        raise ValueError(
-            f"output[{turn}]: got a prompt that leaves the tokens of the turns before at {same} of {len(so_far)}, "
-            "expected one that begins with them; text that was tokenised again is another sample"
-        )
-    return prompt[len(so_far) :]
+    if prompt[: len(so_far)] == so_far:
+        return prompt[len(so_far) :]
+    differ = [i for i, (before, now) in enumerate(zip(so_far, prompt, strict=False)) if before != now]
+    same = min(differ, default=len(prompt))
+    raise ValueError(
+        f"output[{turn}]: got a prompt that leaves the tokens of the turns before at {same} of {len(so_far)}, "
+        "expected one that begins with them; text that was tokenised again is another sample"
+    )
 
 
 def _weight(finish_reason: str | None, truncated: str) -> float:
     check_choice("truncated", truncated, Truncated)
-    ended, expected = finish_reason in ENDS, "'stop' or 'length'; truncated='mask' keeps others"
+    ended = finish_reason in ENDS
+    expected = "'stop' or 'length'; truncated='mask' keeps others"
     check("finish_reason", repr(finish_reason), ended or truncated == "mask", expected)
-    return float(ended and (finish_reason != "length" or truncated == "train"))
+    if finish_reason == "length":
+        return float(truncated == "train")
+    return float(ended)
 
 
 def _get(x: Any, *names: str) -> Any:
     """The first that exists of these entries of a dictionary, or attributes of one of the engine's objects, or None."""
-    found = (x.get(name) if isinstance(x, Mapping) else getattr(x, name, None) for name in names)
-    return next((value for value in found if value is not None), None)
+    for name in names:
+        if isinstance(x, Mapping):
+            value = x.get(name)
+        else:
+            value = getattr(x, name, None)
+        if value is not None:
+            return value
+    return None
 
 
 def _ids(where: str, x: Any) -> list[int]:
@@ -129,12 +178,12 @@ def _ids(where: str, x: Any) -> list[int]:
     return as_integers(where, x, least=0).tolist()
 
 
-def _log_probs(where: str, given: Any, length: int) -> list[float]:
-    values = [scalar(value) for value in as_list(where, given, "one log-prob a sampled token")]
+def _log_probs(where: str, log_probs: Any, length: int) -> list[float]:
+    values = [scalar(value) for value in as_list(where, log_probs, "one log-prob a sampled token")]
     check(where, f"{len(values)} log-probs", len(values) == length, f"{length}, one a sampled token")
     for i, value in enumerate(values):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not value <= MAX_SAMPLED:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not value <= MAX_SAMPLED:
             expected = f"the log-prob of the sampled token, a number of at most {MAX_SAMPLED}"
             raise ValueError(f"{where}[{i}]: got {shown(value)}, expected {expected}")
     return [float(value) for value in values]
@@ -148,8 +197,8 @@ def _one_a_token(where: str, sets: TokenSets, completion: list[int]) -> TokenSet
 def _with_drawn(where: str, sets: TokenSets, completion: list[int]) -> TokenSets:
     """The sets of a sampling mask, of which each holds the token that was drawn from it."""
     _one_a_token(where, sets, completion)
-    for i, (token, found) in enumerate(zip(completion, sets.tolist(), strict=True)):
-        check(f"{where}[{i}]", f"ids without the sampled {token}", token in found, "it among them")
+    for i, (token, ids) in enumerate(zip(completion, sets.tolist(), strict=True)):
+        check(f"{where}[{i}]", f"ids without the sampled {token}", token in ids, "it among them")
     return sets
 
 
@@ -158,50 +207,73 @@ def _with_drawn(where: str, sets: TokenSets, completion: list[int]) -> TokenSets
 
 def vllm_turn(where: str, output: Any, choice: int | None) -> Turn:
     """A `RequestOutput`, or the answer of vLLM's completions, chat and generate endpoints; `where` stands in errors."""
+    sampled = _choice(where, output, choice)
+    prompt = _get(output, "prompt_token_ids")
+    if prompt is None:
+        prompt = _get(sampled, "prompt_token_ids")
+    ids = _get(sampled, "token_ids")
+    check(where, "no token_ids", ids is not None, "them; endpoints return them for return_token_ids=True")
+    completion = _ids(f"{where}.token_ids", ids)
+    log_probs = _vllm_log_probs(f"{where}.logprobs", _get(sampled, "logprobs"), completion)
+    nucleus = _get(sampled, "sampling_mask")
+    if nucleus is not None:
+        name = f"{where}.sampling_mask"
+        nucleus = _with_drawn(name, TokenSets.of(name, nucleus), completion)
+    prompt = _ids(f"{where}.prompt_token_ids", prompt)
+    return Turn(prompt, completion, log_probs, _get(sampled, "finish_reason"), nucleus)
+
+
+def _choice(where: str, output: Any, choice: int | None) -> Any:
+    """The completion with this index, or the only one."""
     choices = _get(output, "outputs", "choices")
     check(where, _keys(output), choices is not None, "'outputs' or 'choices'")
     choice = scalar(choice)
     if choice is not None and not is_whole(choice):
         raise TypeError(f"choice: got {choice!r}, expected the index of a completion, or None")
     choices = as_list(f"{where}.outputs", choices, "a list of completions")
-    found = choices if choice is None else [c for c in choices if _get(c, "index") == choice]
-    if len(found) != 1:
-        has = ", ".join(str(_get(c, "index")) for c in choices) or "none"
+    chosen = [one for one in choices if choice is None or _get(one, "index") == choice]
+    if len(chosen) != 1:
+        has = ", ".join(str(_get(one, "index")) for one in choices) or "none"
         raise ValueError(f"choice: got {choice} for {where} with completions {has}, expected one of them")
-    one = found[0]
-    prompt, ids = _get(output, "prompt_token_ids"), _get(one, "token_ids")
-    prompt = _get(one, "prompt_token_ids") if prompt is None else prompt
-    check(where, "no token_ids", ids is not None, "them; endpoints return them for return_token_ids=True")
-    completion = _ids(f"{where}.token_ids", ids)
-    log_probs = _vllm_log_probs(f"{where}.logprobs", _get(one, "logprobs"), completion)
-    nucleus, of_mask = _get(one, "sampling_mask"), f"{where}.sampling_mask"
-    if nucleus is not None:
-        nucleus = _with_drawn(of_mask, TokenSets.of(of_mask, nucleus), completion)
-    return Turn(_ids(f"{where}.prompt_token_ids", prompt), completion, log_probs, _get(one, "finish_reason"), nucleus)
+    return chosen[0]
 
 
-def _vllm_log_probs(where: str, found: Any, completion: list[int]) -> list[float] | None:
-    if found is None:
+def _vllm_log_probs(where: str, logprobs: Any, completion: list[int]) -> list[float] | None:
+    """Log-probs as vLLM's completions, chat and generate endpoints return them."""
+    length = len(completion)
+    if logprobs is None:
         return None
-    if (by_token := _get(found, "token_logprobs")) is not None:  # completions
-        return _log_probs(where, by_token, len(completion))
-    if (content := _get(found, "content")) is not None:  # chat
-        entries = as_list(where, content, "one entry a sampled token")
-        return _log_probs(where, [_get(entry, "logprob") for entry in entries], len(completion))
-    if isinstance(found, str) or not isinstance(found, Sequence):
-        raise TypeError(f"{where}: got {_keys(found)}, expected one dictionary a token, 'token_logprobs' or 'content'")
-    values = []
-    for token, entry in zip(completion, found, strict=False):
-        # keys are text where the dictionary went through JSON
-        value = entry.get(token, entry.get(str(token))) if isinstance(entry, Mapping) else None
-        values.append(_get(value, "logprob") if value is not None and not isinstance(value, (int, float)) else value)
-    return _log_probs(where, [*values, *found[len(completion) :]], len(completion))
+    of_completions = _get(logprobs, "token_logprobs")
+    if of_completions is not None:
+        return _log_probs(where, of_completions, length)
+    of_chat = _get(logprobs, "content")
+    if of_chat is not None:
+        entries = as_list(where, of_chat, "one entry a sampled token")
+        return _log_probs(where, [_get(entry, "logprob") for entry in entries], length)
+    if isinstance(logprobs, str) or not isinstance(logprobs, Sequence):
+        got = _keys(logprobs)
+        raise TypeError(f"{where}: got {got}, expected one dictionary a token, 'token_logprobs' or 'content'")
+    values = [_vllm_log_prob(entry, token) for token, entry in zip(completion, logprobs, strict=False)]
+    return _log_probs(where, [*values, *logprobs[length:]], length)
+
+
+def _vllm_log_prob(entry: Any, token: int) -> Any:
+    """The log-prob of a token in its dictionary of log-probs by id, or None."""
+    if not isinstance(entry, Mapping):
+        return None
+    # keys are text where the dictionary went through JSON
+    value = entry.get(token, entry.get(str(token)))
+    if value is None or isinstance(value, (int, float)):
+        return value
+    return _get(value, "logprob")
 
 
 # SGLang
 
-_MASK, _MASK_LOG_PROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
-_FLAT = (f"{_MASK}_token_ids", f"{_MASK}_lengths")
+_MASK = "output_token_sampling_mask"
+_MASK_LOG_PROBS = "output_token_sampling_logprobs"
+_MASK_IDS = f"{_MASK}_token_ids"
+_MASK_LENGTHS = f"{_MASK}_lengths"
 
 
 def sglang_turn(where: str, output: Any) -> Turn:
@@ -210,66 +282,88 @@ def sglang_turn(where: str, output: Any) -> Turn:
     check(where, _keys(output), meta is not None, "'meta_info'")
     if not isinstance(meta, Mapping):
         raise TypeError(f"{where}.meta_info: got {type(meta).__name__}, expected a dictionary")
-    triples, ids = meta.get("output_token_logprobs"), _get(output, "output_ids")
-    there = triples is not None or ids is not None
-    check(where, "neither output_ids nor output_token_logprobs", there, "the sampled token ids")
-    log_probs, completion = None, [] if ids is None else _ids(f"{where}.output_ids", ids)
-    if triples is not None:
-        pairs, of_triples = _triples(f"{where}.output_token_logprobs", triples)
-        same = of_triples[: len(completion)] == completion  # ids may lack the token that stopped it
-        check(f"{where}.output_ids", "other tokens than output_token_logprobs has", same, "the same")
-        completion, of_log_probs = of_triples, f"{where}.output_token_logprobs"
-        count = meta.get("completion_tokens", len(completion))
-        check(of_log_probs, f"{len(completion)} tokens", count == len(completion), f"completion_tokens {count}")
-        log_probs = _log_probs(of_log_probs, pairs, len(completion))
+    completion, log_probs = _sglang_completion(where, output, meta)
     nucleus = _sampling_mask(where, meta, completion)
     if nucleus is not None:
         log_probs = _sampling_log_probs(where, meta, completion, nucleus)
     else:
         nucleus = _nucleus(where, meta, completion)
     reason = meta.get("finish_reason")
-    reason = reason.get("type") if isinstance(reason, Mapping) else reason
+    if isinstance(reason, Mapping):
+        reason = reason.get("type")
     versions = _weight_versions(f"{where}.meta_info['weight_versions']", meta.get("weight_versions"), len(completion))
     return Turn(_sglang_prompt(where, output, meta), completion, log_probs, reason, nucleus, versions)
 
 
+def _sglang_completion(where: str, output: Any, meta: Mapping[str, Any]) -> tuple[list[int], list[float] | None]:
+    """The sampled tokens, and their log-probs, if the request asked for them."""
+    triples = meta.get("output_token_logprobs")
+    ids = _get(output, "output_ids")
+    there = triples is not None or ids is not None
+    check(where, "neither output_ids nor output_token_logprobs", there, "the sampled token ids")
+    sampled: list[int] = []
+    if ids is not None:
+        sampled = _ids(f"{where}.output_ids", ids)
+    if triples is None:
+        return sampled, None
+    name = f"{where}.output_token_logprobs"
+    log_probs, completion = _triples(name, triples)
+    same = completion[: len(sampled)] == sampled  # ids may lack the token that stopped it
+    check(f"{where}.output_ids", "other tokens than output_token_logprobs has", same, "the same")
+    count = meta.get("completion_tokens", len(completion))
+    check(name, f"{len(completion)} tokens", count == len(completion), f"completion_tokens {count}")
+    return completion, _log_probs(name, log_probs, len(completion))
+
+
 def _triples(where: str, triples: Any) -> tuple[list[Any], list[int]]:
     """The log-probs and the ids of SGLang's (log-prob, id, text)."""
-    each = [
-        as_list(f"{where}[{i}]", x, "(log-prob, id, text)") for i, x in enumerate(as_list(where, triples, "a list"))
-    ]
-    for i, x in enumerate(each):
-        check(f"{where}[{i}]", shown(x), len(x) >= 2, "(log-prob, id, text)")
-    return [x[0] for x in each], _ids(where, [x[1] for x in each])
+    expected = "(log-prob, id, text)"
+    listed = as_list(where, triples, "a list")
+    entries = [as_list(f"{where}[{i}]", triple, expected) for i, triple in enumerate(listed)]
+    for i, entry in enumerate(entries):
+        check(f"{where}[{i}]", shown(entry), len(entry) >= 2, expected)
+    log_probs = [entry[0] for entry in entries]
+    return log_probs, _ids(where, [entry[1] for entry in entries])
 
 
 def _weight_versions(where: str, spans: Any, count: int) -> list[int] | None:
     """The version of each of these tokens; None where the engine was never told a number, as by default."""
-    expected = "spans with version, start and end, which cover the output tokens one after another"
-    found: list[Any] = []
-    numbers: list[int | None] = []
-    for i, span in enumerate([] if spans is None else as_list(where, spans, expected)):
-        start, end = (scalar(_get(span, name)) for name in ("start", "end"))
-        good = is_whole(start) and is_whole(end) and len(found) == start <= end
-        check(f"{where}[{i}]", shown(span), good, expected)
-        version = scalar(_get(span, "version"))
-        text = isinstance(version, str) and version.isdecimal()
-        numbers.append(int(version) if text or is_whole(version) else None)
-        found += numbers[-1:] * (end - start)
-    if not numbers or all(number is None for number in numbers):
+    if spans is None:
         return None
-    check(where, shown(spans), None not in numbers, "a whole number as the version of each span, or of none")
-    check(where, f"spans of {len(found)} tokens", len(found) >= count, f"{count}, the output tokens")
-    return found[:count]
+    expected = "spans with version, start and end, which cover the output tokens one after another"
+    of_tokens: list[Any] = []
+    of_spans: list[int | None] = []
+    for i, span in enumerate(as_list(where, spans, expected)):
+        start = scalar(_get(span, "start"))
+        end = scalar(_get(span, "end"))
+        good = is_whole(start) and is_whole(end) and len(of_tokens) == start <= end
+        check(f"{where}[{i}]", shown(span), good, expected)
+        number = _version_number(scalar(_get(span, "version")))
+        of_spans.append(number)
+        of_tokens += [number] * (end - start)
+    if all(number is None for number in of_spans):
+        return None
+    check(where, shown(spans), None not in of_spans, "a whole number as the version of each span, or of none")
+    check(where, f"spans of {len(of_tokens)} tokens", len(of_tokens) >= count, f"{count}, the output tokens")
+    return of_tokens[:count]
+
+
+def _version_number(version: Any) -> int | None:
+    """The number that a version is, or is written as; None for other names."""
+    is_text = isinstance(version, str) and version.isdecimal()
+    if is_text or is_whole(version):
+        return int(version)
+    return None
 
 
 def _sglang_prompt(where: str, output: Any, meta: Mapping[str, Any]) -> list[int]:
-    count, given = meta.get("prompt_tokens"), _get(output, "input_ids")
-    if given is None and meta.get("input_token_logprobs") is not None:
-        given = _triples(f"{where}.input_token_logprobs", meta["input_token_logprobs"])[1]
+    count = meta.get("prompt_tokens")
+    ids = _get(output, "input_ids")
+    if ids is None and meta.get("input_token_logprobs") is not None:
+        _, ids = _triples(f"{where}.input_token_logprobs", meta["input_token_logprobs"])
     where = f"{where}.input_ids"
-    check(where, None, given is not None, "the prompt's token ids, which SGLang does not return")
-    prompt = _ids(where, given)
+    check(where, None, ids is not None, "the prompt's token ids, which SGLang does not return")
+    prompt = _ids(where, ids)
     good = count is None or count == len(prompt)
     check(where, f"{len(prompt)} tokens", good, f"{count}, the prompt_tokens of meta_info")
     return prompt
@@ -280,57 +374,74 @@ def _sampling_mask(where: str, meta: Mapping[str, Any], completion: list[int]) -
 
     They are one list a token, or flat as SGLang's store of outputs has them, with the number of each token's ids.
     """
-    given, flat, lengths = (meta.get(name) for name in (_MASK, *_FLAT))
-    if given is None and (flat is None or lengths is None):
-        # the number of sets stays in meta_info where the sets themselves went to the store
-        lonely = [name for name in (_MASK_LOG_PROBS, *_FLAT) if meta.get(name) is not None]
-        lonely += [f"{_MASK}_length"] if meta.get(f"{_MASK}_length") else []
-        for name in lonely:
-            expected = f"expected {_MASK} too, or {' and '.join(_FLAT)} as the output store has them"
-            raise ValueError(f"{where}.{name}: got it without the mask, {expected}")
+    name = f"{where}.{_MASK}"
+    mask = meta.get(_MASK)
+    if mask is not None:
+        return _with_drawn(name, TokenSets.of(name, mask), completion)
+    ids = meta.get(_MASK_IDS)
+    lengths = meta.get(_MASK_LENGTHS)
+    if ids is None or lengths is None:
+        _check_no_mask(where, meta)
         return None
-    if given is None:
-        offsets = np.cumsum([0, *_ids(f"{where}.{_FLAT[1]}", lengths)])
-        sets = TokenSets.flat(f"{where}.{_FLAT[0]}", flat, offsets)
-    else:
-        sets = TokenSets.of(f"{where}.{_MASK}", given)
-    return _with_drawn(f"{where}.{_MASK}", sets, completion)
+    offsets = np.cumsum([0, *_ids(f"{where}.{_MASK_LENGTHS}", lengths)])
+    return _with_drawn(name, TokenSets.flat(f"{where}.{_MASK_IDS}", ids, offsets), completion)
+
+
+def _check_no_mask(where: str, meta: Mapping[str, Any]) -> None:
+    """Raises where an output without a sampling mask has something that belongs to one."""
+    lonely = [name for name in (_MASK_LOG_PROBS, _MASK_IDS, _MASK_LENGTHS) if meta.get(name) is not None]
+    # the number of sets stays in meta_info where the sets themselves went to the store
+    number = f"{_MASK}_length"
+    if meta.get(number):
+        lonely.append(number)
+    if lonely:
+        expected = f"expected {_MASK} too, or {_MASK_IDS} and {_MASK_LENGTHS} as the output store has them"
+        raise ValueError(f"{where}.{lonely[0]}: got it without the mask, {expected}")
 
 
 def _sampling_log_probs(
     where: str, meta: Mapping[str, Any], completion: list[int], nucleus: TokenSets
 ) -> list[float] | None:
     """The log-probs within the mask: of the sampled tokens, or of all ids of the mask, flat or one list a token."""
-    given: Any = meta.get(_MASK_LOG_PROBS)
+    values: Any = meta.get(_MASK_LOG_PROBS)
     where = f"{where}.{_MASK_LOG_PROBS}"
-    if given is None and meta.get("output_token_logprobs") is None:
+    if values is None and meta.get("output_token_logprobs") is None:
         return None
-    within = "the log-probs within the mask; those of output_token_logprobs are of the whole vocabulary"
-    check(where, "None beside a sampling mask", given is not None, within)
-    given = as_list(where, given, within)
-    if len(given) == nucleus.token_ids.size != len(completion):
-        given = [given[first:last] for first, last in itertools.pairwise(nucleus.offsets.tolist())]
-    if len(given) == len(completion) and all(isinstance(x, (list, tuple, np.ndarray)) for x in given):
-        sizes, expected = [len(x) for x in given], nucleus.sizes.tolist()
-        check(where, f"{sizes} log-probs", sizes == expected, f"{expected}, one an id of the mask")
-        given = [x[ids.index(token)] for x, ids, token in zip(given, nucleus.tolist(), completion, strict=True)]
-    return _log_probs(where, given, len(completion))
+    expected = "the log-probs within the mask; those of output_token_logprobs are of the whole vocabulary"
+    check(where, "None beside a sampling mask", values is not None, expected)
+    values = as_list(where, values, expected)
+    if len(values) == nucleus.token_ids.size != len(completion):
+        values = [values[first:last] for first, last in itertools.pairwise(nucleus.offsets.tolist())]
+    if len(values) == len(completion) and all(isinstance(x, (list, tuple, np.ndarray)) for x in values):
+        counts = [len(x) for x in values]
+        sizes = nucleus.sizes.tolist()
+        check(where, f"{counts} log-probs", counts == sizes, f"{sizes}, one an id of the mask")
+        values = [x[ids.index(token)] for x, ids, token in zip(values, nucleus.tolist(), completion, strict=True)]
+    return _log_probs(where, values, len(completion))
 
 
 def _nucleus(where: str, meta: Mapping[str, Any], completion: list[int]) -> TokenSets | None:
     """The ids that could be drawn at each token, from flat ids and offsets, lists or base64 of int32."""
-    names = ("top_p_token_ids", "top_p_token_offsets")  # or top_p_kept_..., as slime's engine also calls them
-    found = [(f"{where}.{name}", _get(meta, name, name.replace("top_p", "top_p_kept"))) for name in names]
-    given = [(name, x) for name, x in found if x is not None]
-    if not given:
+    # slime's engine also calls them top_p_kept_...
+    ids = _get(meta, "top_p_token_ids", "top_p_kept_token_ids")
+    offsets = _get(meta, "top_p_token_offsets", "top_p_kept_token_offsets")
+    if ids is None and offsets is None:
         return None
-    check(where, f"one of {' and '.join(names)}", len(given) == 2, "both")
-    flat, offsets = (
-        from_bytes(name, x) if isinstance(x, (str, bytes)) else np.asarray(_ids(name, x), np.int32) for name, x in given
-    )
-    of_offsets = given[1][0]
-    return _one_a_token(of_offsets, TokenSets.flat(of_offsets, flat, offsets), completion)
+    both = ids is not None and offsets is not None
+    check(where, "one of top_p_token_ids and top_p_token_offsets", both, "both")
+    ids = _flat_integers(f"{where}.top_p_token_ids", ids)
+    name = f"{where}.top_p_token_offsets"
+    sets = TokenSets.flat(name, ids, _flat_integers(name, offsets))
+    return _one_a_token(name, sets, completion)
+
+
+def _flat_integers(where: str, x: Any) -> np.ndarray:
+    if isinstance(x, (str, bytes)):
+        return from_bytes(where, x)
+    return np.asarray(_ids(where, x), np.int32)
 
 
 def _keys(x: Any) -> str:
-    return f"keys {', '.join(map(repr, x))}" if isinstance(x, Mapping) else type(x).__name__
+    if isinstance(x, Mapping):
+        return f"keys {', '.join(map(repr, x))}"
+    return type(x).__name__

@@ -69,16 +69,21 @@ def check_names(extras: Any) -> None:
 
 def in_kind(name: str, x: Any) -> Any:
     """An array of a batch in i32 or f32, by its name; an extra that holds no integers stays as it is."""
-    if name in INTEGERS or (name.startswith(PREFIX) and jnp.issubdtype(x.dtype, jnp.integer)):
-        return x if x.dtype == jnp.int32 else as_token_ids(x)
-    return x if x.dtype == jnp.float32 or name.startswith(PREFIX) else x.astype(jnp.float32)
+    is_extra = name.startswith(PREFIX)
+    if name in INTEGERS or (is_extra and jnp.issubdtype(x.dtype, jnp.integer)):
+        if x.dtype == jnp.int32:
+            return x
+        return as_token_ids(x)
+    if is_extra or x.dtype == jnp.float32:
+        return x
+    return x.astype(jnp.float32)
 
 
 def as_values(what: str, values: Any, length: int) -> np.ndarray:
     """The values of a sample's extra as an array: i32, f32, or a 16-bit float; none of them becomes another number."""
-    found = as_numbers(what, values, "numbers, of one shape for each token")
-    check(what, f"shape {found.shape}", found.shape[:1] == (length,), f"{length} and more, one for each token")
-    return found
+    array = as_numbers(what, values, "numbers, of one shape for each token")
+    check(what, f"shape {array.shape}", array.shape[:1] == (length,), f"{length} and more, one for each token")
+    return array
 
 
 def common_dtype(what: str, arrays: Sequence[np.ndarray]) -> np.dtype:
@@ -87,8 +92,11 @@ def common_dtype(what: str, arrays: Sequence[np.ndarray]) -> np.dtype:
     if len(dtypes) == 1:
         return dtypes.pop()
     for x in arrays:
-        if x.dtype.kind == "i" and (x != x.astype(np.float32)).any():
-            far = x[x != x.astype(np.float32)].reshape(-1)[0]
+        if x.dtype.kind != "i":
+            continue
+        rounded = x != x.astype(np.float32)
+        if rounded.any():
+            far = x[rounded].reshape(-1)[0]
             raise ValueError(f"{what}: got {far} beside floats of another sample, expected integers in all samples")
     return np.dtype(np.float32)
 

@@ -22,7 +22,9 @@ LEAST_ID = -(2**31)
 def shown(x: object) -> str:
     """What errors show of x."""
     text = " ".join(repr(x).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    if len(text) <= 80:
+        return text
+    return f"{text[:77]}..."
 
 
 def scalar(x: Any) -> Any:
@@ -46,40 +48,44 @@ def as_array(what: str, x: Any, expected: str) -> np.ndarray:
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"{what}: got a traced array, expected {expected}, outside of jit")
     try:
-        found = np.asarray(x)
+        return np.asarray(x)
     except ValueError:  # numpy refuses lists of unequal lengths
         raise ValueError(f"{what}: got {shown(x)}, expected {expected}") from None
     except Exception as error:  # of a class of someone else, whose conversion may raise anything
         raise TypeError(f"{what}: got {type(x).__name__} ({error}), expected {expected}") from None
-    return found
 
 
 def as_unmixed(what: str, x: Any, expected: str) -> np.ndarray:
     """`as_array`, which also raises where bools are among other numbers."""
-    found = as_array(what, x, expected)
-    if found.dtype.kind in "iuf" and _has_bools(x):
+    array = as_array(what, x, expected)
+    if array.dtype.kind in "iuf" and _has_bools(x):
         raise TypeError(f"{what}: got a bool among {shown(x)}, expected {expected}")
-    return found
+    return array
 
 
 def _has_bools(x: Any) -> bool:
     if not isinstance(x, (list, tuple)):
         return False
-    kinds = set(map(type, x))
-    nested = any(issubclass(kind, (list, tuple)) for kind in kinds)
-    return bool(kinds & {bool, np.bool_}) or (nested and any(map(_has_bools, x)))
+    types = set(map(type, x))
+    if types & {bool, np.bool_}:
+        return True
+    nested = any(issubclass(cls, (list, tuple)) for cls in types)
+    return nested and any(map(_has_bools, x))
 
 
 def as_integers(what: str, x: Any, *, least: int = LEAST_ID, most: int = MAX_ID, rank: int = 1) -> np.ndarray:
     """Integers of `least` to `most`, as i64; raises for all else. `what` stands in errors."""
-    expected = "a list of integers" if rank == 1 else "integers"
-    found = as_unmixed(what, x, expected)
-    if found.size and found.dtype.kind not in "iu":
-        raise TypeError(f"{what}: got {found.dtype}, {shown(x)}, expected {expected}")
-    dimensions = "one dimension" if rank == 1 else f"{rank} dimensions"
-    check(what, f"shape {found.shape}", found.ndim == rank, f"{expected}, {dimensions}")
-    check_within(what, found, least, most)
-    return found.astype(np.int64)
+    expected = "integers"
+    dimensions = f"{rank} dimensions"
+    if rank == 1:
+        expected = "a list of integers"
+        dimensions = "one dimension"
+    integers = as_unmixed(what, x, expected)
+    if integers.size and integers.dtype.kind not in "iu":
+        raise TypeError(f"{what}: got {integers.dtype}, {shown(x)}, expected {expected}")
+    check(what, f"shape {integers.shape}", integers.ndim == rank, f"{expected}, {dimensions}")
+    check_within(what, integers, least, most)
+    return integers.astype(np.int64)
 
 
 def check_within(what: str, x: np.ndarray, least: int = LEAST_ID, most: int = MAX_ID) -> None:
@@ -92,33 +98,44 @@ def check_within(what: str, x: np.ndarray, least: int = LEAST_ID, most: int = MA
 def from_bytes(what: str, x: str | bytes) -> np.ndarray:
     """The int32 in bytes, or in their base64, as engines send them."""
     try:
-        raw = base64.b64decode(x, validate=True) if isinstance(x, str) else x
-        return np.frombuffer(raw, "<i4")
+        if isinstance(x, str):
+            x = base64.b64decode(x, validate=True)
+        return np.frombuffer(x, "<i4")
     except ValueError as error:
         raise ValueError(f"{what}: got {shown(x)} ({error}), expected base64 of int32, or its bytes") from None
 
 
 def as_numbers(what: str, x: Any, expected: str = "numbers") -> np.ndarray:
     """Integers, floats or bools: i32, f32 or a 16-bit float. Raises where one of them would become another number."""
-    found = as_unmixed(what, x, expected)
-    is_float = found.dtype.kind == "f" or found.dtype.name == "bfloat16"
-    if found.size and not is_float and found.dtype.kind not in "iub":
-        got = "None among them" if None in list(np.ravel(found)) else str(found.dtype)
-        raise TypeError(f"{what}: got {got}, {shown(x)}, expected {expected}")
-    if found.dtype.kind in "iu":
-        check_within(what, found)
-        return found.astype(np.int32)
-    return found if is_float and found.dtype.itemsize == 2 else in_f32(what, found)
+    numbers = as_unmixed(what, x, expected)
+    kind = numbers.dtype.kind
+    is_float = kind == "f" or numbers.dtype.name == "bfloat16"
+    if numbers.size and not is_float and kind not in "iub":
+        raise TypeError(f"{what}: got {not_numbers(numbers)}, {shown(x)}, expected {expected}")
+    if kind in "iu":
+        check_within(what, numbers)
+        return numbers.astype(np.int32)
+    if is_float and numbers.dtype.itemsize == 2:
+        return numbers
+    return in_f32(what, numbers)
+
+
+def not_numbers(x: np.ndarray) -> str:
+    """What errors call an array that does not hold numbers alone."""
+    if None in list(np.ravel(x)):
+        return "None among them"
+    return str(x.dtype)
 
 
 def in_f32(what: str, x: np.ndarray) -> np.ndarray:
     """x in f32; raises at a finite number that would be infinite there."""
     with np.errstate(over="ignore"):
-        found = x.astype(np.float32)
-    far = np.isinf(found) & np.isfinite(x) if x.dtype.kind == "f" else np.zeros(x.shape, bool)
-    if far.any():
-        raise ValueError(f"{what}: got {x[far].reshape(-1)[0]}, expected numbers that f32 holds")
-    return found
+        rounded = x.astype(np.float32)
+    if x.dtype.kind == "f":
+        far = np.isinf(rounded) & np.isfinite(x)
+        if far.any():
+            raise ValueError(f"{what}: got {x[far].reshape(-1)[0]}, expected numbers that f32 holds")
+    return rounded
 
 
 def holds(dtype: Any, number: float) -> bool:
@@ -132,14 +149,16 @@ def holds(dtype: Any, number: float) -> bool:
 
 def finite_number(what: str, x: Any, expected: str) -> float:
     """A finite number, from an array without dimensions too."""
-    found = scalar(x)
-    check(what, shown(x), is_number(found), expected)
-    check(what, found, holds(jnp.float32, found), f"{expected} that f32 holds")
-    return found
+    number = scalar(x)
+    check(what, shown(x), is_number(number), expected)
+    check(what, number, holds(jnp.float32, number), f"{expected} that f32 holds")
+    return number
 
 
 def as_list(what: str, x: Any, expected: str = "a list with one entry a sample") -> list[Any]:
     """The entries of a list, tuple or array; a text, or something that has none, is refused."""
-    if isinstance(x, (str, bytes)) or not (isinstance(x, Sequence) or np.ndim(as_array(what, x, expected)) > 0):
+    is_text = isinstance(x, (str, bytes))
+    is_listed = isinstance(x, Sequence) or np.ndim(as_array(what, x, expected)) > 0
+    if is_text or not is_listed:
         raise TypeError(f"{what}: got {type(x).__name__}, expected {expected}")
     return list(x)

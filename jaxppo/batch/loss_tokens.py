@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxppo.base.arrays import masked
-from jaxppo.batch.reads import SAMPLED, Kind, at_most_zero
+from jaxppo.batch.reads import SAMPLED, ValueRule, at_most_zero
 from jaxppo.batch.rollout_batch import RolloutBatch
 
 
@@ -27,22 +27,25 @@ class LossTokens:
     @classmethod
     def of(cls, batch: RolloutBatch, mask: Float[Array, "R T"] | None = None) -> LossTokens:
         """The tokens of another mask than the loss mask, if one is given."""
-        mask = batch.loss_mask if mask is None else mask.astype(jnp.float32)
+        if mask is None:
+            mask = batch.loss_mask
+        else:
+            mask = mask.astype(jnp.float32)
         counts = mask != 0
         in_sequence = (batch.segment_ids > 0) & (batch.segment_ids <= batch.num_segments)
         sound = ~counts | ((mask == 1) & in_sequence)
         return cls(counts.astype(jnp.float32), jnp.where(sound, jnp.float32(0), jnp.nan))
 
-    def read(self, kind: Kind, x: Float[Array, "R T"], *, impossible: bool = False) -> Float[Array, "R T"]:
-        """`see` of an array of this kind: NaN where an entry breaks its rule, a sampler's log-probs at most 0.
+    def read(self, rule: ValueRule, x: Float[Array, "R T"], *, impossible: bool = False) -> Float[Array, "R T"]:
+        """`see` of an array with this rule: NaN where an entry breaks it, a sampler's log-probs at most 0.
 
         A log-prob of -inf breaks no rule if the caller knows what to do with tokens that are `impossible`.
         """
         x = x.astype(jnp.float32)
-        bad = kind.bad(x, jnp)
+        bad = rule.bad(x, jnp)
         if impossible:
             bad &= ~jnp.isneginf(x)
-        if kind is SAMPLED:
+        if rule is SAMPLED:
             x = at_most_zero(x)
         return self.see(jnp.where(bad, jnp.nan, x))
 

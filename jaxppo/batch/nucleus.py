@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jaxppo.base.arrays import check, check_count
+from jaxppo.base.arrays import check, check_count, needed
 from jaxppo.batch.placing import placed
 from jaxppo.batch.rollout_batch import RolloutBatch, check_arrays
 from jaxppo.batch.samples import Sample, check_samples
@@ -56,18 +56,19 @@ def pack_nucleus_ids(
         check_count("width", width, least=1)
     if recorded is None:
         for i, sample in enumerate(samples):
-            check(f"samples[{i}].nucleus", None, sample.nucleus is not None, "the recorded ids of each token")
+            needed(f"samples[{i}].nucleus", sample.nucleus, "the recorded ids of each token")
         recorded = [sample.nucleus for sample in samples if sample.nucleus is not None]
     if not isinstance(recorded, Sequence) or isinstance(recorded, str):
         raise TypeError(f"recorded: got {type(recorded).__name__}, expected the sets of each sample, or None")
     good = len(recorded) == len(samples)
     check("recorded", f"{len(recorded)} samples", good, f"{len(samples)}, as many as samples")
     nuclei = {}
-    for i, (sample, of_sample) in enumerate(zip(samples, recorded, strict=True)):
-        sets = TokenSets.of(f"recorded[{i}]", of_sample).without_negative()
+    for i, (sample, ragged) in enumerate(zip(samples, recorded, strict=True)):
+        sets = TokenSets.of(f"recorded[{i}]", ragged).without_negative()
         count = len(sample.tokens) - sample.start
         check(f"recorded[{i}]", f"{len(sets)} nuclei", len(sets) == count, f"{count}, one a response token")
-        nuclei[i if sample.sample_id is None else sample.sample_id] = sets
+        sample_id = i if sample.sample_id is None else sample.sample_id
+        nuclei[sample_id] = sets
     widest = max(int(sets.sizes.max(initial=0)) for sets in nuclei.values())
     if width is None:
         width = 1 << max(widest - 1, 0).bit_length()

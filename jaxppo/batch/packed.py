@@ -5,14 +5,14 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Required, TypedDict
 
 import numpy as np
 
 from jaxppo.base.arrays import check, check_count, check_flag
 from jaxppo.batch.host import is_whole
-from jaxppo.batch.same_prompts import check_groups, check_groups_of_hosts
+from jaxppo.batch.same_prompts import Prompts, check_groups, check_groups_of_hosts
 from jaxppo.batch.samples import (
     Piece,
     Sample,
@@ -63,11 +63,7 @@ def packed_samples(
     """The arrays by name, and K, of the batch of `RolloutBatch.from_samples`, and of its twin if there is one."""
     check_parallel(parallel, "ParallelMesh or None")
     with multihost.together(parallel):
-        check_samples(samples)
-        prompts = check_groups(samples)
-        check_flag("share_prefixes", share_prefixes)
-        check_count("mtp_depths", mtp_depths)
-        check("mtp_depths", mtp_depths, share_prefixes or mtp_depths == 0, "0 without share_prefixes=True")
+        prompts = _check(samples, share_prefixes, mtp_depths)
         if twin is not None:
             _check_twin(samples, twin, share_prefixes, parallel)
         pieces = whole_pieces(samples)
@@ -78,32 +74,72 @@ def packed_samples(
 
             samples = with_known(samples)
             pieces = shared_pieces(samples, row_length, sizes.get("num_segments"), mtp_depths, parallel)
-        places = [range(piece.start, piece.stop) for piece in pieces]
-        if twin is not None:  # a sample and its twin have the same room, that of the longer
-            places = [max(room, range(len(other.tokens)), key=len) for room, other in zip(places, twin, strict=True)]
+        places = _rooms(pieces, twin)
     hosts = parallel if parallel and multihost.spans_processes(parallel) else None
     if share_prefixes and sizes.get("num_segments") is not None and not hosts:
         _check_num_segments(samples, row_length, sizes, mtp_depths, parallel)
     packed = _packed(places, pieces, samples, row_length, parallel, sizes)
     first = multihost.numbers_before(hosts, len(samples)) if hosts else 0
-    ids = [first + i if s.sample_id is None else int(s.sample_id) for i, s in enumerate(samples)]
+    ids = [first + i if sample.sample_id is None else int(sample.sample_id) for i, sample in enumerate(samples)]
     with multihost.together(parallel):
         check_sample_ids(ids)
-        each = [(samples, pieces, packed)]
-        if twin is not None:
-            each = [(x, whole_pieces(x), _at_ends(packed, x)) for x in (samples, twin)]
-        made = [batch_arrays(*of_batch, ids, share_prefixes) for of_batch in each]
+        batches = _batches(samples, twin, pieces, packed, ids, share_prefixes)
     if hosts:
         check_groups_of_hosts(prompts)
         check_sample_ids_of_hosts(ids, hosts)
-        names = sorted("twin." * i + name for i, x in enumerate(made) for name, array in x.items() if array is not None)
-        multihost.check_equal("samples", [*names, f"mtp_depths={mtp_depths}"] if mtp_depths else names)
-    _warn_of_many_shapes(
-        repr((row_length, sorted(sizes.items()), share_prefixes, mtp_depths, parallel)),
-        (packed.micro_batches or 1, packed.rows, packed.num_segments),
-        len(sizes.get("buckets") or ()),
-    )
-    return [{**arrays, "micro_batches": packed.micro_batches} for arrays in made]
+        _check_arrays_of_hosts(batches, mtp_depths)
+    options = repr((row_length, sorted(sizes.items()), share_prefixes, mtp_depths, parallel))
+    shape = (packed.micro_batches or 1, packed.rows, packed.num_segments)
+    _warn_of_many_shapes(options, shape, len(sizes.get("buckets") or ()))
+    return [{**arrays, "micro_batches": packed.micro_batches} for arrays in batches]
+
+
+def _check(samples: Sequence[Sample], share_prefixes: bool, mtp_depths: int) -> Prompts:
+    """Checks samples and options; returns the prompts."""
+    check_samples(samples)
+    prompts = check_groups(samples)
+    check_flag("share_prefixes", share_prefixes)
+    check_count("mtp_depths", mtp_depths)
+    check("mtp_depths", mtp_depths, share_prefixes or mtp_depths == 0, "0 without share_prefixes=True")
+    return prompts
+
+
+def _rooms(pieces: Sequence[Piece], twin: Sequence[Sample] | None) -> list[range]:
+    """The tokens of each piece; a sample and its twin have the same room, that of the longer."""
+    places = [range(piece.start, piece.stop) for piece in pieces]
+    if twin is None:
+        return places
+    others = [range(len(sample.tokens)) for sample in twin]
+    return [max(own, other, key=len) for own, other in zip(places, others, strict=True)]
+
+
+def _batches(
+    samples: Sequence[Sample],
+    twin: Sequence[Sample] | None,
+    pieces: Sequence[Piece],
+    packed: Packed,
+    ids: Sequence[int],
+    share_prefixes: bool,
+) -> list[dict[str, np.ndarray | None]]:
+    """The arrays of the batch, and of its twin if there is one."""
+    if twin is None:
+        return [batch_arrays(samples, pieces, packed, ids, share_prefixes)]
+    both = []
+    for several in (samples, twin):
+        arrays = batch_arrays(several, whole_pieces(several), _at_ends(packed, several), ids, share_prefixes)
+        both.append(arrays)
+    return both
+
+
+def _check_arrays_of_hosts(batches: Sequence[Mapping[str, Any]], mtp_depths: int) -> None:
+    """Raises where hosts have other arrays, or depths; all must call this."""
+    names = []
+    for prefix, arrays in zip(("", "twin."), batches, strict=False):
+        names += [prefix + name for name, array in arrays.items() if array is not None]
+    names.sort()
+    if mtp_depths:
+        names.append(f"mtp_depths={mtp_depths}")
+    multihost.check_equal("samples", names)
 
 
 def _packed(
@@ -139,14 +175,14 @@ def _check_num_segments(
             return False
         return True
 
-    given = sizes["num_segments"]
-    if not is_whole(given) or given < 1 or fits(given):
+    num_segments = sizes["num_segments"]
+    if not is_whole(num_segments) or num_segments < 1 or fits(num_segments):
         return
-    more = range(given + 1, 2 * len(samples) + 1)
+    more = range(num_segments + 1, 2 * len(samples) + 1)
     least = bisect.bisect_left(more, True, key=fits)
     if least < len(more):
         expected = f"at least {more[least]} with share_prefixes, since a prefix that samples share takes a segment too"
-        raise ValueError(f"num_segments: got {given}, expected {expected}")
+        raise ValueError(f"num_segments: got {num_segments}, expected {expected}")
 
 
 def _check_twin(
@@ -156,16 +192,17 @@ def _check_twin(
     check_samples(twin, "twin")
     check("twin", f"{len(twin)} samples", len(twin) == len(samples), f"{len(samples)}, one for each of samples")
     for i, (sample, other) in enumerate(zip(samples, twin, strict=True)):
-        mine, theirs = (np.asarray(x.tokens)[x.start :] for x in (sample, other))
-        here, as_in = f"in sample {i}", f"as in samples[{i}]"
-        good = len(mine) == len(theirs)
-        check("twin", f"a response of {len(theirs)} tokens {here}", good, f"that of samples[{i}], {len(mine)} tokens")
-        if (mine != theirs).any():
-            at = int(np.argmax(mine != theirs))
-            got = f"{theirs[at]} as response token {at} of sample {i}"
-            raise ValueError(f"twin: got {got}, expected {mine[at]}, {as_in}")
+        own = np.asarray(sample.tokens)[sample.start :]
+        theirs = np.asarray(other.tokens)[other.start :]
+        expected = f"that of samples[{i}], {len(own)} tokens"
+        check("twin", f"a response of {len(theirs)} tokens in sample {i}", len(own) == len(theirs), expected)
+        if (own != theirs).any():
+            k = int(np.argmax(own != theirs))
+            got = f"{theirs[k]} as response token {k} of sample {i}"
+            raise ValueError(f"twin: got {got}, expected {own[k]}, as in samples[{i}]")
         good = other.sample_id in (None, sample.sample_id)
-        check("twin", f"sample_id {other.sample_id} {here}", good, f"{sample.sample_id}, {as_in}")
+        expected = f"{sample.sample_id}, as in samples[{i}]"
+        check("twin", f"sample_id {other.sample_id} in sample {i}", good, expected)
     check("share_prefixes", share_prefixes, not share_prefixes, "False with a twin, whose prompts are other ones")
     if parallel is not None:
         good = segment_multiple(parallel.context_layout, parallel.context_size) == 1
@@ -186,17 +223,20 @@ _warned = False
 def _warn_of_many_shapes(options: str, shape: tuple[int, int, int], buckets: int) -> None:
     """Warns once a process, when equal options have led to a third shape: each compiles a jitted step again."""
     global _warned
-    made = _shapes.setdefault(options, set())
-    made.add(shape)
-    if _warned or len(made) <= max(2, buckets):
+    shapes = _shapes.setdefault(options, set())
+    shapes.add(shape)
+    if _warned or len(shapes) <= max(2, buckets):
         return
     _warned = True
-    sizes = dict(zip("KRS", map(set, zip(*made, strict=True)), strict=True))
-    fixes = {"K": "micro_batches=", "R": "rows= (or a short list of buckets=)", "S": "num_segments="}
-    differ = [name for name, values in sizes.items() if len(values) > 1]
-    found = "; ".join(f"{name} = {', '.join(map(str, sorted(sizes[name])))}" for name in differ)
+    options_of = {"K": "micro_batches=", "R": "rows= (or a short list of buckets=)", "S": "num_segments="}
+    differ = []
+    fixes = []
+    for (name, option), sizes in zip(options_of.items(), zip(*shapes, strict=True), strict=True):
+        if len(set(sizes)) > 1:
+            differ.append(f"{name} = {', '.join(map(str, sorted(set(sizes))))}")
+            fixes.append(option)
     warnings.warn(
-        f"RolloutBatch.from_samples: got batches of {len(made)} shapes from the same options ({found}), expected few, "
-        f"since a jitted step compiles again for each; give {' and '.join(fixes[name] for name in differ)}",
+        f"RolloutBatch.from_samples: got batches of {len(shapes)} shapes from the same options ({'; '.join(differ)}), "
+        f"expected few, since a jitted step compiles again for each; give {' and '.join(fixes)}",
         stacklevel=4,
     )

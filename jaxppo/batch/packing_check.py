@@ -79,57 +79,82 @@ def assert_packing_invariant(
     check_count("seed", seed)
     if tolerance is not None:
         tolerance = plain_number("tolerance", tolerance, least=0)
-    rng, shards = np.random.default_rng(seed), parallel.context_size if parallel else 2
-    unit = 2 * shards  # what every layout divides rows and segments by
-
-    def tokens(count: int) -> np.ndarray:
-        return rng.integers(0, vocab_size, count, dtype=np.int32)
-
-    ours = (tokens(2 * unit), 2 * unit)
-    before, after, other_before, other_after = ((tokens(unit - 1), unit) for _ in range(4))  # each ends in padding
+    trial = _Trial(hidden_fn, params, vocab_size, parallel, seed)
     own_layout = parallel.context_layout if parallel else "contiguous"
-
-    def hidden(
-        pieces: Sequence[Piece], length: int = 4 * unit, layout: str = own_layout, others: int = 0
-    ) -> np.ndarray:
-        rows = 2 * (parallel.data_size if parallel else 1)
-        padding = np.random.default_rng((seed, others)).integers(0, vocab_size, (rows, length), dtype=np.int32)
-        # the rows after the first hold a sequence each, which is other in each comparison of what lies beside
-        beside = [(other_before, other_after)[others % 2], ours]
-        batch, placed = _batch([pieces, *[beside] * (rows - 1)], padding, layout, shards)
-        found = hidden_fn(params, _put(batch, parallel) if parallel else batch)
-        good = found.ndim == 3 and found.shape[:2] == batch.tokens.shape
-        check("hidden_fn", f"shape {found.shape}", good, f"{batch.tokens.shape} and the hidden size")
-        dtypes.add(jnp.dtype(found.dtype))
-        at = next(i for i, piece in enumerate(pieces) if piece is ours)
-        found = multihost.whole(found)
-        states = unpack(found.astype(jnp.float32), placed)[at].astype(np.float64)
-        check("hidden_fn", "hidden states that are not finite", bool(np.isfinite(states).all()), "finite ones")
-        return states
-
-    dtypes: set[Any] = set()
-    usual = hidden([before, ours, after])
-    packed = {
-        "what is packed beside it": hidden([other_before, ours, other_after], others=2),
-        "its place in the row": hidden([ours, before, after]),
-        "the row length": hidden([before, ours, after], length=8 * unit),
-        "padding": hidden([before, ours, after], others=4),
+    length = 4 * trial.unit
+    before, after, other_before, other_after = trial.others
+    usual = trial.hidden([before, trial.ours, after], length, own_layout)
+    states = {
+        "what is packed beside it": trial.hidden(
+            [other_before, trial.ours, other_after], length, own_layout, padding=2
+        ),
+        "its place in the row": trial.hidden([trial.ours, before, after], length, own_layout),
+        "the row length": trial.hidden([before, trial.ours, after], 2 * length, own_layout),
+        "padding": trial.hidden([before, trial.ours, after], length, own_layout, padding=4),
     }
     if parallel is None:
         # at the end of a row each layout but "contiguous" has later tokens before earlier ones in memory
-        layouts = {layout: hidden([before, after, ours], layout=layout) for layout in LAYOUTS}
+        layouts = {layout: trial.hidden([before, after, trial.ours], length, layout) for layout in LAYOUTS}
         last = layouts.pop(own_layout)
-        packed |= {f"the context layout {layout!r}": usual + x - last for layout, x in layouts.items()}
+        states |= {f"the context layout {layout!r}": usual + x - last for layout, x in layouts.items()}
     largest = max(np.abs(usual).max(), np.finfo(np.float32).tiny)
-    differences = {name: float(np.abs(x - usual).max() / largest) for name, x in packed.items()}
+    differences = {name: float(np.abs(x - usual).max() / largest) for name, x in states.items()}
     if tolerance is None:
-        tolerance = 1e-4 if all(dtype.itemsize > 2 for dtype in dtypes) else 0.03
-    if faults := [f"{name} ({share:.2g} of the largest)" for name, share in differences.items() if share > tolerance]:
+        tolerance = 1e-4 if all(dtype.itemsize > 2 for dtype in trial.dtypes) else 0.03
+    faults = [f"{name} ({share:.2g} of the largest)" for name, share in differences.items() if share > tolerance]
+    if faults:
         raise AssertionError(
             f"hidden_fn: got hidden states of a sample that depend on {', '.join(faults)}, expected them to depend on "
             f"{_ADVICE}"
         )
     return differences
+
+
+class _Trial:
+    """A sample of random tokens, others to be packed beside it, and the model that runs on them."""
+
+    def __init__(
+        self,
+        hidden_fn: Callable[[Any, RolloutBatch], Float[Array, "R T H"]],
+        params: Any,
+        vocab_size: int,
+        parallel: ParallelMesh | None,
+        seed: int,
+    ) -> None:
+        self.hidden_fn = hidden_fn
+        self.params = params
+        self.vocab_size = vocab_size
+        self.parallel = parallel
+        self.seed = seed
+        self.dtypes: set[Any] = set()  # of the hidden states
+        self.shards = parallel.context_size if parallel else 2
+        self.unit = 2 * self.shards  # what every layout divides rows and segments by
+        rng = np.random.default_rng(seed)
+
+        def piece(length: int, places: int) -> Piece:
+            return rng.integers(0, vocab_size, length, dtype=np.int32), places
+
+        self.ours = piece(2 * self.unit, 2 * self.unit)
+        self.others = [piece(self.unit - 1, self.unit) for _ in range(4)]  # each ends in padding
+
+    def hidden(self, pieces: Sequence[Piece], length: int, layout: str, padding: int = 0) -> np.ndarray:
+        """The hidden states of our sample where the first row holds these pieces; `padding` seeds what pads rows."""
+        data_size = self.parallel.data_size if self.parallel else 1
+        rows = 2 * data_size
+        rng = np.random.default_rng((self.seed, padding))
+        padding_ids = rng.integers(0, self.vocab_size, (rows, length), dtype=np.int32)
+        # the rows after the first hold these
+        beside = [self.others[2], self.ours]
+        batch, packed = _batch([pieces, *[beside] * (rows - 1)], padding_ids, layout, self.shards)
+        hidden = self.hidden_fn(self.params, _put(batch, self.parallel) if self.parallel else batch)
+        good = hidden.ndim == 3 and hidden.shape[:2] == batch.tokens.shape
+        check("hidden_fn", f"shape {hidden.shape}", good, f"{batch.tokens.shape} and the hidden size")
+        self.dtypes.add(jnp.dtype(hidden.dtype))
+        number = next(i for i, piece in enumerate(pieces) if piece is self.ours)
+        whole = multihost.whole(hidden).astype(jnp.float32)
+        states = unpack(whole, packed)[number].astype(np.float64)
+        check("hidden_fn", "hidden states that are not finite", bool(np.isfinite(states).all()), "finite ones")
+        return states
 
 
 def _put(batch: RolloutBatch, parallel: ParallelMesh) -> RolloutBatch:
@@ -154,7 +179,12 @@ def _batch(
     packed = Packed(lengths, row, slot, start, sizes.shape[1], len(rows), None, order)
     segment_ids = packed.segment_ids
     tokens = np.where(segment_ids > 0, packed.place(ids), np.take_along_axis(padding, order, axis=1))
-    arrays: dict[str, Any] = {"tokens": tokens, "targets": tokens, "segment_ids": segment_ids}
-    arrays |= {"positions": packed.positions, "loss_mask": np.zeros(padding.shape, np.float32)}
-    arrays |= {"sample_ids": packed.place_segments(range(len(ids)), -1, np.int32)}
+    arrays: dict[str, Any] = {
+        "tokens": tokens,
+        "targets": tokens,
+        "segment_ids": segment_ids,
+        "positions": packed.positions,
+        "loss_mask": np.zeros(padding.shape, np.float32),
+        "sample_ids": packed.place_segments(range(len(ids)), -1, np.int32),
+    }
     return RolloutBatch(**arrays, context_layout=layout, context_shards=shards), packed

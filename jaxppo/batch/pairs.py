@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -32,13 +33,21 @@ class Pairs:
         loss_tokens: Float[Array, "R S"],
     ) -> Pairs:
         by_id = ById.of(axes, jnp.where(loss_tokens > 0, group_ids, -1))
-        each = by_id.gather(rewards)
+        all_rewards = by_id.gather(rewards)
         present = by_id.gather(by_id.there.astype(jnp.int32)) > 0
-        highest, lowest = by_id.max(each)[by_id.all], -by_id.max(-each)[by_id.all]
-        chosen, rejected = (present & (each == x) & (highest > lowest) for x in (highest, lowest))
-        both, better, worse = (by_id.sum(x.astype(jnp.int32)) for x in (present, chosen, rejected))
-        paired = ((both == 2) & (better == 1) & (worse == 1))[by_id.own] & by_id.there
-        return cls(by_id, chosen, rejected, (loss_tokens > 0) & ~paired)
+        highest = by_id.max(all_rewards)[by_id.all]
+        lowest = -by_id.max(-all_rewards)[by_id.all]
+        differ = highest > lowest
+        chosen = present & (all_rewards == highest) & differ
+        rejected = present & (all_rewards == lowest) & differ
+
+        def is_count(flags: jax.Array, count: int) -> jax.Array:
+            return by_id.sum(flags.astype(jnp.int32)) == count
+
+        is_pair = is_count(present, 2) & is_count(chosen, 1) & is_count(rejected, 1)
+        paired = is_pair[by_id.own] & by_id.there
+        alone = (loss_tokens > 0) & ~paired
+        return cls(by_id, chosen, rejected, alone)
 
     def of_chosen(self, x: Float[Array, "R S"]) -> Float[Array, " N"]:
         return self.by_id.sum(jnp.where(self.chosen, self.by_id.gather(x), 0))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxppo.base.arrays import check
+from jaxppo.batch.rows import layout_of
 from jaxppo.batch.samples import Piece, Sample
 from jaxppo.batch.shared_rows import in_common, in_order, prompts_of
 from jaxppo.sharding import ParallelMesh, check_row_length, segment_multiple
@@ -48,20 +49,23 @@ def shared_pieces(
     depth, has a position of its own. Responses are never shared, since their values belong to one sample. The pieces of
     a tree are neighbours, each after its parent.
     """
-    layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
+    layout, shards = layout_of(parallel)
     check_row_length(row_length, layout, shards)
     limits = _Limits(row_length, segment_multiple(layout, shards), num_segments or len(samples) * 2)
     for i, sample in enumerate(samples):
-        count, places = len(sample.tokens), limits.places(len(sample.tokens))
+        count = len(sample.tokens)
+        places = limits.places(count)
         got = f"{count} tokens ({places} with the layout's padding) in sample {i}"
         check("samples", got, places <= row_length, f"at most row_length={row_length}")
     root = _trie(samples, 1 + mtp_depths)
     _leave_out(root, limits)
     above = _above(root, limits)
-    for leaf, parent in _walk(root):
-        if leaf.is_leaf and (above[leaf][0] > row_length or above[leaf][1] > limits.segments):  # its path fits no row
-            parent.children.remove(leaf)
-            root.children.append(leaf)
+    for node, parent in _walk(root):
+        places, segments = above[node]
+        fits = places <= row_length and segments <= limits.segments
+        if node.is_leaf and not fits:  # its path is too long for a row
+            parent.children.remove(node)
+            root.children.append(node)
     _leave_out(root, limits)
     return _laid_out(_split(root, limits))
 
@@ -71,14 +75,17 @@ def _trie(samples: Sequence[Sample], overlap: int) -> _Node:
     prompts = prompts_of(samples).codes
     order = in_order(prompts)
     root = _Node(0, order[0])
-    path, before = [root], prompts[order[0]][:0]
+    path = [root]
+    before = prompts[order[0]][:0]
     for i in order:
         depth = max(in_common(before, prompts[i]) - overlap, 0)
         while path[-1].stop > depth:
             path.pop()
         if path[-1].stop < depth:
-            path[-1].children.append(_Node(depth, i, [path[-1].children.pop()]))
-            path.append(path[-1].children[-1])
+            last = path[-1].children.pop()
+            prefix = _Node(depth, i, [last])
+            path[-1].children.append(prefix)
+            path.append(prefix)
         path[-1].children.append(_Node(len(samples[i].tokens), i, is_leaf=True))
         before = prompts[i]
     return root
@@ -86,12 +93,13 @@ def _trie(samples: Sequence[Sample], overlap: int) -> _Node:
 
 def _walk(root: _Node) -> list[tuple[_Node, _Node]]:
     """(node, its parent) for all nodes but the root, parents first; without recursion, since trees may be deep."""
-    found, waiting = [], [(child, root) for child in reversed(root.children)]
+    nodes = []
+    waiting = [(child, root) for child in reversed(root.children)]
     while waiting:
         node, parent = waiting.pop()
-        found.append((node, parent))
+        nodes.append((node, parent))
         waiting += [(child, node) for child in reversed(node.children)]
-    return found
+    return nodes
 
 
 def _above(root: _Node, limits: _Limits) -> dict[_Node, tuple[int, int]]:
@@ -109,11 +117,15 @@ def _leave_out(root: _Node, limits: _Limits) -> None:
         if node.is_leaf:
             continue
         own = node.stop - parent.stop
-        lengths = [child.stop - node.stop for child in node.children]
-        saved = sum(limits.places(n + own) - limits.places(n) for n in lengths) - limits.places(own)
-        if saved <= 0:
-            at = parent.children.index(node)
-            parent.children[at : at + 1] = node.children
+        apart = 0
+        together = limits.places(own)
+        for child in node.children:
+            length = child.stop - node.stop
+            apart += limits.places(length + own)
+            together += limits.places(length)
+        if apart <= together:
+            i = parent.children.index(node)
+            parent.children[i : i + 1] = node.children
 
 
 def _split(root: _Node, limits: _Limits) -> list[_Node]:
@@ -123,22 +135,18 @@ def _split(root: _Node, limits: _Limits) -> list[_Node]:
     whole, and as few rows as possible repeat the path above them.
     """
     above = _above(root, limits)
-    parts: dict[_Node, list[_Node]] = {}
+    trees: dict[_Node, list[_Node]] = {}  # into which each node and what is below it was cut
     for node, parent in reversed(_walk(root)):
         own = limits.places(node.stop - parent.stop)
-        below = [part for child in node.children for part in parts.pop(child)]
+        below = [tree for child in node.children for tree in trees.pop(child)]
         places, segments = above[node]
-        bins = _first_fit(below, limits.row_length - places, limits.segments - segments)
-        parts[node] = [
-            dataclasses.replace(
-                node,
-                children=held,
-                places=own + sum(x.places for x in held),
-                segments=1 + sum(x.segments for x in held),
-            )
-            for held in bins
-        ]
-    return [part for child in root.children for part in parts[child]]
+        trees[node] = []
+        for children in _first_fit(below, limits.row_length - places, limits.segments - segments):
+            all_places = own + sum(child.places for child in children)
+            all_segments = 1 + sum(child.segments for child in children)
+            tree = dataclasses.replace(node, children=children, places=all_places, segments=all_segments)
+            trees[node].append(tree)
+    return [tree for child in root.children for tree in trees[child]]
 
 
 def _first_fit(trees: list[_Node], places: int, segments: int) -> list[list[_Node]]:
@@ -148,12 +156,14 @@ def _first_fit(trees: list[_Node], places: int, segments: int) -> list[list[_Nod
     bins: list[list[_Node]] = []
     free: list[tuple[int, int]] = []
     for tree in sorted(trees, key=lambda x: -x.places):
-        at = next((i for i, (p, n) in enumerate(free) if tree.places <= p and tree.segments <= n), len(bins))
-        if at == len(bins):
+        fitting = (i for i, (left, count) in enumerate(free) if tree.places <= left and tree.segments <= count)
+        k = next(fitting, len(bins))
+        if k == len(bins):
             bins.append([])
             free.append((places, segments))
-        bins[at].append(tree)
-        free[at] = free[at][0] - tree.places, free[at][1] - tree.segments
+        bins[k].append(tree)
+        left, count = free[k]
+        free[k] = (left - tree.places, count - tree.segments)
     return bins
 
 

@@ -15,34 +15,34 @@ from jaxtyping import Array, Bool, Float
 from jaxppo.base.arrays import MAX_LOG_PROB, MAX_SAMPLED
 
 
-class Kind(NamedTuple):
+class ValueRule(NamedTuple):
     """What the values of an array may be."""
 
     expected: str  # in words
     bad: Callable[[Any, Any], Any]  # where x breaks it, of (x, numpy or jax.numpy)
 
 
-LOG_PROBS = Kind(
+LOG_PROBS = ValueRule(
     f"finite log-probs of at most {MAX_LOG_PROB} where loss_mask is 1",
     lambda x, xp: ~(xp.isfinite(x) & (x <= MAX_LOG_PROB)),
 )
-SAMPLED = Kind(
+SAMPLED = ValueRule(
     f"finite log-probs of at most {MAX_SAMPLED} where loss_mask is 1",
     lambda x, xp: ~(xp.isfinite(x) & (x <= MAX_SAMPLED)),
 )
-ENTROPIES = Kind(
+ENTROPIES = ValueRule(
     f"finite entropies of at least -{MAX_LOG_PROB}, which log-probs are not, where loss_mask is 1",
     lambda x, xp: ~(xp.isfinite(x) & (x >= -MAX_LOG_PROB)),
 )
-FINITE = Kind("finite numbers where loss_mask is 1", lambda x, xp: ~xp.isfinite(x))
-WEIGHTS = Kind("finite weights of at least 0 where loss_mask is 1", lambda x, xp: ~(xp.isfinite(x) & (x >= 0)))
-FLAGS = Kind("0 or 1 where loss_mask is 1", lambda x, xp: (x != 0) & (x != 1))
+FINITE = ValueRule("finite numbers where loss_mask is 1", lambda x, xp: ~xp.isfinite(x))
+WEIGHTS = ValueRule("finite weights of at least 0 where loss_mask is 1", lambda x, xp: ~(xp.isfinite(x) & (x >= 0)))
+FLAGS = ValueRule("0 or 1 where loss_mask is 1", lambda x, xp: (x != 0) & (x != 1))
 
 _IMPOSSIBLE = "For tokens that a policy finds impossible, -inf, see PolicyLossConfig.impossible_tokens"
 OF_MODELS = "hidden states, heads and the temperature hold no NaN or inf"
 
 # Arrays of tokens, [R, T]: the kind of each, and more words for some.
-PER_TOKEN: dict[str, tuple[Kind, str]] = {
+PER_TOKEN: dict[str, tuple[ValueRule, str]] = {
     "advantages": (FINITE, ""),
     "returns": (FINITE, ""),
     "values": (FINITE, ""),
@@ -78,9 +78,11 @@ BOUNDS = ("off_policy.high", "off_policy.low", "off_policy.rejections.high", "of
 
 def rule_of(name: str) -> str:
     """The rule for a number of a loss by its path: "clip_low" for "positive.clip_low", the bound of any rejection."""
-    path = [part for part in name.split(".") if not part.isdigit()]
-    known = (".".join(path), path[-1])
-    return next((x for x in known if x in NUMBERS or x in BOUNDS), "another_number")
+    words = [word for word in name.split(".") if not word.isdigit()]
+    for known in (".".join(words), words[-1]):
+        if known in NUMBERS or known in BOUNDS:
+            return known
+    return "another_number"
 
 
 def at_most_zero(log_probs: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -90,7 +92,8 @@ def at_most_zero(log_probs: Float[Array, "..."]) -> Float[Array, "..."]:
 
 def mass_of(log_probs: Any, has_id: Any, xp: Any = jnp) -> Any:
     """The probability of all ids together, each of at most 1: `[..., K]` to `[...]`."""
-    return xp.where(has_id, xp.exp(xp.minimum(xp.where(has_id, log_probs, 0), 0)), 0).sum(axis=-1)
+    log_probs = xp.minimum(xp.where(has_id, log_probs, 0), 0)
+    return xp.where(has_id, xp.exp(log_probs), 0).sum(axis=-1)
 
 
 def at_most_one(log_probs: Float[Array, "*batch K"], has_id: Bool[Array, "*batch K"]) -> Float[Array, "*batch K"]:
@@ -99,10 +102,12 @@ def at_most_one(log_probs: Float[Array, "*batch K"], has_id: Bool[Array, "*batch
     A mass that no rounding explains stays as it is.
     """
     mass = mass_of(log_probs, has_id)[..., None]
-    excess = jnp.where((mass > 1) & (mass <= math.exp(MAX_SAMPLED)), jnp.log(mass), 0)
+    is_rounding = (mass > 1) & (mass <= math.exp(MAX_SAMPLED))
+    excess = jnp.where(is_rounding, jnp.log(mass), 0)
     return at_most_zero(log_probs) - excess
 
 
 def was_above_one(log_probs: Float[Array, "*batch K"], has_id: Bool[Array, "*batch K"]) -> Bool[Array, "*batch"]:
     """Where `at_most_one` changes log-probs by more than f32 rounds them."""
-    return (has_id & (log_probs > 0)).any(axis=-1) | (mass_of(log_probs, has_id) > 1 + MAX_LOG_PROB)
+    one_is_above = (has_id & (log_probs > 0)).any(axis=-1)
+    return one_is_above | (mass_of(log_probs, has_id) > 1 + MAX_LOG_PROB)

@@ -123,7 +123,9 @@ class RolloutBatch(Constructors):
     @property
     def rollouts(self) -> Int[Array, "R S"]:
         """The rollout of each sequence."""
-        return self.sample_ids if self.rollout_ids is None else self.rollout_ids
+        if self.rollout_ids is None:
+            return self.sample_ids
+        return self.rollout_ids
 
     @property
     def groups(self) -> GroupIds:
@@ -151,30 +153,36 @@ class RolloutBatch(Constructors):
         Raises:
           ValueError: rows in a context layout other than the mesh's, or no rows.
         """
-        axes = ShardAxes() if axes is None else axes
+        if axes is None:
+            axes = ShardAxes()
         self.check_layout(axes)
         return Segments(self.segment_ids, self.num_segments, axes)
 
     def check_layout(self, parallel: ParallelMesh | ShardAxes | None) -> None:
         """Raises ValueError where there are no rows, or their context layout is not the mesh's."""
-        for name in ("segment_ids", "sample_ids"):
+        for name, expected in (("segment_ids", "[R, T]"), ("sample_ids", "[R, S]")):
             x = getattr(self, name)
             check_array(f"batch.{name}", x)
-            check(f"batch.{name}", f"shape {x.shape}", x.ndim > 1, "[R, T]" if name == "segment_ids" else "[R, S]")
-        shape, count = self.segment_ids.shape, self.num_segments
+            check(f"batch.{name}", f"shape {x.shape}", x.ndim > 1, expected)
+        shape = self.segment_ids.shape
+        count = self.num_segments
         got = f"rows of shape {shape} with {count} segments"
         check("batch", got, 0 not in (*shape, count), "at least one row, position and segment")
         check_parallel(parallel)
-        layout, shards = "contiguous", 1
+        layout = "contiguous"
+        shards = 1
         if parallel is not None:
-            layout, shards = parallel.context_layout, parallel.size(parallel.context)
-        own = self.context_layout, self.context_shards
-        if own != (layout, shards) and not (in_order(*own) and in_order(layout, shards)):
-            advice = "give the batch's constructor and this call the same parallel="
-            if shards == 1:
-                advice = "this call lacks parallel=, the mesh that the batch was packed for, or a mesh with its shards"
-            got = f"rows packed for context layout {own[0]!r} over {own[1]} shards"
-            raise ValueError(f"batch: got {got}, expected {layout!r} over {shards}, as this call has them; {advice}")
+            layout = parallel.context_layout
+            shards = parallel.size(parallel.context)
+        if self.context_layout == layout and self.context_shards == shards:
+            return
+        if in_order(self.context_layout, self.context_shards) and in_order(layout, shards):
+            return
+        advice = "give the batch's constructor and this call the same parallel="
+        if shards == 1:
+            advice = "this call lacks parallel=, the mesh that the batch was packed for, or a mesh with its shards"
+        got = f"rows packed for context layout {self.context_layout!r} over {self.context_shards} shards"
+        raise ValueError(f"batch: got {got}, expected {layout!r} over {shards}, as this call has them; {advice}")
 
     def put(self, parallel: ParallelMesh) -> RolloutBatch:
         """The batch on the devices of a mesh: rows over data, positions over context.
@@ -253,23 +261,26 @@ class RolloutBatch(Constructors):
           ValueError: targets: got 9 at row 0, position 1, expected 0 to 8 where loss_mask is 1
         """
         arrays = check_arrays(self, stacked=True, prefix="")
+        counts = None
         if normalizer is not None:
             if not hasattr(normalizer, "check_step"):
                 raise TypeError(f"normalizer: got {type(normalizer).__name__}, expected Normalizer or None")
             normalizer.check_step(self)
-        check_entries(self, arrays, vocab_size, None if normalizer is None else normalizer.counts)
+            counts = normalizer.counts
+        check_entries(self, arrays, vocab_size, counts)
 
     def specs(self, parallel: ParallelMesh) -> RolloutBatch:
         """The PartitionSpec of each array: rows over data, positions over context. None where the array is None."""
-        specs: dict[str, Any] = {
-            name: spec_of(parallel.rows_spec if name in PER_SEGMENT else parallel.tokens_spec, x)
-            for name, x in self._named().items()
-        }
+        specs: dict[str, Any] = {}
+        for name, x in self._named().items():
+            rows = parallel.rows_spec if name in PER_SEGMENT else parallel.tokens_spec
+            specs[name] = spec_of(rows, x)
         return dataclasses.replace(self, **specs, extras=dict.fromkeys(self.extras, specs["loss_mask"]))
 
     def _named(self) -> dict[str, Array]:
         """The arrays that exist, without the extras."""
-        return {name: x for name in (*REQUIRED, *OPTIONAL) if (x := getattr(self, name)) is not None}
+        arrays = {name: getattr(self, name) for name in (*REQUIRED, *OPTIONAL)}
+        return {name: x for name, x in arrays.items() if x is not None}
 
 
 def check_arrays(
@@ -284,26 +295,41 @@ def check_arrays(
         raise TypeError(f"{prefix.rstrip('.')}: got {type(batch).__name__}, expected RolloutBatch")
     for name in FLAGS:
         check_flag(prefix + name, getattr(batch, name))
-    given = {name: getattr(batch, name) for name in (*REQUIRED, *OPTIONAL)}
-    arrays = {name: x for name, x in given.items() if x is not None or name in REQUIRED}
+    required = {name: getattr(batch, name) for name in REQUIRED}
+    optional = {name: getattr(batch, name) for name in OPTIONAL}
+    arrays = required | {name: x for name, x in optional.items() if x is not None}
     for name, x in arrays.items():
         check_array(prefix + name, x)
         if name in INTEGERS:
             check_fits(prefix + name, x)
     rows = arrays["loss_mask"].shape
-    expected = "[R, T], or [K, R, T]" if stacked else "[R, T], one micro-batch"
-    good = len(rows) == 2 or (stacked and len(rows) == 3)
-    if len(rows) == 3 and not stacked:
-        advice = "accumulate_gradients gives a loss one after the other of a stack [K, R, T]"
-        expected = f"{expected}{reader and f' for {reader}'}: {advice}"
-    check(prefix.rstrip(".") or "batch", f"a loss mask of shape {rows}", good, expected)
+    _check_rows(rows, stacked, prefix.rstrip(".") or "batch", reader)
     segments = (*rows[:-1], *(arrays["sample_ids"].shape[-1:] or ("S",)))
     for name, x in arrays.items():
-        shape, of = (segments, "segments of sample_ids") if name in PER_SEGMENT else (rows, "positions of loss_mask")
-        check(prefix + name, f"shape {x.shape}", x.shape == shape, f"{shape}, as the rows and {of}")
+        shape = rows
+        like = "positions of loss_mask"
+        if name in PER_SEGMENT:
+            shape = segments
+            like = "segments of sample_ids"
+        check(prefix + name, f"shape {x.shape}", x.shape == shape, f"{shape}, as the rows and {like}")
     check_names(batch.extras)
     for name, x in (batch.extras or {}).items():
         what = f"{prefix}extras[{name!r}]"
         check_array(what, x)
         check(what, f"shape {x.shape}", x.shape[: len(rows)] == rows, f"{rows} and more, as the positions of loss_mask")
     return arrays
+
+
+def _check_rows(shape: tuple[int, ...], stacked: bool, what: str, reader: str) -> None:
+    """Raises unless this is the shape of a loss mask."""
+    if stacked:
+        good = len(shape) in (2, 3)
+        expected = "[R, T], or [K, R, T]"
+    else:
+        good = len(shape) == 2
+        expected = "[R, T], one micro-batch"
+    if len(shape) == 3 and not stacked:
+        if reader:
+            expected += f" for {reader}"
+        expected += ": accumulate_gradients gives a loss one after the other of a stack [K, R, T]"
+    check(what, f"a loss mask of shape {shape}", good, expected)

@@ -20,6 +20,7 @@ from jaxppo.base.arrays import (
     INTEGERS,
     LOG_PROBS,
     PER_SEGMENT,
+    REQUIRED,
     AnyArray,
     check,
     check_array,
@@ -73,19 +74,23 @@ def padded_rows(
     padded: Mapping[str, Any], arrays: RowArrays, pad_id: int | None, parallel: ParallelMesh | None
 ) -> dict[str, Array]:
     """See `RolloutBatch.from_padded`."""
-    given, places = all_arrays(padded, arrays)
-    (B, C), (_, P) = _shape("completion_ids", given["completion_ids"]), _shape("prompt_ids", given["prompt_ids"])
-    shapes: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(given, ((B, C),))
+    inputs, places = all_arrays(padded, arrays)
+    B, C = _shape("completion_ids", inputs["completion_ids"])
+    _, P = _shape("prompt_ids", inputs["prompt_ids"])
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(inputs, ((B, C),))
     shapes |= {"prompt_ids": ((B, P),), "prompt_mask": ((B, P),), "attention_mask": ((B, P + C),)}
-    shapes |= {"advantages": ((B, C), (B,)), "loss_weights": ((B, C), (B,)), **dict.fromkeys(PER_SEGMENT, ((B,),))}
-    shapes |= {what: ((B, P + C if at == "input" else C),) for what, at, _ in places}
-    for what, x in given.items():
+    shapes |= dict.fromkeys(PER_SEGMENT, ((B,),))
+    shapes |= dict.fromkeys(("advantages", "loss_weights"), ((B, C), (B,)))
+    for what, at, _ in places:
+        if at == "input":
+            shapes[what] = ((B, P + C),)
+    for what, x in inputs.items():
         check_row_array(what, x, shapes[what])
     if pad_id is not None and (isinstance(pad_id, bool) or not isinstance(pad_id, (int, np.integer))):
         raise TypeError(f"pad_id: got {pad_id!r}, expected an integer")
     masks = ("completion_mask", "prompt_mask", "attention_mask")
-    check_on_host(lambda x: _wrong_padded(np, x, pad_id), given, ("prompt_ids", "completion_ids", *masks))
-    return of_whole_rows("RolloutBatch.from_padded", _padded, P + C, given, (pad_id, places), parallel)
+    check_on_host(lambda x: _wrong_padded(np, x, pad_id), inputs, ("prompt_ids", "completion_ids", *masks))
+    return of_whole_rows("RolloutBatch.from_padded", _padded, P + C, inputs, (pad_id, places), parallel)
 
 
 def _wrong_padded(xp: Any, x: Mapping[str, Any], pad_id: int | None) -> Wrong:
@@ -94,7 +99,8 @@ def _wrong_padded(xp: Any, x: Mapping[str, Any], pad_id: int | None) -> Wrong:
     for name in ("prompt_mask", "attention_mask"):
         if name in x:
             yield from wrong_values(name, x[name])
-    trains, real = _trains(xp, x), _real_tokens(xp, x)
+    trains = _trains(xp, x)
+    real = _real_tokens(xp, x)
     first = real & (xp.cumsum(real, axis=1) == 1)
     where = "0 on padding, and at a token with none before it, since nothing predicts that one"
     yield from wrong_masks("completion_mask", trains, real & ~first, where, before=x["prompt_ids"].shape[1])
@@ -104,30 +110,36 @@ def _misplaced(x: Mapping[str, Any], pad_id: int | None) -> Wrong:
     """Completions that begin with padding, and prompts whose padding counts as tokens, although a token trains."""
     if pad_id is None or "attention_mask" in x:
         return
-    prompt, completion, trains = x["prompt_ids"], x["completion_ids"], x["completion_mask"].astype(np.float32) != 0
+    prompt = x["prompt_ids"]
+    completion = x["completion_ids"]
+    trains = x["completion_mask"].astype(np.float32) != 0
+    any_trains = trains.any(axis=1)
     yield (
         "completion_ids",
-        (completion[:, 0] == pad_id) & ~trains[:, 0] & trains.any(axis=1),
+        (completion[:, 0] == pad_id) & ~trains[:, 0] & any_trains,
         lambda row: f"{pad_id}, the pad_id, before the tokens of row {row}",
         "completions that are right-padded, or attention_mask= to say where tokens are",
     )
     if "prompt_mask" not in x:
+        has_padding = (prompt[:, 0] == pad_id) | (prompt[:, -1] == pad_id)
         yield (
             "prompt_mask",
-            ((prompt[:, 0] == pad_id) | (prompt[:, -1] == pad_id)) & trains.any(axis=1),
+            has_padding & any_trains,
             lambda row: f"None, and {pad_id}, the pad_id, at an end of the prompt of row {row}",
             "prompt_mask= or attention_mask= to say where tokens are",
         )
 
 
-def check_on_host(wrong: Callable[[dict[str, Any]], Wrong], given: Mapping[str, Any], names: Iterable[str]) -> None:
+def check_on_host(wrong: Callable[[dict[str, Any]], Wrong], inputs: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raises at the first row that is wrong, if these arrays are on the host; under jit the loss mask becomes NaN."""
-    read = {name: given[name] for name in names if name in given}
-    if all(not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True) for x in read.values()):
-        on_host = {name: np.asarray(x) for name, x in read.items()}
-        for name, bad, got, expected in wrong({**given, **on_host}):
-            if bad.any():
-                raise ValueError(f"{name}: got {got(int(np.argmax(bad)))}, expected {expected}")
+    arrays = {name: inputs[name] for name in names if name in inputs}
+    for x in arrays.values():
+        if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+            return
+    on_host = {name: np.asarray(x) for name, x in arrays.items()}
+    for name, bad, got, expected in wrong({**inputs, **on_host}):
+        if bad.any():
+            raise ValueError(f"{name}: got {got(int(np.argmax(bad)))}, expected {expected}")
 
 
 def wrong_values(name: str, mask: Any) -> Wrong:
@@ -149,7 +161,7 @@ def wrong_masks(name: str, mask: Any, inside: Any, expected: str, before: int = 
 
 def marked(mask: Array, wrong: Wrong) -> Array:
     """The loss mask, NaN in the rows that are wrong: NaN breaks a rule, whatever reads the mask."""
-    broken = jnp.stack([bad for _, bad, _, _ in wrong]).any(axis=0)
+    broken = jnp.stack([bad for _, bad, *_ in wrong]).any(axis=0)
     return jnp.where(broken[:, None], jnp.nan, mask)
 
 
@@ -158,13 +170,16 @@ def _wrong_rows(xp: Any, x: Mapping[str, Any]) -> Wrong:
     ids = x["segment_ids"]
     yield from wrong_masks("loss_mask", x["loss_mask"], ids > 0, "0 where segment_ids is 0: sequences are 1, 2, ...")
     before = xp.pad(ids[:, :-1], ((0, 0), (1, 0)))
-    back = (ids > 0) & (ids != before) & (ids <= _most_so_far(xp, before))
+    is_start = (ids > 0) & (ids != before)
+    back = is_start & (ids <= _most_so_far(xp, before))
     expected = "each sequence to be contiguous, and those of a row in rising order"
     yield "segment_ids", back.any(axis=1), lambda row: f"{ids[row][back[row]][0]} again in row {row}", expected
 
 
 def _most_so_far(xp: Any, x: Any) -> Any:
-    return np.maximum.accumulate(x, axis=1) if xp is np else lax.cummax(x, axis=1)
+    if xp is np:
+        return np.maximum.accumulate(x, axis=1)
+    return lax.cummax(x, axis=1)
 
 
 def placed_rows(
@@ -172,29 +187,32 @@ def placed_rows(
 ) -> dict[str, Array]:
     """See `RolloutBatch.from_token_aligned`; if the rows hold targets, see `from_target_aligned`."""
     name = "RolloutBatch.from_target_aligned" if "targets" in rows else "RolloutBatch.from_token_aligned"
-    given, places = all_arrays(rows, arrays)
-    (R, T), ids = _shape("tokens", given["tokens"]), given["segment_ids"]
+    inputs, places = all_arrays(rows, arrays)
+    R, T = _shape("tokens", inputs["tokens"])
+    ids = inputs["segment_ids"]
     if num_segments is None:
         if isinstance(ids, jax.core.Tracer):
             raise ValueError("num_segments: got None under jit, expected S, the most sequences that a row may hold")
         num_segments = max(1, int(np.max(np.asarray(ids))))
     check_count("num_segments", num_segments, least=1)
-    on_host = np.zeros(1, int) if isinstance(ids, jax.Array) else ids  # losses check the range of ids on devices
-    check("segment_ids", on_host.min(), on_host.min() >= 0, "0 for padding, and 1, 2, ... for the sequences of a row")
-    most = int(on_host.max())
-    check("num_segments", num_segments, most <= num_segments, f"at least {most}, the largest of segment_ids")
-    for what, x in given.items():
-        check_row_array(what, x, ((R, num_segments if what in PER_SEGMENT else T),))
-    check_on_host(lambda x: _wrong_rows(np, x), given, ("segment_ids", "loss_mask"))
-    return of_whole_rows(name, _placed, T, given, (num_segments, places), parallel)
+    if not isinstance(ids, jax.Array):  # losses check the range of ids on devices
+        least = ids.min()
+        most = int(ids.max())
+        check("segment_ids", least, least >= 0, "0 for padding, and 1, 2, ... for the sequences of a row")
+        check("num_segments", num_segments, most <= num_segments, f"at least {most}, the largest of segment_ids")
+    for what, x in inputs.items():
+        columns = num_segments if what in PER_SEGMENT else T
+        check_row_array(what, x, ((R, columns),))
+    check_on_host(lambda x: _wrong_rows(np, x), inputs, ("segment_ids", "loss_mask"))
+    return of_whole_rows(name, _placed, T, inputs, (num_segments, places), parallel)
 
 
 def _placed(
     axes: ShardAxes, length: int, num_segments: int, places: Places, arrays: dict[str, Array]
 ) -> dict[str, Array]:
     wrong = _wrong_rows(jnp, arrays)
-    made = aligned_rows(axes, length, num_segments, places, arrays)
-    return made | {"loss_mask": marked(made["loss_mask"], wrong)}
+    rows = aligned_rows(axes, length, num_segments, places, arrays)
+    return rows | {"loss_mask": marked(rows["loss_mask"], wrong)}
 
 
 def all_arrays(own: Mapping[str, Any], arrays: RowArrays) -> tuple[dict[str, Any], Places]:
@@ -203,26 +221,30 @@ def all_arrays(own: Mapping[str, Any], arrays: RowArrays) -> tuple[dict[str, Any
         if name not in RowArrays.__annotations__:
             raise TypeError(f"{name}: got an unknown array, expected one of {', '.join(RowArrays.__annotations__)}")
     extras = as_extras(arrays.get("extras"))
-    given = {name: x for name, x in own.items() if x is not None or name not in _MAY_BE_NONE}
-    given |= {name: x for name, x in arrays.items() if x is not None and name != "extras"}
-    given |= {PREFIX + name: x.values for name, x in extras.items()}
-    for name, x in given.items():
+    inputs = {name: x for name, x in own.items() if x is not None or name not in _MAY_BE_NONE}
+    inputs |= {name: x for name, x in arrays.items() if x is not None and name != "extras"}
+    inputs |= {PREFIX + name: extra.values for name, extra in extras.items()}
+    for name, x in inputs.items():
         _check_dtype(name, x)
-    for name, x in extras.items():
-        check_fill(f"{PREFIX}{name}.fill", x.fill, x.values.dtype)
-    return given, tuple((PREFIX + name, x.at, x.fill) for name, x in extras.items())
+    for name, extra in extras.items():
+        check_fill(f"{PREFIX}{name}.fill", extra.fill, extra.values.dtype)
+    return inputs, tuple((PREFIX + name, extra.at, extra.fill) for name, extra in extras.items())
 
 
 def _check_dtype(name: str, x: Any) -> None:
+    if x is None:
+        raise TypeError(f"{name}: got None, expected an array")
     if not hasattr(x, "dtype"):  # to JAX a list is a tree of scalars
-        raise TypeError(f"{name}: got {'None' if x is None else type(x).__name__}, expected an array")
-    whole = name in INTEGERS or name.endswith("_ids") or name.startswith("cu_seqlens")
-    whole = whole and not name.startswith(PREFIX)
-    kinds = (jnp.integer,) if whole else (jnp.integer, jnp.floating, jnp.bool_)
-    if not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
-        raise TypeError(f"{name}: got {x.dtype}, expected {'integers' if whole else 'numbers'}")
-    if whole and name not in IDS:
-        check_fits(name, x)
+        raise TypeError(f"{name}: got {type(x).__name__}, expected an array")
+    of_integers = name in INTEGERS or name.endswith("_ids") or name.startswith("cu_seqlens")
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
+    if of_integers and not name.startswith(PREFIX):
+        if not is_integer:
+            raise TypeError(f"{name}: got {x.dtype}, expected integers")
+        if name not in IDS:
+            check_fits(name, x)
+    elif not (is_integer or jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.bool_)):
+        raise TypeError(f"{name}: got {x.dtype}, expected numbers")
     if isinstance(x, np.ndarray) and name.startswith((PREFIX, "rewards")):  # others may hold anything without loss
         as_numbers(name, x)
 
@@ -230,7 +252,9 @@ def _check_dtype(name: str, x: Any) -> None:
 def layout_of(parallel: ParallelMesh | None) -> tuple[str, int]:
     """The context layout of a batch for this mesh, and the number of its context shards."""
     check_parallel(parallel, "ParallelMesh or None")
-    return (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
+    if not parallel:
+        return "contiguous", 1
+    return parallel.context_layout, parallel.context_size
 
 
 def _shape(name: str, x: Any) -> tuple[int, int]:
@@ -240,9 +264,12 @@ def _shape(name: str, x: Any) -> tuple[int, int]:
 
 
 def check_row_array(name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
-    is_extra = name.startswith(PREFIX)
-    good = (np.shape(x)[:2] if is_extra else np.shape(x)) in shapes
-    check(name, f"shape {np.shape(x)}", good, " or ".join(map(str, shapes)) + " and more" * is_extra)
+    shape = np.shape(x)
+    expected = " or ".join(map(str, shapes))
+    if name.startswith(PREFIX):
+        check(name, f"shape {shape}", shape[:2] in shapes, f"{expected} and more")
+    else:
+        check(name, f"shape {shape}", shape in shapes, expected)
     if name in IDS:
         check_ids(name, x)
     if name in LOG_PROBS:
@@ -253,7 +280,7 @@ def of_whole_rows(
     name: str,
     fn: Callable[..., dict[str, Array]],
     length: int,
-    given: dict[str, Array],
+    inputs: dict[str, Array],
     options: tuple[Hashable, ...],
     parallel: ParallelMesh | None,
 ) -> dict[str, Array]:
@@ -263,42 +290,48 @@ def of_whole_rows(
     """
     layout, shards = layout_of(parallel)
     check_row_length(length, layout, shards, "row length")
-    good = shards == 1 or segment_multiple(layout, shards) == 1 or "cu_seqlens" in given
+    good = shards == 1 or segment_multiple(layout, shards) == 1 or "cu_seqlens" in inputs
     expected = "another: its rows are packed for it, by RolloutBatch.from_samples or from_cu_seqlens"
     check("parallel", f"context layout {layout!r} in {name}", good, expected)
-    made = {"tokens", "targets", "segment_ids", "positions", "loss_mask", "sample_ids", *given} - _INPUTS
+    outputs = {*REQUIRED, *inputs} - _INPUTS
 
     def specs(p: ParallelMesh) -> tuple[list[PartitionSpec], dict[str, PartitionSpec]]:
-        of_made = {what: p.rows_spec if what in PER_SEGMENT else p.tokens_spec for what in made}
-        return [p.rows_spec] * len(given), of_made
+        output_specs = {what: p.rows_spec if what in PER_SEGMENT else p.tokens_spec for what in outputs}
+        return [p.rows_spec] * len(inputs), output_specs
 
-    return shard_call(name, _with_names, parallel, given, specs, (fn, length, options, tuple(given)))
+    return shard_call(name, _with_names, parallel, inputs, specs, (fn, length, options, tuple(inputs)))
 
 
-def _with_names(axes: ShardAxes, static: tuple[Any, ...], *given: Array) -> dict[str, Array]:
+def _with_names(axes: ShardAxes, static: tuple[Any, ...], *inputs: Array) -> dict[str, Array]:
     fn, length, options, names = static
-    return fn(axes, length, *options, dict(zip(names, given, strict=True)))
+    return fn(axes, length, *options, dict(zip(names, inputs, strict=True)))
 
 
 def as_batch(axes: ShardAxes, length: int, num_segments: int, arrays: dict[str, Array]) -> dict[str, Array]:
     """Numbers the sequences of whole rows in logical order, and keeps this device's positions."""
-    lengths = Segments(arrays["segment_ids"], num_segments).sum(jnp.ones_like(arrays["segment_ids"]))
+    segment_ids = arrays["segment_ids"]
+    lengths = Segments(segment_ids, num_segments).sum(jnp.ones_like(segment_ids))
     R = lengths.shape[0]
     rows = axes.index(axes.data) * R + jnp.arange(R, dtype=jnp.int32)
     numbers = rows[:, None] * num_segments + jnp.arange(num_segments, dtype=jnp.int32)[None]
-    arrays = arrays | {"sample_ids": jnp.where(lengths > 0, numbers, -1)}
-    arrays = {what: in_kind(what, x) for what, x in arrays.items()}
+    rows_of_batch = {what: in_kind(what, x) for what, x in arrays.items()}
+    rows_of_batch["sample_ids"] = jnp.where(lengths > 0, numbers, -1)
     if axes.size(axes.context) == 1:
-        return arrays
-    mine = held_positions(axes, length, lengths)
-    return {what: x if what in PER_SEGMENT else taken(x, mine) for what, x in arrays.items()}
+        return rows_of_batch
+    positions = held_positions(axes, length, lengths)
+    for what, x in rows_of_batch.items():
+        if what not in PER_SEGMENT:
+            rows_of_batch[what] = taken(x, positions)
+    return rows_of_batch
 
 
 def taken(x: Array, places: Array, where: Array | None = None, fill: float = 0) -> Array:
     """`[R, n, ...]`, x at these places of each row, or the fill; `where` and `places` are `[R, n]`."""
-    wide = (*places.shape, *(1,) * (x.ndim - 2))
-    found = jnp.take_along_axis(x, places.reshape(wide), axis=1)
-    return found if where is None else jnp.where(where.reshape(wide), found, jnp.full_like(found, fill))
+    shape = (*places.shape, *(1,) * (x.ndim - 2))
+    values = jnp.take_along_axis(x, places.reshape(shape), axis=1)
+    if where is None:
+        return values
+    return jnp.where(where.reshape(shape), values, jnp.full_like(values, fill))
 
 
 def aligned_rows(
@@ -307,8 +340,10 @@ def aligned_rows(
     """Per-shard: the batch of whole rows, whose arrays are aligned to tokens unless there are targets."""
     if "targets" not in arrays:
         segments = arrays["segment_ids"]
-        follows = jnp.pad((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0), ((0, 0), (0, 1)))
-        after = jnp.roll(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), segments.shape), -1, axis=1)
+        same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+        follows = jnp.pad(same, ((0, 0), (0, 1)))
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), segments.shape)
+        after = jnp.roll(positions, -1, axis=1)
         arrays = _at_predictors({**arrays, "targets": arrays["tokens"]}, places, after, follows)
     return as_batch(axes, length, num_segments, arrays)
 
@@ -316,34 +351,46 @@ def aligned_rows(
 def _at_predictors(arrays: dict[str, Array], places: Places, after: Array, follows: Array) -> dict[str, Array]:
     """The arrays with each value at the position that predicts its token: `after`, where `follows` is True."""
     fills = {what: fill for what, _, fill in places}
-    stay = {"tokens", "segment_ids", "positions", *PER_SEGMENT, *(what for what, at, _ in places if at == "input")}
-    return {w: x if w in stay else taken(x, after, follows, fills.get(w, 0)) for w, x in arrays.items()}
+    stay = {"tokens", "segment_ids", "positions", *PER_SEGMENT, *_at_input(places)}
+    moved = dict(arrays)
+    for what, x in arrays.items():
+        if what not in stay:
+            moved[what] = taken(x, after, follows, fills.get(what, 0))
+    return moved
+
+
+def _at_input(places: Places) -> list[str]:
+    """The extras that stand where their token is the input."""
+    return [what for what, at, _ in places if at == "input"]
 
 
 def _padded(
     axes: ShardAxes, length: int, pad_id: int | None, places: Places, arrays: dict[str, Array]
 ) -> dict[str, Array]:
     wrong = [*_wrong_padded(jnp, arrays, pad_id)]
-    trains, real = _trains(jnp, arrays), _real_tokens(jnp, arrays)
-    prompt, completion = (arrays.pop(name) for name in ("prompt_ids", "completion_ids"))
-    arrays = {what: x for what, x in arrays.items() if what not in _INPUTS}
-    P, stay = prompt.shape[1], [what for what, at, _ in places if at == "input"]
-
-    def at_completion(x: Array) -> Array:
-        x = x if x.ndim > 1 else jnp.broadcast_to(x[:, None], completion.shape)
-        return jnp.pad(x, ((0, 0), (P, 0), *((0, 0),) * (x.ndim - 2)))
-
+    trains = _trains(jnp, arrays)
+    real = _real_tokens(jnp, arrays)
+    prompt = arrays["prompt_ids"]
+    completion = arrays["completion_ids"]
+    P = prompt.shape[1]
     tokens = jnp.concatenate([prompt.astype(jnp.int32), completion.astype(jnp.int32)], axis=1)
 
     # the next token after each position, `length` where there is none
-    following = lax.cummin(jnp.where(real, jnp.arange(length, dtype=jnp.int32)[None], length), axis=1, reverse=True)
+    positions = jnp.arange(length, dtype=jnp.int32)[None]
+    following = lax.cummin(jnp.where(real, positions, length), axis=1, reverse=True)
     following = jnp.pad(following[:, 1:], ((0, 0), (0, 1)), constant_values=length)
-    after, predicts = jnp.minimum(following, length - 1), real & (following < length)
-    rows = {
-        what: x[:, None] if what in PER_SEGMENT else x if what in stay else at_completion(x)
-        for what, x in arrays.items()
-    }
-    rows = _at_predictors(rows | {"loss_mask": trains}, places, after, predicts & (following >= P))
+    after = jnp.minimum(following, length - 1)
+    predicts = real & (following < length)
+    rows = {"loss_mask": trains}
+    at_input = _at_input(places)
+    for what, x in arrays.items():
+        if what in PER_SEGMENT:
+            rows[what] = x[:, None]
+        elif what in at_input:
+            rows[what] = x
+        elif what not in _INPUTS:
+            rows[what] = _behind_prompt(x, P, completion)
+    rows = _at_predictors(rows, places, after, predicts & (following >= P))
 
     there = real.astype(jnp.int32)
     inside = (lax.cummax(there, axis=1) > 0) & (lax.cummax(there, axis=1, reverse=True) > 0)
@@ -357,16 +404,27 @@ def _padded(
     return as_batch(axes, length, 1, rows)
 
 
+def _behind_prompt(x: Array, prompt_length: int, completion: Array) -> Array:
+    """`[B, P + C, ...]`, values of completions, or one for each completion, with 0 at the prompt."""
+    if x.ndim == 1:
+        x = jnp.broadcast_to(x[:, None], completion.shape)
+    more = ((0, 0),) * (x.ndim - 2)
+    return jnp.pad(x, ((0, 0), (prompt_length, 0), *more))
+
+
 def _trains(xp: Any, x: Mapping[str, Any]) -> Any:
     """f32[B, P + C], the loss mask at tokens."""
-    return xp.pad(x["completion_mask"].astype(xp.float32), ((0, 0), (x["prompt_ids"].shape[1], 0)))
+    prompt_length = x["prompt_ids"].shape[1]
+    return xp.pad(x["completion_mask"].astype(xp.float32), ((0, 0), (prompt_length, 0)))
 
 
 def _real_tokens(xp: Any, x: Mapping[str, Any]) -> Any:
     """bool[B, P + C], where tokens are."""
     if "attention_mask" in x:
         return x["attention_mask"].astype(xp.float32) > 0
-    prompt, completion = x["prompt_ids"], x["completion_mask"].astype(xp.float32) != 0
-    upto_last = xp.flip(_most_so_far(xp, xp.flip(completion, axis=1).astype(xp.int32)), axis=1) > 0
-    in_prompt = x.get("prompt_mask", xp.ones(prompt.shape)).astype(xp.float32) > 0
+    trains = x["completion_mask"].astype(xp.float32) != 0
+    from_the_end = xp.flip(trains, axis=1).astype(xp.int32)
+    upto_last = xp.flip(_most_so_far(xp, from_the_end), axis=1) > 0
+    prompt_mask = x.get("prompt_mask", xp.ones(x["prompt_ids"].shape))
+    in_prompt = prompt_mask.astype(xp.float32) > 0
     return xp.concatenate([in_prompt, upto_last], axis=1)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxppo.base.arrays import IDS, MAX_LOG_PROB, MAX_SAMPLED
-from jaxppo.batch.reads import BOUNDS, NUMBERS, OF_MODELS, PER_TOKEN, Kind, mass_of
+from jaxppo.batch.reads import BOUNDS, NUMBERS, OF_MODELS, PER_TOKEN, ValueRule, mass_of
 from jaxppo.batch.trees import has_branches, out_of_order, starts
 
 
@@ -59,8 +59,8 @@ class View:
 
     def of_segments(self, name: str) -> Any:
         """`[R, T]`, the value of each position's sequence; anything on padding."""
-        inside = self.xp.clip(self["segment_ids"], 1, self.num_segments) - 1
-        return self.xp.take_along_axis(self[name], inside, axis=1)
+        index = self.xp.clip(self["segment_ids"], 1, self.num_segments) - 1
+        return self.xp.take_along_axis(self[name], index, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,111 +71,128 @@ class Rule:
     arrays: tuple[str, ...] = ()  # that it checks; by default the one of its own name
     structural: bool = False  # other rules are meaningful only if this one holds
 
-    def broken(self, v: View) -> Iterator[tuple[str, Any]]:
+    def broken(self, view: View) -> Iterator[tuple[str, Any]]:
         """The names of the checked arrays that exist, and where they break the rule."""
         for name in self.arrays or (self.name,):
-            if name in v.arrays and (bad := self.bad(v, v[name])) is not None:
+            if name not in view.arrays:
+                continue
+            bad = self.bad(view, view[name])
+            if bad is not None:
                 yield name, bad
 
 
-def _on_last_position(v: View, mask: Any) -> Any:
-    if v.real_last_targets or v.cut:
+def _on_last_position(view: View, mask: Any) -> Any:
+    if view.real_last_targets or view.cut:
         return None
-    return v.counts & (v["segment_ids"] > 0) & (v["positions"] == v["lasts"]) & ~v.xp.isnan(mask)
+    is_last = (view["segment_ids"] > 0) & (view["positions"] == view["lasts"])
+    return view.counts & is_last & ~view.xp.isnan(mask)
 
 
-def _without_rollout(v: View, x: Any) -> Any:
-    if "rollout_ids" not in v.arrays:
+def _without_rollout(view: View, x: Any) -> Any:
+    if "rollout_ids" not in view.arrays:
         return None
-    if x is v["loss_mask"]:
-        return v.counts & (v["segment_ids"] > 0) & (v.of_segments("rollout_ids") < 0)
-    return (x < 0) & (v["sample_ids"] >= 0)
+    if x is view["loss_mask"]:
+        return view.counts & (view["segment_ids"] > 0) & (view.of_segments("rollout_ids") < 0)
+    return (x < 0) & (view["sample_ids"] >= 0)
 
 
-def _of_another_step(v: View, counted: Any) -> Any:
-    found = v["loss_tokens"]
+def _of_another_step(view: View, counted: Any) -> Any:
+    loss_tokens = view["loss_tokens"]
+    if view.cut:
+        differs = loss_tokens > counted
+    else:
+        differs = loss_tokens != counted
     # a mask of NaN breaks a rule of its own
-    return (found > counted if v.cut else found != counted) & ~v.xp.isnan(found)
+    return differs & ~view.xp.isnan(loss_tokens)
 
 
-def _without_sample(v: View, mask: Any) -> Any:
-    if "parents" not in v.arrays:
+def _without_sample(view: View, mask: Any) -> Any:
+    if "parents" not in view.arrays:
         return None
-    return v.counts & (v["segment_ids"] > 0) & (v.of_segments("sample_ids") < 0)
+    return view.counts & (view["segment_ids"] > 0) & (view.of_segments("sample_ids") < 0)
 
 
-def _not_finite(v: View, x: Any) -> Any:
-    return ~v.xp.isfinite(x)
+def _not_finite(view: View, x: Any) -> Any:
+    return ~view.xp.isfinite(x)
 
 
-def _nan(v: View, x: Any) -> Any:
-    return v.xp.isnan(x)
+def _nan(view: View, x: Any) -> Any:
+    return view.xp.isnan(x)
 
 
-def _of_kind(kind: Kind) -> Callable[[View, Any], Any]:
-    return lambda v, x: v.counts & kind.bad(x, v.xp)
+def _breaks(rule: ValueRule) -> Callable[[View, Any], Any]:
+    return lambda view, x: view.counts & rule.bad(x, view.xp)
 
 
-def _targets(v: View, x: Any) -> Any:
-    return None if v.vocab_size is None else v.counts & ((x < 0) | (x >= v.vocab_size))
+def _targets(view: View, x: Any) -> Any:
+    if view.vocab_size is None:
+        return None
+    return view.counts & ((x < 0) | (x >= view.vocab_size))
 
 
-def _ids(v: View, ids: Any) -> Any:
-    ordered = v.xp.sort(ids, axis=-1)
+def _ids(view: View, ids: Any) -> Any:
+    ordered = view.xp.sort(ids, axis=-1)
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != -1)
     bad = (ids < -1).any(axis=-1) | twice.any(axis=-1)
-    if v.vocab_size is not None:
-        bad |= (ids >= v.vocab_size).any(axis=-1)
-    if "ids_of_stats" in v.arrays:
-        bad |= (ids != v["ids_of_stats"]).any(axis=-1)
-    return v.counts & bad
+    if view.vocab_size is not None:
+        bad |= (ids >= view.vocab_size).any(axis=-1)
+    if "ids_of_stats" in view.arrays:
+        bad |= (ids != view["ids_of_stats"]).any(axis=-1)
+    return view.counts & bad
 
 
-def _sampled_top_k(v: View, log_probs: Any) -> Any:
-    has_id = v["ids"] != -1
-    too_much = mass_of(log_probs, has_id, v.xp) > math.exp(MAX_SAMPLED)
-    return v.counts & ((has_id & ~(log_probs <= MAX_SAMPLED)).any(axis=-1) | too_much)
+def _sampled_top_k(view: View, log_probs: Any) -> Any:
+    has_id = view["ids"] != -1
+    too_much = mass_of(log_probs, has_id, view.xp) > math.exp(MAX_SAMPLED)
+    one_is_bad = (has_id & ~(log_probs <= MAX_SAMPLED)).any(axis=-1)
+    return view.counts & (one_is_bad | too_much)
 
 
-def _parents_elsewhere(v: View, parents: Any) -> Any:
-    held = np.take_along_axis(v["lengths"], np.clip(parents, 1, v.num_segments) - 1, axis=1)
-    return (parents > 0) & ((held == 0) | ~v.present)
+def _parents_elsewhere(view: View, parents: Any) -> Any:
+    index = np.clip(parents, 1, view.num_segments) - 1
+    length_of_parent = np.take_along_axis(view["lengths"], index, axis=1)
+    return (parents > 0) & ((length_of_parent == 0) | ~view.present)
 
 
-def _positions(v: View, positions: Any) -> Any:
+def _positions(view: View, positions: Any) -> Any:
     places = np.arange(positions.shape[1], dtype=np.int32)
-    expected = places - np.maximum.accumulate(v.starts * places, axis=1)
-    if "parents" in v.arrays:
-        begins = starts(v["parents"], v["lengths"], np)
-        expected += np.take_along_axis(begins, np.clip(v["segment_ids"], 1, v.num_segments) - 1, axis=1)
-    return (v["segment_ids"] > 0) & (positions != expected)
+    expected = places - np.maximum.accumulate(view.starts * places, axis=1)
+    if "parents" in view.arrays:
+        first = starts(view["parents"], view["lengths"], np)
+        index = np.clip(view["segment_ids"], 1, view.num_segments) - 1
+        expected += np.take_along_axis(first, index, axis=1)
+    return (view["segment_ids"] > 0) & (positions != expected)
 
 
-def _tokens(v: View, tokens: Any) -> Any:
+def _tokens(view: View, tokens: Any) -> Any:
     """Ids above the vocabulary may stand for what a model embeds in another way, such as an image."""
-    same = v["segment_ids"] == _before(v["segment_ids"])
-    trained = same & _before(v.counts)
-    return (v["segment_ids"] > 0) & ((tokens < 0) | (trained & (tokens >= v.vocab_size)))
+    segment_ids = view["segment_ids"]
+    is_target = (segment_ids == _before(segment_ids)) & _before(view.counts)
+    too_large = is_target & (tokens >= view.vocab_size)
+    return (segment_ids > 0) & ((tokens < 0) | too_large)
 
 
-def _next_token(v: View, targets: Any) -> Any:
-    follows = v["segment_ids"] == np.roll(v["segment_ids"], -1, axis=1)
+def _next_token(view: View, targets: Any) -> Any:
+    next_segment = np.roll(view["segment_ids"], -1, axis=1)
+    next_token = np.roll(view["tokens"], -1, axis=1)
+    follows = view["segment_ids"] == next_segment
     follows[:, -1] = False
-    return follows & v.counts & (targets != np.roll(v["tokens"], -1, axis=1))
+    return follows & view.counts & (targets != next_token)
 
 
-def _absent_ids(v: View, ids: Any) -> Any:
-    needed = v.present
-    if "parents" in v.arrays:
-        needed = needed & ((v["sample_ids"] >= 0) | ~has_branches(v["parents"], np))
+def _absent_ids(view: View, ids: Any) -> Any:
+    needed = view.present
+    if "parents" in view.arrays:
+        is_prefix = (view["sample_ids"] < 0) & has_branches(view["parents"], np)
+        needed = needed & ~is_prefix
     return needed & (ids < 0)
 
 
-def _same_ids(v: View, ids: Any) -> Any:
-    ids = np.where(v.present, ids, -1)
+def _same_ids(view: View, ids: Any) -> Any:
+    ids = np.where(view.present, ids, -1)
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-    is_first = first[inverse].reshape(ids.shape) == np.arange(ids.size).reshape(ids.shape)
-    return (ids >= 0) & ~is_first
+    is_first = first[inverse].reshape(-1) == np.arange(ids.size)
+    return (ids >= 0) & ~is_first.reshape(ids.shape)
 
 
 def _before(x: np.ndarray) -> np.ndarray:
@@ -198,13 +215,13 @@ STRUCTURE = (
         "0 or 1. NaN marks a row that its constructor refuses outside jit. from_padded: padding that pad_id shows and "
         "no mask does, loss on padding or on a token with none before it. from_cu_seqlens: ends that do not fit the "
         "pack. from_token_aligned, from_target_aligned: loss where segment_ids is 0, sequences out of order",
-        lambda v, x: v.counts & (x != 1),
+        lambda view, x: view.counts & (x != 1),
         _MASK,
     ),
     Rule(
         "loss_mask_on_padding",
         "0 where segment_ids is 0",
-        lambda v, x: v.counts & (v["segment_ids"] == 0) & ~v.xp.isnan(x),  # the rule before is about NaN
+        lambda view, x: view.counts & (view["segment_ids"] == 0) & ~view.xp.isnan(x),  # the rule before is about NaN
         _MASK,
     ),
     Rule(
@@ -214,7 +231,7 @@ STRUCTURE = (
         _on_last_position,
         _MASK,
     ),
-    Rule("segment_ids_range", "0 to {S}", lambda v, x: (x < 0) | (x > v.num_segments), ("segment_ids",), True),
+    Rule("segment_ids_range", "0 to {S}", lambda view, x: (x < 0) | (x > view.num_segments), ("segment_ids",), True),
     Rule(
         "rollout_ids_missing",
         "a rollout id of at least 0 for each sample, and no loss without one",
@@ -225,13 +242,13 @@ STRUCTURE = (
         "own_ids_of_rollouts",
         'an id of its own for each sample, since "rollout_mean" takes samples of one id for one rollout; samples that '
         "a rollout was cut into have rollout_ids",
-        lambda v, twice: twice,
+        lambda view, twice: twice,
         ("twice",),
     ),
     Rule(
         "normalizer",
         "finite denominators of at least 0",
-        lambda v, x: ~(v.xp.isfinite(x) & (x >= 0)),
+        lambda view, x: ~(view.xp.isfinite(x) & (x >= 0)),
         ("denominators",),
     ),
     Rule(
@@ -244,14 +261,14 @@ STRUCTURE = (
         "pairs",
         "of each pair two samples with one group id and unequal rewards, both with loss tokens and in one micro-batch, "
         "see micro_batches_of_pairs",
-        lambda v, alone: alone,
+        lambda view, alone: alone,
         ("alone",),
     ),
     Rule(
         "parents",
         "0, or the number of a segment of the same row that stands before it, with nothing between the two but what "
         "goes on from that one",
-        lambda v, x: out_of_order(x, v.xp),
+        lambda view, x: out_of_order(x, view.xp),
         structural=True,
     ),
     Rule(
@@ -266,14 +283,14 @@ OF_INPUTS = (
     Rule(
         "nucleus_ids",
         "-1, or 0 to {V}, where loss_mask is 1",
-        lambda v, x: v.counts & ((x < -1) | (x >= v.vocab_size)).any(axis=-1),
+        lambda view, x: view.counts & ((x < -1) | (x >= view.vocab_size)).any(axis=-1),
     ),
     Rule(
         "adapter_ids",
         "-1, or the number of an adapter of the head, for each row with loss",
-        lambda v, x: v.counts.any(axis=-1) & ((x < -1) | (x >= v.adapters)),
+        lambda view, x: view.counts.any(axis=-1) & ((x < -1) | (x >= view.adapters)),
     ),
-    Rule("temperature", "finite numbers above 0", lambda v, x: v.counts & ~(v.xp.isfinite(x) & (x > 0))),
+    Rule("temperature", "finite numbers above 0", lambda view, x: view.counts & ~(view.xp.isfinite(x) & (x > 0))),
     Rule("ids", "-1, or 0 to {V}, each id once at a position, and those of the statistics, where loss_mask is 1", _ids),
     *(Rule(name, _OF_NUMBERS.get(name, "a finite number in the range of its field"), _not_finite) for name in NUMBERS),
     *(Rule(name, "a number in the range of its field, not above the other bound", _nan) for name in BOUNDS),
@@ -281,14 +298,14 @@ OF_INPUTS = (
     Rule(
         "another_array",
         "finite numbers where loss_mask is 1 in what your own loss reads",
-        lambda v, unsound: v.counts & unsound,
+        lambda view, unsound: view.counts & unsound,
     ),
     Rule(
         "sample_rewards",
         "finite rewards of samples with loss, since they say what is desirable",
-        lambda v, _: v.counts & ~v.xp.isfinite(v.of_segments("sample_rewards")),
+        lambda view, _: view.counts & ~view.xp.isfinite(view.of_segments("sample_rewards")),
     ),
-    *(Rule(name, kind.expected + more, _of_kind(kind)) for name, (kind, more) in PER_TOKEN.items()),
+    *(Rule(name, rule.expected + more, _breaks(rule)) for name, (rule, more) in PER_TOKEN.items()),
     *(
         Rule(
             name,
@@ -301,13 +318,13 @@ OF_INPUTS = (
         "id_log_probs",
         _K_LOG_PROBS.format(most=MAX_LOG_PROB, mass="")
         + f"; from the policy: {OF_MODELS}, and ids and targets are in the vocabulary",
-        lambda v, x: v.counts & ((v["ids"] != -1) & ~(x <= MAX_LOG_PROB)).any(axis=-1),
+        lambda view, x: view.counts & ((view["ids"] != -1) & ~(x <= MAX_LOG_PROB)).any(axis=-1),
     ),
     Rule(
         "loss",
         "a finite loss, and all that it reads is sound. It may be beyond f32, or infinite, as a divergence is where "
         "one of teacher_log_probs and id_log_probs is -inf and the other is not",
-        lambda v, _: None,  # `Broken.metric` counts it
+        lambda view, _: None,  # `Broken.metric` counts it
     ),
 )
 ON_HOST = (
@@ -321,7 +338,7 @@ ON_HOST = (
     Rule(
         "order",
         "each sequence to be contiguous and in order",
-        lambda v, x: v.starts & (x <= np.maximum.accumulate(_before(x), axis=1)),
+        lambda view, x: view.starts & (x <= np.maximum.accumulate(_before(x), axis=1)),
         ("segment_ids",),
         structural=True,
     ),
@@ -333,7 +350,7 @@ ON_HOST = (
     Rule(
         "rewards",
         "a finite number, or NaN for none, for a sequence that is there",
-        lambda v, x: v.present & np.isinf(x),
+        lambda view, x: view.present & np.isinf(x),
     ),
 )
 ON_DEVICE = (*STRUCTURE, *OF_INPUTS)  # rule i has the number i + 1 in `broken_rules`

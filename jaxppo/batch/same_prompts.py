@@ -29,10 +29,11 @@ def check_groups(samples: Sequence[Sample]) -> Prompts:
             groups.setdefault(sample.group_id, {}).setdefault(rollout, []).append(i)
     known: Prompts = {}
     for group, rollouts in groups.items():
+        first = next(iter(rollouts.values()))[0]
         for members in rollouts.values():
             prompts = [np.asarray(samples[i].tokens[: samples[i].start], np.int32) for i in members]
-            first = next(iter(rollouts.values()))[0]
-            same = any(_begins_alike(a, b) for a in prompts for b in known.setdefault(group, prompts))
+            others = known.setdefault(group, prompts)
+            same = any(_begins_alike(prompt, other) for prompt in prompts for other in others)
             got = f"{group} for different prompts in samples {first} and {members[0]}"
             check("group_id", got, same, f"{_EXPECTED}; parts of one rollout may differ, with a rollout_id")
     return known
@@ -45,13 +46,22 @@ def _begins_alike(a: np.ndarray, b: np.ndarray) -> bool:
 
 def check_groups_of_hosts(known: Prompts) -> None:
     """Raises where hosts gave one group id to different prompts, as `check_groups` on one host; all must call this."""
-    lengths = np.array([(g, len(p)) for g, prompts in known.items() for p in prompts], np.int64).reshape(-1, 2)
-    ends = sorted(set(map(tuple, np.concatenate(multihost.gather(lengths)).tolist())))
-    begins = [(g, end, zlib.crc32(p[:end].tobytes())) for g, end in ends for p in known.get(g, ()) if end <= len(p)]
+    own_lengths = [(group, len(prompt)) for group, prompts in known.items() for prompt in prompts]
+    lengths = np.concatenate(_gathered(own_lengths, 2))
+    own_begins = []
+    for group, length in sorted(set(map(tuple, lengths.tolist()))):
+        for prompt in known.get(group, ()):
+            if length <= len(prompt):
+                own_begins.append((group, length, zlib.crc32(prompt[:length].tobytes())))
     seen: dict[int, set[tuple[int, ...]]] = {}
-    for of_host in multihost.gather(np.array(begins, np.int64).reshape(-1, 3)):
-        for group in np.unique(of_host[:, 0]).tolist():
-            found = set(map(tuple, of_host[of_host[:, 0] == group].tolist()))
-            same = not found.isdisjoint(seen.setdefault(group, found))
+    for begins in _gathered(own_begins, 3):
+        for group in np.unique(begins[:, 0]).tolist():
+            of_group = set(map(tuple, begins[begins[:, 0] == group].tolist()))
+            same = not of_group.isdisjoint(seen.setdefault(group, of_group))
             got = f"{group} for different prompts on several hosts"
             check("group_id", got, same, f"{_EXPECTED}; add an offset of its own on each host")
+
+
+def _gathered(rows: Sequence[tuple[int, ...]], columns: int) -> list[np.ndarray]:
+    """The rows of each host, as matrices."""
+    return multihost.gather(np.array(rows, np.int64).reshape(-1, columns))

@@ -14,7 +14,18 @@ from numpy.typing import DTypeLike
 
 from jaxppo.base.arrays import INTEGERS, LOG_PROBS, PER_TOKEN_VALUES, check, check_array, is_nan, is_number
 from jaxppo.batch.extras import PREFIX, Extra, as_extras, as_values, check_fill, common_dtype
-from jaxppo.batch.host import MAX_ID, as_array, as_unmixed, check_within, holds, in_f32, is_whole, scalar, shown
+from jaxppo.batch.host import (
+    MAX_ID,
+    as_array,
+    as_unmixed,
+    check_within,
+    holds,
+    in_f32,
+    is_whole,
+    not_numbers,
+    scalar,
+    shown,
+)
 from jaxppo.batch.token_sets import TokenSets
 from jaxppo.sharding import Packed, ParallelMesh, multihost
 
@@ -144,32 +155,30 @@ class Sample:
             object.__setattr__(self, name, scalar(getattr(self, name)))
         length = as_tokens("tokens", self.tokens).size
         self._check_mask(length)
-        start = self.start
+        count = length - self.start
         for name in ("sample_id", "group_id", "rollout_id"):
-            if (value := getattr(self, name)) is not None:
-                _check_id(name, value)
+            number = getattr(self, name)
+            if number is not None:
+                _check_id(name, number)
         _check_reward(self.reward)
         for name in PER_TOKEN_VALUES:
             values = getattr(self, name)
             if name in OF_WHOLE_RESPONSES and is_number(values):
-                values = np.full(length - start, values)
+                values = np.full(count, values)
                 object.__setattr__(self, name, values)
             if values is not None:
-                _check_values(name, values, length - start)
+                _check_values(name, values, count)
         if self.extras is not None:
             extras = as_extras(self.extras)
-            for name, x in extras.items():
-                count = length if x.at == "input" else length - start
-                values = as_values(f"extras[{name!r}]", x.values, count)
-                check_fill(f"extras[{name!r}].fill", x.fill, values.dtype)
-                extras[name] = dataclasses.replace(x, values=values)
+            for name, extra in extras.items():
+                extras[name] = _with_values(name, extra, length if extra.at == "input" else count)
             object.__setattr__(self, "extras", extras)
-        sets = self.nucleus
-        if sets is not None:
-            if not isinstance(sets, TokenSets | Sequence):
-                raise TypeError(f"nucleus: got {type(sets).__name__}, expected a list of ids for each token")
-            good = len(sets) == length - start
-            check("nucleus", f"{len(sets)} sets of ids", good, f"{length - start}, one a response token")
+        if self.nucleus is not None:
+            if not isinstance(self.nucleus, TokenSets | Sequence):
+                got = type(self.nucleus).__name__
+                raise TypeError(f"nucleus: got {got}, expected a list of ids for each token")
+            sets = len(self.nucleus)
+            check("nucleus", f"{sets} sets of ids", sets == count, f"{count}, one a response token")
 
     @property
     def mask(self) -> Float[np.ndarray, " n"]:
@@ -185,7 +194,10 @@ class Sample:
         """The first response token."""
         if self.response_start is not None:
             return self.response_start
-        return int(np.argmax(self.mask > 0)) if self.mask.any() else len(self.tokens)
+        trained = self.mask > 0
+        if not trained.any():
+            return len(self.tokens)
+        return int(np.argmax(trained))
 
     def _check_mask(self, length: int) -> None:
         if self.loss_mask is not None:
@@ -215,6 +227,14 @@ def as_tokens(name: str, tokens: object) -> Int[np.ndarray, " n"]:
     return array
 
 
+def _with_values(name: str, extra: Extra, count: int) -> Extra:
+    """The extra with checked values, one for each of so many tokens."""
+    what = f"extras[{name!r}]"
+    values = as_values(what, extra.values, count)
+    check_fill(f"{what}.fill", extra.fill, values.dtype)
+    return dataclasses.replace(extra, values=values)
+
+
 def _check_id(name: str, value: Any) -> None:
     expected = f"0 to {MAX_ID}; number the ids of a step"
     if not is_whole(value):
@@ -237,8 +257,8 @@ def _check_values(name: str, values: object, length: int) -> None:
     if name in LOG_PROBS and jnp.issubdtype(array.dtype, jnp.floating):
         check_array(name, array)
     if array.dtype.kind not in "fiub" and array.size and array.dtype.name != "bfloat16":
-        what = "None among them" if None in list(np.ravel(array)) else str(array.dtype)
-        raise TypeError(f"{name}: got {what}, {shown(values)}, expected numbers, or None for all of them")
+        got = not_numbers(array)
+        raise TypeError(f"{name}: got {got}, {shown(values)}, expected numbers, or None for all of them")
     if name in INTEGERS and array.dtype.kind not in "iu" and array.size:
         raise TypeError(f"{name}: got {array.dtype}, {shown(values)}, expected integers")
     check(name, f"shape {array.shape}", array.shape == (length,), f"{(length,)}, one for each response token")
@@ -249,7 +269,7 @@ def _check_values(name: str, values: object, length: int) -> None:
 
 
 class Piece(NamedTuple):
-    """The tokens of a sample that become one segment of a row: all of them, or a part that `prefixes` cut."""
+    """The tokens of a sample that become one segment of a row: all of them, or some that `prefixes` cut."""
 
     sample: int  # its number; for a shared prefix, of any sample that has it
     start: int  # the first token
@@ -268,46 +288,75 @@ def batch_arrays(
     samples: Sequence[Sample], pieces: Sequence[Piece], packed: Packed, ids: Sequence[int], trees: bool
 ) -> dict[str, np.ndarray | None]:
     """The arrays of a `RolloutBatch`, by name, from samples with these ids, packed in pieces."""
-    tokens, masks = [np.asarray(sample.tokens, np.int32) for sample in samples], [sample.mask for sample in samples]
-
-    def of_segments(values: Sequence[Any] | None, fill: int, dtype: DTypeLike) -> np.ndarray | None:
-        if values is None:
-            return None
-        return packed.place_segments([fill if p.shared else values[p.sample] for p in pieces], fill, dtype)
-
-    rewards = None
-    if any(sample.reward is not None for sample in samples):
-        rewards = [np.nan if sample.reward is None else float(sample.reward) for sample in samples]
+    tokens = [np.asarray(sample.tokens, np.int32) for sample in samples]
+    masks = [sample.mask for sample in samples]
+    pieces_tokens = [tokens[p.sample][p.start : p.stop] for p in pieces]
+    positions = [np.arange(p.start, p.stop, dtype=np.int32) for p in pieces]
     # the value of token t + 1 stands at position t, which predicts it. The last position of a segment has 0, except
     # for a shared prefix, whose branches all continue with the same token
+    targets = [tokens[p.sample][p.start + 1 : p.stop + 1] for p in pieces]
+    loss_masks = [masks[p.sample][p.start + 1 : p.stop + 1] for p in pieces]
     first = [0] * len(pieces)
     arrays: dict[str, np.ndarray | None] = {
-        "tokens": packed.place([tokens[p.sample][p.start : p.stop] for p in pieces], 0, np.int32),
-        "targets": packed.place([tokens[p.sample][p.start + 1 : p.stop + 1] for p in pieces], 0, np.int32, first),
+        "tokens": packed.place(pieces_tokens, 0, np.int32),
+        "targets": packed.place(targets, 0, np.int32, first),
         "segment_ids": packed.segment_ids,
-        "positions": packed.place([np.arange(p.start, p.stop, dtype=np.int32) for p in pieces], 0, np.int32),
-        "loss_mask": packed.place([masks[p.sample][p.start + 1 : p.stop + 1] for p in pieces], 0, np.float32, first),
-        "rewards": of_segments(rewards, 0, np.float32),
-        "sample_ids": of_segments(ids, -1, np.int32),
-        "group_ids": of_segments(_all_or_none(samples, "group_id"), -1, np.int32),
-        "rollout_ids": of_segments(_all_or_none(samples, "rollout_id"), -1, np.int32),
+        "positions": packed.place(positions, 0, np.int32),
+        "loss_mask": packed.place(loss_masks, 0, np.float32, first),
     }
+
+    def place_numbers(name: str, numbers: Sequence[Any] | None, fill: int, dtype: DTypeLike) -> None:
+        arrays[name] = None
+        if numbers is not None:
+            of_pieces = [fill if p.shared else numbers[p.sample] for p in pieces]
+            arrays[name] = packed.place_segments(of_pieces, fill, dtype)
+
+    place_numbers("rewards", _rewards(samples), 0, np.float32)
+    place_numbers("sample_ids", ids, -1, np.int32)
+    place_numbers("group_ids", _all_or_none(samples, "group_id"), -1, np.int32)
+    place_numbers("rollout_ids", _all_or_none(samples, "rollout_id"), -1, np.int32)
     before_response = [0 if p.shared else max(samples[p.sample].start - 1 - p.start, 0) for p in pieces]
     for name in PER_TOKEN_VALUES:
-        responses, kind = _all_or_none(samples, name), np.int32 if name in INTEGERS else np.float32
-        values = responses and [() if p.shared else responses[p.sample] for p in pieces]
-        arrays[name] = None if values is None else packed.place(values, 0, kind, before_response)
-    for name, given in extras_of(samples).items():
-        dtype, at_input = common_dtype(f"extras[{name!r}]", [x.values for x in given]), given[0].at == "input"
-        values = []
-        for p in pieces:
-            x = given[p.sample].values
-            values.append(x[p.start : p.stop] if at_input else x[:0] if p.shared else x)
-        arrays[PREFIX + name] = packed.place(values, given[0].fill, dtype, None if at_input else before_response)
+        arrays[name] = _placed_values(name, samples, pieces, packed, before_response)
+    for name, extras in extras_of(samples).items():
+        arrays[PREFIX + name] = _placed_extras(name, extras, pieces, packed, before_response)
     if trees:
         parents = [0 if p.parent is None else packed.slot[p.parent] + 1 for p in pieces]
         arrays["parents"] = packed.place_segments(parents, 0, np.int32)
     return arrays
+
+
+def _rewards(samples: Sequence[Sample]) -> list[float] | None:
+    """The reward of each sample, NaN for none; None where no sample has one."""
+    if all(sample.reward is None for sample in samples):
+        return None
+    return [np.nan if sample.reward is None else float(sample.reward) for sample in samples]
+
+
+def _placed_values(
+    name: str, samples: Sequence[Sample], pieces: Sequence[Piece], packed: Packed, before_response: Sequence[int]
+) -> np.ndarray | None:
+    """`[R, T]`, the values of response tokens of all samples, packed in pieces; None where no sample has them."""
+    responses = _all_or_none(samples, name)
+    if responses is None:
+        return None
+    values = [() if p.shared else responses[p.sample] for p in pieces]
+    dtype = np.int32 if name in INTEGERS else np.float32
+    return packed.place(values, 0, dtype, before_response)
+
+
+def _placed_extras(
+    name: str, extras: Sequence[Extra], pieces: Sequence[Piece], packed: Packed, before_response: Sequence[int]
+) -> np.ndarray:
+    """`[R, T, ...]`, one extra of all samples, packed in pieces."""
+    dtype = common_dtype(f"extras[{name!r}]", [extra.values for extra in extras])
+    fill = extras[0].fill
+    if extras[0].at == "input":
+        values = [extras[p.sample].values[p.start : p.stop] for p in pieces]
+        return packed.place(values, fill, dtype)
+    values = [extras[p.sample].values for p in pieces]
+    values = [x[:0] if p.shared else x for p, x in zip(pieces, values, strict=True)]
+    return packed.place(values, fill, dtype, before_response)
 
 
 def check_samples(samples: Sequence[Sample], name: str = "samples") -> None:
@@ -333,25 +382,34 @@ def check_sample_ids_of_hosts(ids: Sequence[int], parallel: ParallelMesh) -> Non
 
     Hosts with the same data shards hold the same samples.
     """
-    shard = min(multihost.local_data_shards(parallel))
-    mine = np.array([(number, shard) for number in ids], np.int64).reshape(-1, 2)
-    seen: dict[int, int] = {}
+    own_shard = min(multihost.local_data_shards(parallel))
+    own = np.array([(number, own_shard) for number in ids], np.int64).reshape(-1, 2)
+    shards: dict[int, int] = {}
     expected = "one of its own for each sample; add an offset of its own on each host, or give none"
-    for number, of in np.concatenate(multihost.gather(mine)).tolist():
-        check("sample_id", f"{number} on several hosts", seen.setdefault(number, of) == of, expected)
+    for number, shard in np.concatenate(multihost.gather(own)).tolist():
+        check("sample_id", f"{number} on several hosts", shards.setdefault(number, shard) == shard, expected)
 
 
 def extras_of(samples: Sequence[Sample]) -> dict[str, list[Extra]]:
     """By name, the extra of each sample; raises unless all samples have it, placed alike."""
-    found: dict[str, list[Any]] = {}
-    for name in dict.fromkeys(name for sample in samples for name in sample.extras or {}):
-        found[name] = [(sample.extras or {}).get(name) for sample in samples]
-        for i, x in enumerate(found[name]):
-            check("extras", f"no {name!r} in sample {i}", x is not None, "one in all samples or in none")
-            got, expected = ((y.at, y.fill, y.values.shape[1:]) for y in (x, found[name][0]))
-            of = f"the (at, fill, shape of a value) of sample 0, {expected}"
-            check(f"extras[{name!r}]", f"{got} in sample {i}", got == expected, of)
-    return found
+    by_name: dict[str, list[Extra]] = {}
+    names = dict.fromkeys(name for sample in samples for name in sample.extras or {})
+    for name in names:
+        extras: list[Extra] = []
+        for i, sample in enumerate(samples):
+            extra: Any = (sample.extras or {}).get(name)
+            check("extras", f"no {name!r} in sample {i}", extra is not None, "one in all samples or in none")
+            extras.append(extra)
+            got = _form(extra)
+            first = _form(extras[0])
+            expected = f"the (at, fill, shape of a value) of sample 0, {first}"
+            check(f"extras[{name!r}]", f"{got} in sample {i}", got == first, expected)
+        by_name[name] = extras
+    return by_name
+
+
+def _form(extra: Extra) -> tuple[str, float, tuple[int, ...]]:
+    return extra.at, extra.fill, extra.values.shape[1:]
 
 
 def _all_or_none(samples: Sequence[Sample], name: str) -> list[Any] | None:

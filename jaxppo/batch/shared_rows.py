@@ -31,24 +31,25 @@ class Prompts(NamedTuple):
 
 def prompts_of(samples: Sequence[Sample]) -> Prompts:
     """The codes of all prompts."""
-    found = Prompts([np.asarray(s.tokens, np.int32)[: s.start, None] for s in samples], [], [])
-    for name, given in extras_of(samples).items():
-        if given[0].at == "input":
-            numbers, values = _numbered(name, samples, given)
-            both = zip(found.codes, numbers, strict=True)
-            found = Prompts([np.append(*x, axis=1) for x in both], [*found.extras, name], [*found.values, values])
-    return found
+    prompts = Prompts([np.asarray(sample.tokens, np.int32)[: sample.start, None] for sample in samples], [], [])
+    for name, extras in extras_of(samples).items():
+        if extras[0].at != "input":
+            continue
+        numbers, values = _numbered(name, samples, extras)
+        codes = [np.append(own, more, axis=1) for own, more in zip(prompts.codes, numbers, strict=True)]
+        prompts = Prompts(codes, [*prompts.extras, name], [*prompts.values, values])
+    return prompts
 
 
-def _numbered(name: str, samples: Sequence[Sample], given: Sequence[Extra]) -> tuple[list[Codes], list[np.ndarray]]:
+def _numbered(name: str, samples: Sequence[Sample], extras: Sequence[Extra]) -> tuple[list[Codes], list[np.ndarray]]:
     """A code for each token of each prompt, and the value of each code."""
-    dtype = common_dtype(f"extras[{name!r}]", [x.values for x in given])
+    dtype = common_dtype(f"extras[{name!r}]", [extra.values for extra in extras])
     numbers: dict[bytes, int] = {}
     values: list[np.ndarray] = []
     codes = []
-    for sample, x in zip(samples, given, strict=True):
-        rows = np.ascontiguousarray(x.values[: sample.start], dtype)
-        unknown = without_value(rows, x.fill)
+    for sample, extra in zip(samples, extras, strict=True):
+        rows = np.ascontiguousarray(extra.values[: sample.start], dtype)
+        unknown = without_value(rows, extra.fill)
         own = np.full((len(rows), 1), UNKNOWN, np.int32)
         for i in np.flatnonzero(~unknown).tolist():
             own[i] = numbers.setdefault(rows[i].tobytes(), len(values))
@@ -66,10 +67,11 @@ def in_order(codes: Sequence[Codes]) -> list[int]:
 def in_common(one: Codes, other: Codes, *, or_unknown: bool = False) -> int:
     """How many first tokens are equal in both prompts, or with `or_unknown` do not contradict each other."""
     length = min(len(one), len(other))
-    a, b = one[:length], other[:length]
-    same = a == b
+    one = one[:length]
+    other = other[:length]
+    same = one == other
     if or_unknown:
-        same |= (a == UNKNOWN) | (b == UNKNOWN)
+        same |= (one == UNKNOWN) | (other == UNKNOWN)
     return int(np.argmin(np.append(same.all(axis=1), False)))
 
 

@@ -28,7 +28,7 @@ class TokenSets:
     offsets: Int[np.ndarray, " n+1"]
 
     @classmethod
-    def of(cls, name: str, given: Any) -> TokenSets:
+    def of(cls, name: str, sets: Any) -> TokenSets:
         """Reads a sequence of sequences, or a mapping or an object that has it as `token_ids` (vLLM's SamplingMask).
 
         With `offsets`, `token_ids` are flat.
@@ -37,20 +37,29 @@ class TokenSets:
           TypeError: something else; ids that are not integers.
           ValueError: offsets that do not rise from 0 to the number of ids.
         """
-        if isinstance(given, TokenSets):
-            return given
-        if isinstance(given, jax.core.Tracer):
+        if isinstance(sets, TokenSets):
+            return sets
+        if isinstance(sets, jax.core.Tracer):
             raise TypeError(f"{name}: got a traced array, expected a sequence of sets, outside of jit")
-        get = given.get if isinstance(given, Mapping) else lambda key: getattr(given, key, None)
-        token_ids, offsets = get("token_ids"), get("offsets")
+        if isinstance(sets, Mapping):
+            token_ids = sets.get("token_ids")
+            offsets = sets.get("offsets")
+        else:
+            token_ids = getattr(sets, "token_ids", None)
+            offsets = getattr(sets, "offsets", None)
         if token_ids is not None and offsets is not None:
             return cls.flat(name, token_ids, offsets)
-        given = given if token_ids is None else token_ids
-        if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
-            raise TypeError(
-                f"{name}: got {type(given).__name__}, expected a sequence of sets, or token_ids and offsets"
-            )
-        sets = list(given)
+        if token_ids is not None:
+            sets = token_ids
+        return cls._ragged(name, sets)
+
+    @classmethod
+    def _ragged(cls, name: str, sets: Any) -> TokenSets:
+        """Reads a sequence of sequences."""
+        if isinstance(sets, (str, bytes, Mapping)) or not isinstance(sets, Iterable):
+            got = type(sets).__name__
+            raise TypeError(f"{name}: got {got}, expected a sequence of sets, or token_ids and offsets")
+        sets = list(sets)
         try:
             sizes = np.fromiter(map(len, sets), np.int64, len(sets))
         except TypeError:
@@ -66,8 +75,10 @@ class TokenSets:
     @classmethod
     def flat(cls, name: str, token_ids: Any, offsets: Any) -> TokenSets:
         """Reads flat arrays, and checks them."""
-        token_ids, offsets = as_integers(name, token_ids), as_integers(name, offsets)
-        size, last = token_ids.size, int(offsets[-1]) if offsets.size else None
+        token_ids = as_integers(name, token_ids)
+        offsets = as_integers(name, offsets)
+        size = token_ids.size
+        last = int(offsets[-1]) if offsets.size else None
         rises = last == size and offsets[0] == 0 and bool((np.diff(offsets) >= 0).all())
         got = f"{offsets.size} offsets to {last} for {size} ids"
         check(name, got, rises, f"offsets that rise from 0 to {size}")
@@ -77,8 +88,9 @@ class TokenSets:
     def join(cls, several: Iterable[TokenSets]) -> TokenSets:
         """The sets of all the given `TokenSets`, in order."""
         several = list(several)
+        token_ids = np.concatenate([each.token_ids for each in several])
         sizes = np.concatenate([np.zeros(1, np.int64), *(each.sizes for each in several)])
-        return cls(np.concatenate([each.token_ids for each in several]), np.cumsum(sizes))
+        return cls(token_ids, np.cumsum(sizes))
 
     @classmethod
     def empty(cls, count: int) -> TokenSets:
@@ -94,14 +106,17 @@ class TokenSets:
 
     def tolist(self) -> list[list[int]]:
         """The sets as lists."""
-        return [ids.tolist() for ids in np.split(self.token_ids, self.offsets[1:-1])] if len(self) else []
+        if not len(self):
+            return []
+        return [ids.tolist() for ids in np.split(self.token_ids, self.offsets[1:-1])]
 
     def padded(self, width: int) -> Int[np.ndarray, "n width"]:
         """`i32[n, width]`, padded with -1."""
         out = np.full((len(self), width), -1, np.int32)
         sizes = self.sizes
         token = np.repeat(np.arange(len(self)), sizes)
-        out[token, np.arange(token.size) - np.repeat(self.offsets[:-1], sizes)] = self.token_ids
+        place = np.arange(token.size) - np.repeat(self.offsets[:-1], sizes)
+        out[token, place] = self.token_ids
         return out
 
     def without_negative(self) -> TokenSets:

@@ -53,7 +53,8 @@ class Paths:
         if parents is None:
             return cls(segment_ids, positions)
         # a comparison and not a gather: on Explicit meshes its result has a known sharding
-        is_in = segment_ids[..., :, None] == _numbers(parents, jnp)[1]
+        _, numbers = _numbers(parents, jnp)
+        is_in = segment_ids[..., :, None] == numbers
         last = jnp.where(is_in, ends(parents, jnp)[..., None, :], 0)
         return cls(segment_ids, positions, last.sum(-1, dtype=jnp.int32))
 
@@ -67,7 +68,8 @@ class Paths:
           `bool[R, Q, K]`, the mask of `jax.nn.dot_product_attention` once a dimension for heads is added. Padding
           attends to padding.
         """
-        query, key = self.segment_ids[..., :, None], keys.segment_ids[..., None, :]
+        query = self.segment_ids[..., :, None]
+        key = keys.segment_ids[..., None, :]
         causal = self.positions[..., :, None] >= keys.positions[..., None, :]
         if keys.ends is None:
             return causal & (query == key)
@@ -120,16 +122,19 @@ def out_of_order(parents: Arrays, xp: ModuleType) -> Arrays:
     """`bool[..., S]`, True for a segment whose parent is not before it, or not on the path of the segment before it."""
     own, others = _numbers(parents, xp)
     is_parent = parents[..., None, :] == own
-    left = is_parent & ((own >= others) | (ends(parents, xp)[..., :, None] < others))
-    return left.any(axis=-2) | (parents < 0) | (parents > parents.shape[-1])
+    outside = (own >= others) | (ends(parents, xp)[..., :, None] < others)
+    has_bad_parent = (is_parent & outside).any(axis=-2)
+    return has_bad_parent | (parents < 0) | (parents > parents.shape[-1])
 
 
 def has_branches(parents: Arrays, xp: ModuleType) -> Arrays:
     """`bool[..., S]`, True for a segment that is the parent of another."""
-    return (parents[..., None, :] == _numbers(parents, xp)[0]).any(axis=-1)
+    own, _ = _numbers(parents, xp)
+    return (parents[..., None, :] == own).any(axis=-1)
 
 
 def _numbers(parents: Arrays, xp: ModuleType) -> tuple[Any, Any]:
     """The numbers 1 to S of segments along two new last dimensions: `[1, ..., S, 1]` and `[1, ..., 1, S]`."""
-    numbers = xp.arange(1, parents.shape[-1] + 1, dtype=xp.int32).reshape((1,) * parents.ndim + (-1,))
-    return numbers.reshape(*numbers.shape[:-2], -1, 1), numbers
+    numbers = xp.arange(1, parents.shape[-1] + 1, dtype=xp.int32)
+    leading = (1,) * (parents.ndim - 1)
+    return numbers.reshape(*leading, -1, 1), numbers.reshape(*leading, 1, -1)

@@ -17,5 +17,7 @@ def checked(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.
     """
     arrays = check_arrays(batch, stacked=stacked, prefix=prefix, reader=reader)
     fields: dict[str, Any] = {name: in_kind(name, x) for name, x in arrays.items()}
-    extras = {} if stacked else {name: in_kind(PREFIX + name, x) for name, x in batch.extras.items()}
+    extras = {}
+    if not stacked:
+        extras = {name: in_kind(PREFIX + name, x) for name, x in batch.extras.items()}
     return dataclasses.replace(batch, **fields, extras=extras)

@@ -16,7 +16,7 @@ from jaxppo.base.ranks import highest, ordered_bits, total
 from jaxppo.base.stacked import check_whole_step, of_rows
 from jaxppo.base.traced import put_arrays, take_arrays
 from jaxppo.batch.loss_tokens import LossTokens
-from jaxppo.batch.reads import FINITE, LOG_PROBS, PER_TOKEN, Kind
+from jaxppo.batch.reads import FINITE, LOG_PROBS, PER_TOKEN, ValueRule
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.call import check_stats
@@ -99,7 +99,7 @@ def _check_key(key: Any) -> None:
 @of_rows
 def _pick(
     axes: ShardAxes,
-    static: tuple[PolicyLoss, Kind],
+    static: tuple[PolicyLoss, ValueRule],
     log_probs: Array,
     old: Array,
     batch: RolloutBatch,
