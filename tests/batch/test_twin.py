@@ -228,7 +228,9 @@ def test_a_student_and_its_teacher_against_the_oracle_and_each_batch_alone(layou
 
     for ours, given_ in ((batch, samples), (twin, others)):
         alone = RolloutBatch.from_samples(given_, **options)
-        found, wanted = (program(parallel)(student, teacher, x, x) for x in (ours, alone))
+        # each run to its end: two at once may wait for each other's devices
+        found = jax.block_until_ready(program(parallel)(student, teacher, ours, ours))
+        wanted = jax.block_until_ready(program(parallel)(student, teacher, alone, alone))
         for mine, theirs in zip(found[:2], wanted[:2], strict=True):
             each = zip(by_sample(ours, mine, given_), by_sample(alone, theirs, given_), strict=True)
             for (a, b), s in zip(each, given_, strict=True):
