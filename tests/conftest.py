@@ -41,6 +41,7 @@ EXCUSED = {  # modules or single tests that run other packages' code, which prom
     "test_pods::test_a_scheduler_starts_one_command_again_until_it_is_done": OPTAX,
     "test_simply": "simply adds arrays of other ranks and dtypes",
     "test_tunix": TUNIX,
+    "test_tunix_agentic": TUNIX,
     "test_tunix_experimental": TUNIX,
     "test_tunix_models": TUNIX,
     "test_llama": f"{OPTAX}; the RMSNorm of flax multiplies bf16 by f32",

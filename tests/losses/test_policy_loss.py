@@ -98,11 +98,13 @@ def test_micro_batches_add_up_off_policy(off_policy):
 
 def test_micro_batches_merge_metrics():
     config = config_of(PPO(0.2, 0.28, 1.2), off_policy=OffPolicyConfig(weights="token", high=1.1), clip_by_sign=True)
-    batch = RolloutBatch.from_samples(step_of(5), row_length=24, rows=6, num_segments=9)
+    batch = RolloutBatch.from_samples(step_of(6), row_length=24, rows=6, num_segments=9)
     stacked = jax.tree.map(lambda x: x.reshape(3, 2, *x.shape[1:]), batch)
     *_, found = accumulated(config, MESH, metrics=True)(stacked)
-    *_, expected = whole(config, metrics=True)(batch)
-    assert_trees_close(finalize_metrics(found), finalize_metrics(expected), rtol=1e-5, atol=1e-6)
+    *_, metrics = whole(config, metrics=True)(batch)
+    expected = finalize_metrics(metrics)
+    assert_trees_close(finalize_metrics(found), expected, rtol=1e-5, atol=1e-6)
+    assert {name for name, x in expected.items() if x == 0} == {"broken_rules", "rollout_capped"}
     assert {"loss", "pg_loss", "entropy", "kl", "ppo_kl", "clip_fraction", "clip_fraction_lower"} <= set(found)
     assert {"clip_fraction_positive", "clip_fraction_negative"} <= set(found)
     assert {"ratio_mean", "ratio_min", "ratio_max", "effective_sample_size", "tis", "sampler_k3"} <= set(found)
