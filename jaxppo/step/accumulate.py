@@ -140,19 +140,21 @@ def _summed(total: Float[Array, "..."], param: Float[Array, "..."]) -> Float[Arr
     return rounded(total, param.dtype)
 
 
-def _checked_result(found: Any) -> LossAndMetrics:
+def _checked_result(result: Any) -> LossAndMetrics:
     """The result of a loss; raises unless it is a scalar with metrics, as losses of this package return them."""
     expected = "(scalar loss, metrics), as policy_loss returns them"
-    if not isinstance(found, tuple) or len(found) != 2:
-        got = f"an array of shape {found.shape}" if hasattr(found, "shape") else type(found).__name__
+    if not isinstance(result, tuple) or len(result) != 2:
+        got = f"an array of shape {result.shape}" if hasattr(result, "shape") else type(result).__name__
         raise TypeError(f"loss_fn: got {got}, expected {expected}")
-    loss, metrics = found
+    loss, metrics = result
     check_array("loss_fn", loss)
     if loss.shape != ():
         raise TypeError(f"loss_fn: got a loss of shape {loss.shape}, expected {expected}")
-    for name, x in metrics.items() if isinstance(metrics, Mapping) else [("it", metrics)]:
-        if not isinstance(x, Metric | Composite):
-            raise TypeError(f"loss_fn: got {type(x).__name__} for metric {name!r}, expected Metric or Composite")
+    named = metrics if isinstance(metrics, Mapping) else {"it": metrics}
+    for name, metric in named.items():
+        if not isinstance(metric, Metric | Composite):
+            got = type(metric).__name__
+            raise TypeError(f"loss_fn: got {got} for metric {name!r}, expected Metric or Composite")
     return loss, metrics
 
 
@@ -201,4 +203,6 @@ def compute_log_probs(
             )
         return lax.stop_gradient(stats)
 
-    return lax.map(score, micro_batches) if micro_batches.loss_mask.ndim == 3 else score(micro_batches)
+    if micro_batches.loss_mask.ndim == 3:
+        return lax.map(score, micro_batches)
+    return score(micro_batches)

@@ -142,17 +142,27 @@ class Normalizer:
         check_whole_step("Normalizer.of", batch)
         batch.check_layout(parallel)
         count = batch.loss_mask.shape[0] if batch.loss_mask.ndim == 3 else None
-        of_weights = of_mean_weight(off_policy)
+        mean_weight = of_mean_weight(off_policy)
 
         def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
-            of = batch.specs(parallel)
+            batch_specs = batch.specs(parallel)
             one: Any = P()
-            rows: Any = of.sample_ids
-            weighted = batch.weighted_denominators
-            return [of], Normalizer(one, one, rows, rows, aggregation, one, of_weights, count, weighted)
+            rows: Any = batch_specs.sample_ids
+            result = Normalizer(
+                tokens=one,
+                sequences=one,
+                denominators=rows,
+                counts=rows,
+                aggregation=aggregation,
+                weight_mean=one,
+                off_policy=mean_weight,
+                micro_batches=count,
+                weighted=batch.weighted_denominators,
+            )
+            return [batch_specs], result
 
-        args = {"micro_batches": batch}
-        return shard_call("Normalizer.of", _of_step, parallel, args, specs, (aggregation, of_weights))
+        arguments = {"micro_batches": batch}
+        return shard_call("Normalizer.of", _of_step, parallel, arguments, specs, (aggregation, mean_weight))
 
     def specs(self, parallel: ParallelMesh) -> Normalizer:
         """The PartitionSpec of each array: rows over data."""
@@ -173,7 +183,10 @@ class Normalizer:
         one = slots[:-2]
         expected = {"tokens": one, "sequences": one, "weight_mean": one, "denominators": slots, "counts": slots}
         for name, shape in expected.items():
-            got = jnp.shape(x) if (x := getattr(self, name)) is not None else shape
+            x = getattr(self, name)
+            if x is None:
+                continue
+            got = jnp.shape(x)
             if got != shape:
                 raise ValueError(
                     f"normalizer: got {name} of shape {got}, expected {shape}, that of the batch: give each "
@@ -184,12 +197,20 @@ class Normalizer:
 def _of_step(
     axes: ShardAxes, static: tuple[Aggregation, OffPolicyConfig | None], micro_batches: RolloutBatch
 ) -> Normalizer:
-    batch, shape = as_rows(micro_batches), micro_batches.sample_ids.shape
-    found = normalize(batch, batch.segments(axes), *static)
+    aggregation, off_policy = static
+    batch = as_rows(micro_batches)
+    normalizer = normalize(batch, batch.segments(axes), aggregation, off_policy)
+    shape = micro_batches.sample_ids.shape
     if len(shape) == 2:
-        return found
-    each = jax.tree.map(lambda x: x.reshape(shape) if x.ndim else jnp.broadcast_to(x, shape[:1]), found)
-    return dataclasses.replace(each, micro_batches=shape[0])
+        return normalizer
+    count, *_ = shape
+
+    def for_each(x: jax.Array) -> jax.Array:
+        if x.ndim == 0:
+            return jnp.broadcast_to(x, (count,))
+        return x.reshape(shape)
+
+    return dataclasses.replace(jax.tree.map(for_each, normalizer), micro_batches=count)
 
 
 def normalize(
@@ -199,33 +220,44 @@ def normalize(
     mask = lax.stop_gradient(batch.loss_mask.astype(jnp.float32))
     if aggregation != "token_sum":
         segments.axes.check_complete(f"the denominator of aggregation={aggregation!r}", mask)
-    counts = weights = segments.sum(mask)
+    counts = segments.sum(mask)
+    weights = counts
     if batch.weighted_denominators:
-        given = needed("batch.loss_weights", batch.loss_weights, "f32[R, T] with weighted_denominators=True")
-        weights = segments.sum(lax.stop_gradient(masked(given, mask)) * mask)
+        loss_weights = needed("batch.loss_weights", batch.loss_weights, "f32[R, T] with weighted_denominators=True")
+        weights = segments.sum(lax.stop_gradient(masked(loss_weights, mask)) * mask)
     axes = segments.axes
     tokens = axes.psum(vary(weights.sum(), axes.data), axes.data)
     if aggregation == "rollout_mean":
-        rollouts = ById.of(axes, batch.rollouts)
-        totals = rollouts.sum(rollouts.gather(weights))
-        sequences = (totals > 0).sum(dtype=jnp.float32)
-        denominators = jnp.where(rollouts.there, totals[rollouts.own], 0)
-        if batch.rollout_ids is None:
-            # two samples of one id would be one rollout, with the tokens of both
-            samples = rollouts.sum(rollouts.gather(jnp.ones_like(weights)))
-            is_twice = rollouts.there & (samples[rollouts.own] > 1)
-            denominators = jnp.where(is_twice, jnp.nan, denominators)
+        sequences, denominators = _rollout_denominators(axes, batch, weights)
     else:
-        counted = vary((weights > 0).sum(dtype=jnp.float32), axes.data)
-        sequences, denominators = axes.psum(counted, axes.data), weights
-    weight_mean, off_policy = None, of_mean_weight(off_policy)
-    if off_policy is not None:
+        own_sequences = vary((weights > 0).sum(dtype=jnp.float32), axes.data)
+        sequences = axes.psum(own_sequences, axes.data)
+        denominators = weights
+    weight_mean = None
+    mean_weight = of_mean_weight(off_policy)
+    if mean_weight is not None:
         old = needed("batch.old_log_probs", batch.old_log_probs, "f32[R, T] for batch_normalize")
         rollout = needed("batch.rollout_log_probs", batch.rollout_log_probs, "f32[R, T] for batch_normalize")
-        total, count = weight_sums(old, at_most_zero(rollout), mask, segments, off_policy)
+        total, count = weight_sums(old, at_most_zero(rollout), mask, segments, mean_weight)
         weight_mean = total / jnp.maximum(count, 1)
     weighted = batch.weighted_denominators
-    return Normalizer(tokens, sequences, denominators, counts, aggregation, weight_mean, off_policy, None, weighted)
+    return Normalizer(tokens, sequences, denominators, counts, aggregation, weight_mean, mean_weight, None, weighted)
+
+
+def _rollout_denominators(
+    axes: ShardAxes, batch: RolloutBatch, weights: Float[Array, "R S"]
+) -> tuple[Float[Array, ""], Float[Array, "R S"]]:
+    """The number of rollouts with a loss token, and the sum of each sample's rollout."""
+    rollouts = ById.of(axes, batch.rollouts)
+    totals = rollouts.sum(rollouts.gather(weights))
+    count = (totals > 0).sum(dtype=jnp.float32)
+    denominators = jnp.where(rollouts.there, totals[rollouts.own], 0)
+    if batch.rollout_ids is None:
+        # two samples of one id would be one rollout, with the tokens of both
+        samples = rollouts.sum(rollouts.gather(jnp.ones_like(weights)))
+        is_twice = rollouts.there & (samples[rollouts.own] > 1)
+        denominators = jnp.where(is_twice, jnp.nan, denominators)
+    return count, denominators
 
 
 def step_normalizer(
@@ -237,25 +269,25 @@ def step_normalizer(
 ) -> Normalizer:
     """Per-shard: the given normalizer, checked. Without one, the batch's own: the batch is then a whole step."""
     if normalizer is None:
-        # the denominators of a part of a step would be wrong
-        of_step = f"the step's, for aggregation={aggregation!r}: Normalizer.of(loss, micro_batches), sliced like them"
+        # the denominators of a micro-batch alone would be wrong
+        expected = f"the step's, for aggregation={aggregation!r}: Normalizer.of(loss, micro_batches), sliced like them"
         if part_of_a_step.value and aggregation != "token_sum":
-            raise ValueError(f"normalizer: got None inside accumulate_gradients, expected {of_step}")
+            raise ValueError(f"normalizer: got None inside accumulate_gradients, expected {expected}")
         if (batch.micro_batches or 1) > 1 and aggregation != "token_sum":
             raise ValueError(
-                f"normalizer: got None for one of {batch.micro_batches} micro-batches, expected {of_step}; a batch "
+                f"normalizer: got None for one of {batch.micro_batches} micro-batches, expected {expected}; a batch "
                 "that is a step of its own has micro_batches=None"
             )
-        found = normalize(batch, segments, aggregation, off_policy)
-        return dataclasses.replace(found, micro_batches=part_of_a_step.value or batch.micro_batches)
+        own = normalize(batch, segments, aggregation, off_policy)
+        return dataclasses.replace(own, micro_batches=part_of_a_step.value or batch.micro_batches)
     if normalizer.aggregation != aggregation:
         raise ValueError(f"normalizer: got one of aggregation {normalizer.aggregation!r}, expected {aggregation!r}")
     if normalizer.weighted != batch.weighted_denominators:
-        got, expected = normalizer.weighted, batch.weighted_denominators
-        raise ValueError(f"normalizer: got one of weighted_denominators={got}, expected the batch's, {expected}")
-    weights = of_mean_weight(off_policy)
-    if weights is not None and normalizer.off_policy != weights:
-        raise ValueError(f"normalizer: got one of off_policy={normalizer.off_policy}, expected {weights}")
+        got = f"weighted_denominators={normalizer.weighted}"
+        raise ValueError(f"normalizer: got one of {got}, expected the batch's, {batch.weighted_denominators}")
+    mean_weight = of_mean_weight(off_policy)
+    if mean_weight is not None and normalizer.off_policy != mean_weight:
+        raise ValueError(f"normalizer: got one of off_policy={normalizer.off_policy}, expected {mean_weight}")
     normalizer.check_step(batch)
     return normalizer
 
@@ -279,8 +311,9 @@ def token_weights(
     """
     check_choice("normalizer.aggregation", normalizer.aggregation, Aggregation)
     mask = lax.stop_gradient(loss_mask.astype(jnp.float32))
-    counts = normalizer.tokens, normalizer.sequences, normalizer.denominators
-    tokens, sequences, denominators = (jnp.where(x == 0, 1, x) for x in counts)  # the mean over nothing is 0
+    tokens = _not_zero(normalizer.tokens)
+    sequences = _not_zero(normalizer.sequences)
+    denominators = _not_zero(normalizer.denominators)
     match normalizer.aggregation:
         case "token_sum":
             return mask
@@ -291,3 +324,8 @@ def token_weights(
         case "sequence_mean_token_sum_norm":
             return mask / (sequences * needed("aggregation_norm", norm, "a number above 0"))
     return mask * segments.spread(1 / (denominators * sequences))
+
+
+def _not_zero(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """1 in place of 0, since the mean over nothing is 0."""
+    return jnp.where(x == 0, 1, x)

@@ -89,10 +89,12 @@ class AdaptiveEntropy:
         Where the entropy is a NaN of an array, the state is NaN, and so is the next loss.
         """
         _check_state(state)
-        from_metric = isinstance(entropy, (np.ndarray, np.floating)) and np.ndim(entropy) == 0  # which may be NaN
-        found = as_number("entropy", jnp.asarray(entropy) if from_metric else entropy)
-        moved = jnp.where(found > self.target, -self.step, self.step) + jnp.where(jnp.isnan(found), jnp.nan, 0)
-        return EntropyState(jnp.clip(state.coef + moved, 0, self.most).astype(jnp.float32), found)
+        if isinstance(entropy, (np.ndarray, np.floating)) and np.ndim(entropy) == 0:
+            entropy = jnp.asarray(entropy)  # a metric, which may be NaN
+        number = as_number("entropy", entropy)
+        change = jnp.where(number > self.target, -self.step, self.step) + jnp.where(jnp.isnan(number), jnp.nan, 0)
+        coef = jnp.clip(state.coef + change, 0, self.most)
+        return EntropyState(coef.astype(jnp.float32), number)
 
 
 def _check_state(state: Any) -> None:
@@ -100,7 +102,8 @@ def _check_state(state: Any) -> None:
         raise TypeError(f"state: got {type(state).__name__}, expected EntropyState, of AdaptiveEntropy.init")
 
 
-_HIGHEST, _BINS = 13.0, 512  # in nats, above the logarithm of any vocabulary; bins are narrower at low entropies
+_HIGHEST = 13.0  # nats, above the logarithm of any vocabulary
+_BINS = 512  # narrower at low entropies
 
 
 def entropy_metrics(
@@ -143,17 +146,19 @@ def entropy_metrics(
     """
     batch = checked(batch, reader="entropy_metrics")
     check_stats(stats, batch.loss_mask.shape, "entropy", how="log_probs_from_hidden(..., entropy='metric')")
-    for name, given in (("quantiles", quantiles), ("starts", starts)):
-        if not isinstance(given, Sequence) or isinstance(given, str):
-            raise TypeError(f"{name}: got {type(given).__name__}, expected a tuple or list of numbers")
-    shares = tuple(plain_number("quantiles", q, least=0, most=1) for q in quantiles)
+    for name, numbers in (("quantiles", quantiles), ("starts", starts)):
+        if not isinstance(numbers, Sequence) or isinstance(numbers, str):
+            raise TypeError(f"{name}: got {type(numbers).__name__}, expected a tuple or list of numbers")
+    shares = tuple(plain_number("quantiles", quantile, least=0, most=1) for quantile in quantiles)
     places = tuple(plain_number("starts", start) for start in starts)
-    in_order = places[:1] == (0,) and all(a < b for a, b in itertools.pairwise(places))
+    in_order = places[:1] == (0,) and all(start < end for start, end in itertools.pairwise(places))
     check("starts", places, in_order, "0 and then larger numbers")
-    args, static = {"entropy": stats.entropy, "batch": batch}, (shares, places)
-    return shard_call(
-        "entropy_metrics", _per_shard, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], P()), static
-    )
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
+        return [p.tokens_spec, batch.specs(p)], P()
+
+    arguments = {"entropy": stats.entropy, "batch": batch}
+    return shard_call("entropy_metrics", _per_shard, parallel, arguments, specs, (shares, places))
 
 
 def renormalised_entropy(log_probs: Float[Array, "*batch K"]) -> Float[Array, "*batch"]:
@@ -184,8 +189,10 @@ def renormalised_entropy(log_probs: Float[Array, "*batch K"]) -> Float[Array, "*
     possible = log_probs != -jnp.inf
     some = possible.any(axis=-1, keepdims=True)
     possible = possible | ~some  # a placeholder distribution, so that the gradient is 0 if no slot is filled
-    log_q = jax.nn.log_softmax(jnp.where(possible, jnp.where(some, log_probs.astype(jnp.float32), 0), -jnp.inf))
-    terms = jnp.where(possible & some, jnp.exp(log_q) * jnp.where(possible, log_q, 0), 0)
+    logits = jnp.where(some, log_probs.astype(jnp.float32), 0)
+    log_q = jax.nn.log_softmax(jnp.where(possible, logits, -jnp.inf))
+    q_log_q = jnp.exp(log_q) * jnp.where(possible, log_q, 0)
+    terms = jnp.where(possible & some, q_log_q, 0)
     return -terms.sum(axis=-1)
 
 
@@ -196,24 +203,35 @@ def _per_shard(
     batch: RolloutBatch,
 ) -> Metrics:
     quantiles, starts = static
-    tokens, segments = LossTokens.of(batch), batch.segments(axes)
-    mask, entropy = tokens.mask, lax.stop_gradient(tokens.read(ENTROPIES, entropy))
+    tokens = LossTokens.of(batch)
+    segments = batch.segments(axes)
+    mask = tokens.mask
+    entropy = lax.stop_gradient(tokens.read(ENTROPIES, entropy))
     positions = batch.positions.astype(jnp.float32)
     first = -segments.max(-positions, mask)
-    place = positions - segments.spread(jnp.where(jnp.isfinite(first), first, 0))
-    ends = (*starts[1:], np.inf)
-    terms: Terms = {
-        f"entropy_from_{start}": (entropy, jnp.where((place >= start) & (place < end), mask, 0), "mean")
-        for start, end in zip(starts, ends, strict=True)
-    }
-    found = reduce_metrics(axes, terms)
+    first = jnp.where(jnp.isfinite(first), first, 0)
+    place = positions - segments.spread(first)
+    terms: Terms = {}
+    for start, end in itertools.pairwise((*starts, np.inf)):
+        inside = (place >= start) & (place < end)
+        terms[f"entropy_from_{start}"] = (entropy, jnp.where(inside, mask, 0), "mean")
+    metrics = reduce_metrics(axes, terms)
     if not quantiles:
-        return found
-    bins = jnp.clip((jnp.sqrt(jnp.maximum(entropy, 0) / _HIGHEST) * _BINS).astype(jnp.int32), 0, _BINS - 1)
+        return metrics
+    histogram = _histogram(axes, entropy, mask)
+    for quantile in quantiles:
+        metrics[f"entropy_p{100 * quantile:g}"] = Composite({"counts": histogram}, _Quantile(quantile))
+    return metrics
+
+
+def _histogram(axes: ShardAxes, entropy: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Metric:
+    """The number of loss tokens in each bin; NaN in one if an entropy is not finite."""
+    bins = jnp.sqrt(jnp.maximum(entropy, 0) / _HIGHEST) * _BINS
+    bins = jnp.clip(bins.astype(jnp.int32), 0, _BINS - 1)
     empty = vary(jnp.zeros(_BINS, jnp.float32), axes.tokens)
-    counts = axes.psum(empty.at[bins].add(jnp.where(jnp.isfinite(entropy), mask, jnp.nan)), axes.tokens)
-    histogram = Metric(counts, counts.sum(), "sum")
-    return found | {f"entropy_p{100 * q:g}": Composite({"counts": histogram}, _Quantile(q)) for q in quantiles}
+    own = empty.at[bins].add(jnp.where(jnp.isfinite(entropy), mask, jnp.nan))
+    counts = axes.psum(own, axes.tokens)
+    return Metric(counts, counts.sum(), "sum")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +244,9 @@ class _Quantile:
         upto = jnp.cumsum(counts)
         wanted = jnp.maximum(self.q * upto[-1], 0.5)  # the smallest where q is 0
         i = jnp.minimum(jnp.searchsorted(upto, wanted), _BINS - 1)
-        inside = (wanted - (upto[i] - counts[i])) / jnp.where(counts[i] == 0, 1, counts[i])
+        before = upto[i] - counts[i]
+        inside = (wanted - before) / jnp.where(counts[i] == 0, 1, counts[i])
         edges = jnp.stack([i, i + 1]).astype(jnp.float32) / _BINS
         low, high = _HIGHEST * edges**2
-        return jnp.where(upto[-1] == 0, 0, low + (high - low) * jnp.clip(inside, 0, 1)) + 0 * upto[-1]
+        quantile = low + (high - low) * jnp.clip(inside, 0, 1)
+        return jnp.where(upto[-1] == 0, 0, quantile) + 0 * upto[-1]

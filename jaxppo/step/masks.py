@@ -84,14 +84,18 @@ def _second_moment(axes: ShardAxes, batch: RolloutBatch, bound: jax.Array) -> Fl
 
     def holds(cut: jax.Array) -> jax.Array:
         stays = mask & (scores <= cut)
-        sums = jnp.where(stays, d, 0).sum(), stays.sum(dtype=jnp.float32)
-        whole, count = axes.psum(jax.tree.map(lambda x: vary(x, axes.tokens), sums), axes.tokens)
-        return (whole < bound * count) | (count == 0)
+        own_sum = jnp.where(stays, d, 0).sum()
+        own_count = stays.sum(dtype=jnp.float32)
+        drift, count = axes.psum((vary(own_sum, axes.tokens), vary(own_count, axes.tokens)), axes.tokens)
+        return (drift < bound * count) | (count == 0)
 
     least = jnp.where(mask, scores, jnp.uint32(0xFFFFFFFF)).min()
-    least = lax.pmin(vary(least, axes.tokens), axes.tokens) if axes.tokens else least
-    stays = (mask & (scores <= jnp.maximum(largest(holds), least))).astype(jnp.float32)
-    return jnp.where(jnp.isnan(old) | jnp.isnan(rollout) | (mask & jnp.isnan(bound)), jnp.nan, stays)
+    if axes.tokens:
+        least = lax.pmin(vary(least, axes.tokens), axes.tokens)
+    cut = jnp.maximum(largest(holds), least)
+    stays = (mask & (scores <= cut)).astype(jnp.float32)
+    unsound = jnp.isnan(old) | jnp.isnan(rollout) | (mask & jnp.isnan(bound))
+    return jnp.where(unsound, jnp.nan, stays)
 
 
 def top_entropy_mask(
@@ -148,25 +152,30 @@ def _top_entropy(axes: ShardAxes, entropy: jax.Array, batch: RolloutBatch, share
     entropy = tokens.read(ENTROPIES, entropy)
     count = total(axes, mask.astype(jnp.int32))
     scores = ordered_bits(entropy)
-    stays = (mask & (scores >= kth(axes, scores, mask, count - _dropped(count - 1, share)))).astype(jnp.float32)
-    known = jnp.isfinite(share) if isinstance(share, jax.Array) else True
-    return jnp.where(jnp.isfinite(entropy) & (known | ~mask), stays, jnp.nan)
+    cut = kth(axes, scores, mask, count - _dropped(count - 1, share))
+    stays = (mask & (scores >= cut)).astype(jnp.float32)
+    sound = jnp.isfinite(entropy)
+    if isinstance(share, jax.Array):
+        sound = sound & (jnp.isfinite(share) | ~mask)
+    return jnp.where(sound, stays, jnp.nan)
 
 
 def _share(share: Any) -> Share:
     """The checked share: a fraction of two integers where it is known, since 0.7 is none in f32; else f32."""
     if isinstance(share, jax.core.Tracer):
         return as_number("share", share, above=0, most=1)
-    number = Fraction(float(plain_number("share", share, above=0, most=1))).limit_denominator(_LARGEST)
-    return jnp.int32(number.numerator), jnp.int32(number.denominator)
+    number = float(plain_number("share", share, above=0, most=1))
+    fraction = Fraction(number).limit_denominator(_LARGEST)
+    return jnp.int32(fraction.numerator), jnp.int32(fraction.denominator)
 
 
 def _dropped(most: Int[Array, ""], share: Share) -> Int[Array, ""]:
     """ceil(most (1 - share)), exact where the share is a fraction."""
     if isinstance(share, jax.Array):
-        rounding = most.astype(jnp.float32) * 2.0**-23  # of the share, of 1 - share and of their product
-        return jnp.ceil(most.astype(jnp.float32) * (1 - share) - rounding).astype(jnp.int32)
-    part, whole = share
-    rest = whole - part
-    # most = whole * q + r: no product is beyond 32 bits
-    return most // whole * rest + (most % whole * rest + whole - 1) // whole
+        number = most.astype(jnp.float32)
+        rounding = number * 2.0**-23  # of the share, of 1 - share and of their product
+        return jnp.ceil(number * (1 - share) - rounding).astype(jnp.int32)
+    numerator, denominator = share
+    rest = denominator - numerator
+    # most = denominator * q + r: no product is beyond 32 bits
+    return most // denominator * rest + (most % denominator * rest + denominator - 1) // denominator

@@ -69,18 +69,21 @@ def proximal_log_probs(
     """
     check_alike({"log_probs": log_probs, "rollout_log_probs": rollout_log_probs, "policy_versions": policy_versions})
     _check_version("version", version)
-    proximal = version - 1 if proximal_version is None else proximal_version
+    proximal = proximal_version
+    if proximal is None:
+        proximal = version - 1
     _check_version("proximal_version", proximal)
     known = not isinstance(version, jax.core.Tracer) and not isinstance(proximal, jax.core.Tracer)
     check("proximal_version", proximal, not known or bool(proximal <= version), f"at most the version, {version}")
     policy_versions = policy_versions.astype(jnp.int32)
-    total = version - policy_versions
-    share = (proximal - policy_versions) / jnp.where(total > 0, total, 1)
-    alpha = jnp.where(total > 0, jnp.clip(share, 0, 1), 0).astype(jnp.float32)
+    staleness = version - policy_versions
+    share = (proximal - policy_versions) / jnp.where(staleness > 0, staleness, 1)
+    alpha = jnp.where(staleness > 0, jnp.clip(share, 0, 1), 0).astype(jnp.float32)
     # no token is drawn by a version to come, and no step stays near one
-    alpha = jnp.where((total >= 0) & (proximal <= version), alpha, jnp.nan)
-    b = at_most_zero(sound("rollout_log_probs", rollout_log_probs).astype(jnp.float32))
-    return lax.stop_gradient(b + alpha * (sound("log_probs", log_probs).astype(jnp.float32) - b))
+    alpha = jnp.where((staleness >= 0) & (proximal <= version), alpha, jnp.nan)
+    sampled = at_most_zero(sound("rollout_log_probs", rollout_log_probs).astype(jnp.float32))
+    current = sound("log_probs", log_probs).astype(jnp.float32)
+    return lax.stop_gradient(sampled + alpha * (current - sampled))
 
 
 def staleness_metrics(
@@ -107,8 +110,11 @@ def staleness_metrics(
       >>> float(found["staleness"].value), float(found["version_span"].value)
       (0.5, 1.0)
     """
-    args = _arguments(batch, version)
-    return shard_call("staleness_metrics", _metrics, parallel, args, lambda p: ([P(), batch.specs(p)], P()))
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
+        return [P(), batch.specs(p)], P()
+
+    return shard_call("staleness_metrics", _metrics, parallel, _arguments(batch, version), specs)
 
 
 def staleness_weights(
@@ -150,13 +156,13 @@ def staleness_weights(
     AReaL bounds the staleness of a sample's first token: https://arxiv.org/abs/2505.24298, section 5.1
     """
     check_choice("level", level, Level)
-    args = {"limit": as_number("limit", limit, least=0), "decay": as_number("decay", decay, least=0, most=1)}
-    args |= _arguments(batch, version)
+    numbers = {"limit": as_number("limit", limit, least=0), "decay": as_number("decay", decay, least=0, most=1)}
+    arguments = numbers | _arguments(batch, version)
 
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
         return [P(), P(), P(), batch.specs(p)], p.tokens_spec
 
-    return shard_call("staleness_weights", _weights, parallel, args, specs, level)
+    return shard_call("staleness_weights", _weights, parallel, arguments, specs, level)
 
 
 def _check_version(what: str, version: Any) -> None:
@@ -183,13 +189,19 @@ def _staleness(version: jax.Array, batch: RolloutBatch) -> tuple[jax.Array, jax.
 
 def _metrics(axes: ShardAxes, version: jax.Array, batch: RolloutBatch) -> Metrics:
     age, mask = _staleness(version, batch)
-    found: Metrics = {"staleness": reduce_metric(axes, age, mask)}
-    found |= {f"staleness_{how}": reduce_metric(axes, age, mask, how) for how in ("max", "min")}
+    metrics: Metrics = {
+        "staleness": reduce_metric(axes, age, mask),
+        "staleness_max": reduce_metric(axes, age, mask, "max"),
+        "staleness_min": reduce_metric(axes, age, mask, "min"),
+    }
     segments = batch.segments(axes)
     counts = (segments.sum(mask) > 0).astype(jnp.float32)
-    span = jnp.where(counts > 0, segments.max(age, mask) + segments.max(-age, mask), 0)
+    largest = segments.max(age, mask)
+    smallest = -segments.max(-age, mask)
+    span = jnp.where(counts > 0, largest - smallest, 0)
     rows = dataclasses.replace(axes, context=(), fsdp=())  # per-sequence values are the same on all context shards
-    return found | {"version_span": reduce_metric(rows, span, counts)}
+    metrics["version_span"] = reduce_metric(rows, span, counts)
+    return metrics
 
 
 def _weights(
@@ -199,6 +211,8 @@ def _weights(
     if level == "sequence":
         segments = batch.segments(axes)
         age = segments.spread(segments.max(age, mask))
-    weights = jnp.where(age > limit, jnp.power(decay, jnp.maximum(age - limit, 0)), jnp.where(age >= 0, 1, jnp.nan))
+    decayed = jnp.power(decay, jnp.maximum(age - limit, 0))
+    fresh = jnp.where(age >= 0, 1, jnp.nan)
+    weights = jnp.where(age > limit, decayed, fresh)
     weights = jnp.where(jnp.isnan(limit + decay), jnp.nan, weights)
     return jnp.where(mask > 0, weights, 1).astype(jnp.float32)

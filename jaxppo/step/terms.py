@@ -88,7 +88,11 @@ class StepTerm:
             check_array(what, x, kind=KINDS["params"])
             check(what, f"shape {x.shape}", x.shape[:1] == (count,), f"a leading K of {count}, as counts have it")
         total = jnp.sum(jnp.asarray(counts).astype(jnp.float32))
-        means = jax.tree.map(lambda x: lax.stop_gradient(share(x.astype(jnp.float32).sum(axis=0), total)), sums)
+
+        def mean(x: Array) -> Array:
+            return lax.stop_gradient(share(x.astype(jnp.float32).sum(axis=0), total))
+
+        means = jax.tree.map(mean, sums)
         shape = getattr(jax.eval_shape(fn, means), "shape", None)
         if shape != ():
             raise TypeError(f"fn: got a result of shape {shape}, expected a scalar")
@@ -97,7 +101,7 @@ class StepTerm:
         def for_each(x: Array) -> Array:
             return jnp.broadcast_to(x, (count, *x.shape))
 
-        slopes = jax.tree.map(lambda x: for_each(share(x, total)), slopes)
+        slopes = jax.tree.map(lambda slope: for_each(share(slope, total)), slopes)
         return cls(for_each(value.astype(jnp.float32)), slopes, count)
 
     def of_part(self, sums: Any) -> Float[Array, ""]:
@@ -109,8 +113,9 @@ class StepTerm:
         count = part_of_a_step.value
         check("term", f"one of {self.micro_batches} micro-batches", count in (0, self.micro_batches), f"one of {count}")
         check("term", f"value of shape {self.value.shape}", self.value.ndim == 0, "that of one micro-batch, ()")
-        expected, found = (str(jax.tree.structure(x)) for x in (self.slopes, sums))
-        check("sums", found, found == expected, f"those of the first pass, {expected}")
+        expected = str(jax.tree.structure(self.slopes))
+        structure = str(jax.tree.structure(sums))
+        check("sums", structure, structure == expected, f"those of the first pass, {expected}")
         total = self.value / self.micro_batches
         slopes = jax.tree.leaves(self.slopes)
         for (path, x), slope in zip(jax.tree.leaves_with_path(sums), slopes, strict=True):
