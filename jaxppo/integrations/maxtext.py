@@ -59,10 +59,15 @@ def batch_of(
     mask = data["targets_segmentation"] != 0
     if "targets_loss_mask" in data:
         mask &= data["targets_loss_mask"] != 0
-    tokens, targets, segments, positions = (data[key] for key in _KEYS[:-1])
-    mask = mask.astype(jnp.float32)
     return RolloutBatch.from_target_aligned(
-        tokens, targets, segments, positions, mask, num_segments=num_segments, parallel=parallel, **arrays
+        data["inputs"],
+        data["targets"],
+        data["inputs_segmentation"],
+        data["inputs_position"],
+        mask.astype(jnp.float32),
+        num_segments=num_segments,
+        parallel=parallel,
+        **arrays,
     )
 
 
@@ -78,12 +83,15 @@ def hidden_and_head(model: Any, decoder_output: Float[Array, "R T H"]) -> tuple[
     Raises:
       TypeError: as `head_of`.
     """
-    return as_head_reads(model, model.decoder.decoder_norm(decoder_output)), head_of(model)
+    hidden = model.decoder.decoder_norm(decoder_output)
+    return as_head_reads(model, hidden), head_of(model)
 
 
 def as_head_reads(model: Any, hidden: Float[Array, "R T H"]) -> Float[Array, "R T H"]:
     """The output of the last norm in the dtype in which `logits_dense`, where there is one, multiplies it."""
-    return hidden if model.config.logits_via_embedding else hidden.astype(model.decoder.logits_dense.dtype)
+    if model.config.logits_via_embedding:
+        return hidden
+    return hidden.astype(model.decoder.logits_dense.dtype)
 
 
 def head_of(model: Any) -> Head:
@@ -97,9 +105,12 @@ def head_of(model: Any) -> Head:
       TypeError: a product or weights that are quantised, a bias, an adapter.
     """
     config = model.config
-    name, of_head = "token_embedder", model.token_embedder
-    if not config.logits_via_embedding:
-        name, of_head = "decoder.logits_dense", model.decoder.logits_dense
+    if config.logits_via_embedding:
+        name = "token_embedder"
+        module = model.token_embedder
+    else:
+        name = "decoder.logits_dense"
+        module = model.decoder.logits_dense
     # since MaxText's pull request 5313 the product is quantised while the kernel stays float
     quantization = getattr(config, "quantization", "")
     if quantization and getattr(config, "quantize_logits_proj", False):
@@ -107,13 +118,14 @@ def head_of(model: Any) -> Head:
             f"model.config: got quantize_logits_proj with quantization {quantization!r}, expected a head whose product "
             "is not quantised: jaxppo would multiply its kernel in its own dtype, with other logits"
         )
-    if adapters := [attribute for attribute in vars(of_head) if "lora" in attribute]:
+    adapters = [attribute for attribute in vars(module) if "lora" in attribute]
+    if adapters:
         raise TypeError(f"model.{name}: got {', '.join(adapters)}, expected a head without an adapter")
     if not config.logits_via_embedding:
-        if of_head.bias is not None:
+        if module.bias is not None:
             raise TypeError(f"model.{name}: got a bias, expected none, as MaxText makes it")
-        return Head.of(of_head.kernel, layout="hv", dtype=of_head.dtype)
-    table = of_head.embedding
+        return Head.of(module.kernel, layout="hv", dtype=module.dtype)
+    table = module.embedding
     scale = 1 / math.sqrt(table.shape[-1]) if config.normalize_embedding_logits else 1.0
     softcap = config.final_logits_soft_cap or None
     return Head.of(table, layout="vh", scale=scale, softcap=softcap, dtype=jnp.bfloat16)

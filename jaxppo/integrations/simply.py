@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 import jax
@@ -62,37 +62,20 @@ def loss_fn(
     check_options(options)
 
     def loss(model: Any, params: Any, batch: Any, **theirs: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        of_advantages, of_config = (inspect.signature(f).parameters for f in (advantages_of, config_of))
-        shaping = {name: theirs.pop(name) for name in of_advantages if name in theirs}
-        for name, value in theirs.items():
-            if name not in of_config:
-                raise TypeError(f"{name}: got it in the loss, which does not read it, expected {', '.join(of_config)}")
-            if config is not None:
-                raise ValueError(f"{name}: got {value} beside a config, expected it in the config alone")
-        found = config_of(**theirs) if config is None else config
+        shaping = {name: theirs.pop(name) for name in inspect.signature(advantages_of).parameters if name in theirs}
+        policy = _policy(config, theirs)
         reference = batch.ref_logprobs
-        if reference is None and config is None and found.kl is not None:  # as in theirs
+        if reference is None and config is None and policy.kl is not None:  # as in theirs
             reference = batch.logprobs
         if reference is not None:
             reference = jnp.asarray(reference, jnp.float32)
         advantages = advantages_of(batch, **shaping)
-        made = batch_of(batch, parallel=parallel, advantages=advantages, ref_log_probs=reference)
-        _, extra = model.apply(
-            params, batch.input_tokens, segment_ids=None, segment_positions=None, extra_inputs=batch.extra_inputs
-        )
-        if "activation" not in extra:
-            raise TypeError(
-                f"model: got {type(model).__name__}, which returns no 'activation', expected a TransformerLM"
-            )
-        normalizer = Normalizer.of(found, made, parallel=parallel)
+        rows = batch_of(batch, parallel=parallel, advantages=advantages, ref_log_probs=reference)
+        hidden = _hidden(model, params, batch)
+        normalizer = Normalizer.of(policy, rows, parallel=parallel)
+        head = head_of(model, params)
         value, metrics = policy_loss_from_hidden(
-            extra["activation"].astype(model.config.activation_dtype_name),
-            head_of(model, params),
-            made,
-            found,
-            parallel=parallel,
-            normalizer=normalizer,
-            **options,
+            hidden, head, rows, policy, parallel=parallel, normalizer=normalizer, **options
         )
         logged = {name: metric.value for name, metric in metrics.items()}
         logged["broken_rules_max"] = logged.pop("broken_rules")  # simply takes means of names without _max and _min
@@ -101,6 +84,29 @@ def loss_fn(
         return value, logged
 
     return loss
+
+
+def _policy(config: PolicyLossConfig | None, theirs: Mapping[str, Any]) -> PolicyLossConfig:
+    """The config, or without one that of simply's options; raises for options that are not read."""
+    names = inspect.signature(config_of).parameters
+    for name, value in theirs.items():
+        if name not in names:
+            raise TypeError(f"{name}: got it in the loss, which does not read it, expected {', '.join(names)}")
+        if config is not None:
+            raise ValueError(f"{name}: got {value} beside a config, expected it in the config alone")
+    if config is None:
+        return config_of(**theirs)
+    return config
+
+
+def _hidden(model: Any, params: Any, batch: Any) -> jax.Array:
+    """The hidden states that the head multiplies."""
+    _, extra = model.apply(
+        params, batch.input_tokens, segment_ids=None, segment_positions=None, extra_inputs=batch.extra_inputs
+    )
+    if "activation" not in extra:
+        raise TypeError(f"model: got {type(model).__name__}, which returns no 'activation', expected a TransformerLM")
+    return extra["activation"].astype(model.config.activation_dtype_name)
 
 
 def config_of(
@@ -132,7 +138,9 @@ def config_of(
         )
     loss = PPO(ppo_clip_eps_low, ppo_clip_eps_high, policy_ratio_cap)
     kl = KL(kl_coeff, "k3") if kl_coeff else None
-    return PolicyLossConfig(loss, kl=kl, ratio_to="current" if use_policy_logp_as_sampler_logp else "rollout")
+    if use_policy_logp_as_sampler_logp:
+        return PolicyLossConfig(loss, kl=kl, ratio_to="current")
+    return PolicyLossConfig(loss, kl=kl, ratio_to="rollout")
 
 
 def advantages_of(
@@ -184,12 +192,13 @@ def batch_of(batch: Any, *, parallel: ParallelMesh | None = None, **arrays: Any)
     Returns:
       `[R, T]`, with the sampler's log-probs as `rollout_log_probs`.
     """
-    tokens, targets = (jnp.asarray(x, jnp.int32) for x in (batch.input_tokens, batch.target_tokens))
-    places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    tokens = jnp.asarray(batch.input_tokens, jnp.int32)
+    targets = jnp.asarray(batch.target_tokens, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     segments = jnp.asarray(batch.target_mask, jnp.int32)
     arrays = {"rollout_log_probs": jnp.asarray(batch.logprobs, jnp.float32)} | arrays
     return RolloutBatch.from_target_aligned(
-        tokens, targets, segments, places, _mask(batch), num_segments=1, parallel=parallel, **arrays
+        tokens, targets, segments, positions, _mask(batch), num_segments=1, parallel=parallel, **arrays
     )
 
 
@@ -206,12 +215,21 @@ def head_of(model: Any, params: Any) -> Head:
     if "embed_linear" not in params:
         expected = "the parameters of a TransformerLM, with embed_linear"
         raise TypeError(f"params: got {', '.join(params)}, expected {expected}")
-    found = params["embed_linear"]
-    kernel, bias = (getattr(x, "array", x) for x in (found["w"], found.get("b")))
+    module = params["embed_linear"]
+    kernel = _array(module["w"])
+    bias = _array(module.get("b"))
     if not hasattr(kernel, "dtype"):
         got = f"embed_linear.w of {type(kernel).__name__}"
         raise TypeError(f"params: got {got}, expected an array that is not quantised")
     dtype = jnp.dtype(model.config.activation_dtype_name)
-    bias = None if bias is None else bias.astype(dtype)
+    if bias is not None:
+        bias = bias.astype(dtype)
     softcap = model.config.output_logits_soft_cap
-    return Head(kernel.astype(dtype), bias=bias, layout="vh", softcap=softcap if softcap > 0 else None)
+    if softcap <= 0:
+        softcap = None
+    return Head(kernel.astype(dtype), bias=bias, layout="vh", softcap=softcap)
+
+
+def _array(parameter: Any) -> Any:
+    """The array in an annotated parameter, or the parameter itself."""
+    return getattr(parameter, "array", parameter)

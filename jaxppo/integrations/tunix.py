@@ -6,6 +6,8 @@ and so do the losses of its supervised and DPO trainers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, Unpack
 
 import jax
@@ -92,32 +94,7 @@ def rl_cluster(*, lora_scale: float | None = None, **options: Unpack[HeadOptions
 def _without_logits(theirs: Any, lora_scale: float | None, options: HeadOptions) -> Any:
     """See `rl_cluster`; `theirs` is the module tunix.rl.rl_cluster."""
 
-    def passed(
-        cluster: Any,
-        role: Any,
-        model: Any,
-        tokens: tuple[Any, Any],
-        rows: int | None = None,
-        *,
-        pad_id: int,
-        temperature: float | None = None,
-        **more: Any,
-    ) -> jax.Array:
-        """The log-probs of prompts and completions, some rows at a time; by default at the sampler's temperature."""
-        names = "segment_ids", "segment_positions", "routed_experts", "token_mask"
-        arrays = {name: more.pop(name, None) for name in names}
-        check_unread("a pass for log-probs", {name: x for name, x in more.items() if name not in OF_THEIR_HEAD})
-        if temperature is None:
-            temperature = cluster.get_rollout_config(mode=theirs.Mode.TRAIN).temperature
-        rows = rows or len(tokens[0])
-        of_all: Any = {"pad_id": pad_id, "temperature": temperature, "lora_scale": lora_scale, **options}
-
-        def of_rows(first: int) -> jax.Array:
-            (prompts, completions), its = jax.tree.map(lambda x: x[first : first + rows], (tokens, arrays))
-            return log_probs(model, prompts, completions, **its, parallel=cluster.parallel_of(role), **of_all)
-
-        return jnp.concatenate([of_rows(first) for first in range(0, len(tokens[0]), rows)])
-
+    passed = partial(_passed, theirs.Mode.TRAIN, {"lora_scale": lora_scale, **options})
     base: Any = theirs.RLCluster
 
     class RLCluster(base):  # type: ignore[misc]
@@ -125,27 +102,30 @@ def _without_logits(theirs: Any, lora_scale: float | None, options: HeadOptions)
 
         def parallel_of(self, role: Any) -> ParallelMesh | None:
             mesh = self.r2m[role]
-            return None if mesh.empty or mesh.size == 1 else ParallelMesh(mesh)
+            if mesh.empty or mesh.size == 1:
+                return None
+            return ParallelMesh(mesh)
 
         @property
         def inference_worker(self) -> Any:
-            worker, role = super().inference_worker, theirs.Role.REFERENCE
+            worker = super().inference_worker
 
             def get(
                 prompts: Any, completions: Any, pad_id: int, eos_id: int, temperature: float = 1.0, **packed: Any
             ) -> jax.Array:
+                model = worker.get_model("reference")
                 packed |= {"pad_id": pad_id, "temperature": temperature}
-                return passed(self, role, worker.get_model("reference"), (prompts, completions), **packed)
+                return passed(self, theirs.Role.REFERENCE, model, (prompts, completions), **packed)
 
             return _Instead(worker, get_ref_per_token_logps=get)
 
         @property
         def rollout(self) -> Any:
-            rollout, role = super().rollout, theirs.Role.ROLLOUT
+            rollout = super().rollout
 
             def get(prompt_tokens: Any, completion_tokens: Any, **packed: Any) -> jax.Array:
                 packed = {"pad_id": rollout.pad_id()} | packed
-                return passed(self, role, rollout.model(), (prompt_tokens, completion_tokens), **packed)
+                return passed(self, theirs.Role.ROLLOUT, rollout.model(), (prompt_tokens, completion_tokens), **packed)
 
             return _Instead(rollout, get_per_token_logps=get)
 
@@ -159,20 +139,56 @@ def _without_logits(theirs: Any, lora_scale: float | None, options: HeadOptions)
             temperature: float | None = None,
             **packed: Any,
         ) -> jax.Array:
-            from flax import nnx
-
             anchor = self._anchor_policy_state  # the weights at the start of the step, which only Tunix holds
             if anchor is None or self.cluster_config.offload_to_cpu:
                 return super().get_actor_per_token_logps(
                     prompt_tokens, completion_tokens, pad_id, eos_id, micro_batch_size, temperature, **packed
                 )
-            graph, state = nnx.split(self.actor_trainer.model)
-            model = nnx.merge(graph, jax.tree.map(lambda kept, x: jax.device_put(kept, x.sharding), anchor, state))
+            model = _with_weights(self.actor_trainer.model, anchor)
+            tokens = (prompt_tokens, completion_tokens)
             packed |= {"pad_id": pad_id, "temperature": temperature}
-            tokens = prompt_tokens, completion_tokens
             return passed(self, theirs.Role.ACTOR, model, tokens, micro_batch_size, **packed)
 
     return RLCluster
+
+
+def _with_weights(model: Any, weights: Any) -> Any:
+    """The model with these weights, placed as its own are."""
+    from flax import nnx
+
+    graph, own = nnx.split(model)
+    placed = jax.tree.map(lambda weight, x: jax.device_put(weight, x.sharding), weights, own)
+    return nnx.merge(graph, placed)
+
+
+def _passed(
+    mode: Any,
+    options: Mapping[str, Any],
+    cluster: Any,
+    role: Any,
+    model: Any,
+    tokens: tuple[Any, Any],
+    rows: int | None = None,
+    *,
+    pad_id: int,
+    temperature: float | None = None,
+    **more: Any,
+) -> jax.Array:
+    """The log-probs of prompts and completions, some rows at a time; by default at the sampler's temperature."""
+    names = ("segment_ids", "segment_positions", "routed_experts", "token_mask")
+    arrays = {name: more.pop(name, None) for name in names}
+    check_unread("a pass for log-probs", {name: x for name, x in more.items() if name not in OF_THEIR_HEAD})
+    if temperature is None:
+        temperature = cluster.get_rollout_config(mode=mode).temperature
+    count = len(tokens[0])
+    rows = rows or count
+    call: Any = {"pad_id": pad_id, "temperature": temperature, "parallel": cluster.parallel_of(role), **options}
+
+    def of_rows(first: int) -> jax.Array:
+        (prompts, completions), some = jax.tree.map(lambda x: x[first : first + rows], (tokens, arrays))
+        return log_probs(model, prompts, completions, **some, **call)
+
+    return jnp.concatenate([of_rows(first) for first in range(0, count, rows)])
 
 
 class _Instead:

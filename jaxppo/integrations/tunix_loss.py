@@ -43,18 +43,29 @@ _ESTIMATORS: dict[str, Estimator] = {"kl": "k1", "mse_kl": "k2", "low_var_kl": "
 _UNREAD = ["overlong_loss_masking", "truncated_importance_sampling_type", "sampler_is_length_buckets"]
 # fields of Tunix's TrainExamples and payloads that `batch_of` and the loss read, or that change no loss; a sampler's
 # verdict `overlong` changes one under an option that is refused
-_OF_EXAMPLES = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "old_per_token_logps"}
-_OF_EXAMPLES |= {"ref_per_token_logps", "segment_ids", "segment_positions", "num_segments", "sampler_is_weights"}
-_OF_EXAMPLES |= {"is_update_step", "policy_version", "returns", "old_values", "rollout_per_token_logps", "overlong"}
-_OF_EXAMPLES |= {"metadata", "routed_experts", "sampler_agreement_applied", "completion_attention_mask"}
+_FIELDS = {
+    *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "old_per_token_logps"),
+    *("ref_per_token_logps", "segment_ids", "segment_positions", "num_segments", "sampler_is_weights"),
+    *("is_update_step", "policy_version", "returns", "old_values", "rollout_per_token_logps", "overlong"),
+    *("metadata", "routed_experts", "sampler_agreement_applied", "completion_attention_mask"),
+}
 # bounds of Tunix's own head, on the tokens or the positions of a row at a time: ours follows the loss mask and memory=
 OF_THEIR_HEAD = ("compute_logps_chunk_size", "max_logp_positions_per_packed_row")
 
 # the metrics that Tunix's learners log, by our names; its agentic learner stops where one is missing
-_THEIR_NAMES = {"kl": "kl", "kl_loss": "kl", "pg_clipfrac": "clip_fraction", "pg_clipfrac_lower": "clip_fraction_lower"}
-_THEIR_NAMES |= {f"is_ratio/{name}": f"ratio_{name}" for name in ("mean", "min", "max")}
-_OF_CORRECTIONS = {"sampler_is/frac_clipped_at_threshold": "tis_clipfrac"}
-_OF_CORRECTIONS |= {"sampler_rs/rejected_fraction": "rejected_fraction"}
+_THEIR_NAMES = {
+    "kl": "kl",
+    "kl_loss": "kl",
+    "pg_clipfrac": "clip_fraction",
+    "pg_clipfrac_lower": "clip_fraction_lower",
+    "is_ratio/mean": "ratio_mean",
+    "is_ratio/min": "ratio_min",
+    "is_ratio/max": "ratio_max",
+}
+_OF_CORRECTIONS = {
+    "sampler_is/frac_clipped_at_threshold": "tis_clipfrac",
+    "sampler_rs/rejected_fraction": "rejected_fraction",
+}
 _NOT_COMPUTED = ("log_ratio/abs_mean", "pg_loss/unclipped_mean", "pg_loss/clipped_mean")  # NaN in Tunix's logs
 
 MeshOrMaker = ParallelMesh | Callable[[], ParallelMesh | None] | None
@@ -140,10 +151,18 @@ class _Loss:
         config = self._config_for(x, algo_config, asked)
         batch = with_sampler_log_probs(batch, config, algo_config, asked)
         normalizer = Normalizer.of(config, batch, parallel=parallel)
-        names = "segment_ids", "segment_positions", "routed_experts"
-        its = [getattr(x, name, None) for name in names]
+        hidden = hidden_of_example(
+            model,
+            x.prompt_ids,
+            x.completion_ids,
+            pad_id,
+            segment_ids=getattr(x, "segment_ids", None),
+            segment_positions=getattr(x, "segment_positions", None),
+            routed_experts=getattr(x, "routed_experts", None),
+            token_mask=token_mask_of(x),
+        )
         loss, metrics = policy_loss_from_hidden(
-            hidden_of_example(model, x.prompt_ids, x.completion_ids, pad_id, *its, token_mask=token_mask_of(x)),
+            hidden,
             head_of(model, lora_scale=self.lora_scale),
             batch,
             config,
@@ -162,8 +181,9 @@ class _Loss:
             config = agreed(self.config, algo_config)
             check_options_of(config, algo_config, asked)
         check_weights(config, x)
-        alone = x.old_per_token_logps is None and config.ratio_to == "old"
-        return dataclasses.replace(config, ratio_to="current") if alone else config
+        if x.old_per_token_logps is None and config.ratio_to == "old":
+            return dataclasses.replace(config, ratio_to="current")
+        return config
 
 
 def config_of(algo_config: Any, completion_length: int | None = None) -> PolicyLossConfig:
@@ -199,13 +219,21 @@ def _base_config(algo_config: Any, completion_length: int | None) -> PolicyLossC
             f"algo_config: got {type(algo_config).__name__} with loss_algo={algorithm!r}, expected 'grpo' or "
             "'gspo-token'; for another loss pass a config"
         )
-    mode = _known("loss_agg_mode", algo_config.loss_agg_mode, _AGGREGATIONS)
-    norm = float(completion_length) if mode == "sequence_mean_token_sum_norm" and completion_length else None
+    aggregation = _known("loss_agg_mode", algo_config.loss_agg_mode, _AGGREGATIONS)
+    norm = None
+    if aggregation == "sequence_mean_token_sum_norm" and completion_length:
+        norm = float(completion_length)
+    low = algo_config.epsilon
     high = getattr(algo_config, "epsilon_high", None)
-    bounds = (algo_config.epsilon, algo_config.epsilon if high is None else high)
+    if high is None:
+        high = low
     dual = getattr(algo_config, "epsilon_c", None)
-    loss: PolicyLoss = PPO(*bounds, dual) if algorithm == "grpo" else GSPO(*bounds, dual, "token")
-    return PolicyLossConfig(loss, kl=_kl(algo_config), aggregation=mode, aggregation_norm=norm)
+    loss: PolicyLoss
+    if algorithm == "grpo":
+        loss = PPO(low, high, dual)
+    else:
+        loss = GSPO(low, high, dual, "token")
+    return PolicyLossConfig(loss, kl=_kl(algo_config), aggregation=aggregation, aggregation_norm=norm)
 
 
 def _known(name: str, value: Any, table: dict[str, Any]) -> Any:
@@ -217,11 +245,14 @@ def _known(name: str, value: Any, table: dict[str, Any]) -> Any:
 def _kl(algo_config: Any) -> KL | None:
     if not algo_config.beta:
         return None
-    mode, clamp = algo_config.kl_loss_mode, getattr(algo_config, "kl_clamp_value", None)
+    mode = algo_config.kl_loss_mode
     estimator = _known("kl_loss_mode", mode, _ESTIMATORS)
-    if clamp is not None and (mode, float(clamp)) != ("low_var_kl", 10.0):
+    clamp = getattr(algo_config, "kl_clamp_value", None)
+    if clamp is None:
+        return KL(algo_config.beta, estimator)
+    if mode != "low_var_kl" or float(clamp) != 10.0:
         raise ValueError(f"kl_clamp_value: got {clamp} with {mode!r}, expected None, or 10 with 'low_var_kl'")
-    return KL(algo_config.beta, estimator if clamp is None else "low_var_kl")
+    return KL(algo_config.beta, "low_var_kl")
 
 
 def _check_options(algo_config: Any) -> None:
@@ -237,10 +268,13 @@ def _check_options(algo_config: Any) -> None:
 def agreed(config: PolicyLossConfig, algo_config: Any) -> PolicyLossConfig:
     """The config, if the learner computes what the config needs, has the same penalty and asks for nothing else."""
     _check_options(algo_config)
-    beta, mine = getattr(algo_config, "beta", None), 0.0 if config.kl is None else config.kl.coef
-    if beta is not None and hasattr(algo_config, "loss_algo") and isinstance(mine, (int, float)) and beta != mine:
+    beta = getattr(algo_config, "beta", None)
+    coef = 0.0 if config.kl is None else config.kl.coef
+    if beta is None or not hasattr(algo_config, "loss_algo") or not isinstance(coef, (int, float)):
+        return config
+    if beta != coef:
         raise ValueError(
-            f"beta: got {beta} in {type(algo_config).__name__}, expected {mine}, the coefficient of config.kl; with "
+            f"beta: got {beta} in {type(algo_config).__name__}, expected {coef}, the coefficient of config.kl; with "
             "beta=0 Tunix computes no reference log-probs"
         )
     return config
@@ -273,33 +307,54 @@ def batch_of(
             f"train_example: got {type(x).__name__} without completion_ids, expected Tunix's TrainExample, or a "
             "payload with prompts and completions apart"
         )
-    slots = (name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()))
-    fields = {name: getattr(x, name) for name in {*getattr(x, "__dict__", ()), *slots} if hasattr(x, name)}
-    check_unread("a TrainExample", {name: value for name, value in fields.items() if name not in _OF_EXAMPLES})
-    given = {"advantages": _weighed_advantages(x), "rollout_log_probs": fields.get("rollout_per_token_logps")}
-    given |= {"old_log_probs": x.old_per_token_logps, "ref_log_probs": x.ref_per_token_logps}
-    arrays: dict[str, Any] = {name: jnp.asarray(v) for name, v in given.items() if v is not None}
-    experts = fields.get("routed_experts")
-    if experts is not None:
-        arrays["extras"] = {"routed_experts": Extra(jnp.asarray(experts, jnp.int32), at="input", fill=-1)}
+    arrays = _arrays(x)
     mask = jnp.asarray(x.completion_mask, jnp.float32)
     segments = getattr(x, "segment_ids", None)
-    if (token_mask := token_mask_of(x)) is not None:
+    token_mask = token_mask_of(x)
+    if token_mask is None and segments is None:
+        token_mask = _upto_padding(x, mask, pad_id)
+    if token_mask is not None:
         return RolloutBatch.from_padded(
             x.prompt_ids, x.completion_ids, mask, attention_mask=token_mask, parallel=parallel, **arrays
         )
-    if segments is None:
-        found = jnp.concatenate([x.prompt_ids != pad_id, (x.completion_ids != pad_id) | (mask > 0)], axis=1)
-        # a sampled padding id is a token too: as in Tunix, the next token is predicted at its position
-        tokens = jax.lax.cummax(found.astype(jnp.int32), 1) * jax.lax.cummax(found.astype(jnp.int32), 1, reverse=True)
-        return RolloutBatch.from_padded(
-            x.prompt_ids, x.completion_ids, mask, attention_mask=tokens, parallel=parallel, **arrays
-        )
-    num_segments = num_segments or getattr(x, "num_segments", None) or segments.shape[1]
-    tokens, ids, positions = (jnp.asarray(a, jnp.int32) for a in (x.completion_ids, segments, x.segment_positions))
     return RolloutBatch.from_token_aligned(
-        tokens, ids, positions, mask, num_segments=num_segments, parallel=parallel, **arrays
+        jnp.asarray(x.completion_ids, jnp.int32),
+        jnp.asarray(segments, jnp.int32),
+        jnp.asarray(x.segment_positions, jnp.int32),
+        mask,
+        num_segments=num_segments or getattr(x, "num_segments", None) or x.completion_ids.shape[1],
+        parallel=parallel,
+        **arrays,
     )
+
+
+def _arrays(x: Any) -> dict[str, Any]:
+    """The optional arrays of a batch, by our names; raises for fields of the example that are not read."""
+    slots = [name for cls in type(x).__mro__ for name in getattr(cls, "__slots__", ())]
+    names = {*getattr(x, "__dict__", ()), *slots}
+    fields = {name: getattr(x, name) for name in names if hasattr(x, name)}
+    check_unread("a TrainExample", {name: value for name, value in fields.items() if name not in _FIELDS})
+    values = {
+        "advantages": _weighed_advantages(x),
+        "rollout_log_probs": fields.get("rollout_per_token_logps"),
+        "old_log_probs": x.old_per_token_logps,
+        "ref_log_probs": x.ref_per_token_logps,
+    }
+    arrays: dict[str, Any] = {name: jnp.asarray(value) for name, value in values.items() if value is not None}
+    experts = fields.get("routed_experts")
+    if experts is not None:
+        arrays["extras"] = {"routed_experts": Extra(jnp.asarray(experts, jnp.int32), at="input", fill=-1)}
+    return arrays
+
+
+def _upto_padding(x: Any, mask: jax.Array, pad_id: int) -> jax.Array:
+    """`i32[B, P + C]`, 1 for tokens: from the first id to the last that is not the padding's, or trains.
+
+    A sampled padding id between is a token too: as in Tunix, the next token is predicted at its position.
+    """
+    real = jnp.concatenate([x.prompt_ids != pad_id, (x.completion_ids != pad_id) | (mask > 0)], axis=1)
+    real = real.astype(jnp.int32)
+    return jax.lax.cummax(real, 1) * jax.lax.cummax(real, 1, reverse=True)
 
 
 def token_mask_of(train_example: Any) -> jax.Array | None:
@@ -316,36 +371,52 @@ def token_mask_of(train_example: Any) -> jax.Array | None:
 
 def _weighed_advantages(x: Any) -> Any:
     """The advantages, times the weights of Tunix's own correction, which multiply the policy loss and no penalty."""
-    if (weights := getattr(x, "sampler_is_weights", None)) is None:
+    weights = getattr(x, "sampler_is_weights", None)
+    if weights is None:
         return x.advantages
-    advantages = jnp.asarray(x.advantages, jnp.float32)
-    return (advantages if advantages.ndim == 2 else advantages[:, None]) * weights
+    return _by_token(x.advantages) * weights
+
+
+def _by_token(advantages: Any) -> jax.Array:
+    """`f32[B, C]`, or `[B, 1]` of advantages that have one value for each completion."""
+    advantages = jnp.asarray(advantages, jnp.float32)
+    if advantages.ndim == 2:
+        return advantages
+    return advantages[:, None]
 
 
 def _of_batch(x: Any, weighs: bool) -> Metrics:
     """Metrics of Tunix's that say something of the batch alone; with `weighs` those of the learner's weights too."""
     mask = jnp.asarray(x.completion_mask, jnp.float32)
-    a = jnp.asarray(x.advantages, jnp.float32)
-    a = jnp.broadcast_to(a if a.ndim == 2 else a[:, None], mask.shape)
-    found: Metrics = {"advantage/abs_mean": _mean(jnp.abs(a), mask), "advantage/max": _extreme(a, mask, "max")}
-    found |= {"advantage/min": _extreme(a, mask, "min")}
-    found |= {"advantage/nonzero_frac": _mean((jnp.abs(a) > 1e-8).astype(jnp.float32), mask)}
+    advantages = jnp.broadcast_to(_by_token(x.advantages), mask.shape)
+    sizes = jnp.abs(advantages)
+    metrics: Metrics = {
+        "advantage/abs_mean": _mean(sizes, mask),
+        "advantage/max": _extreme(advantages, mask, "max"),
+        "advantage/min": _extreme(advantages, mask, "min"),
+        "advantage/nonzero_frac": _mean((sizes > 1e-8).astype(jnp.float32), mask),
+    }
     if not weighs:
-        return found
+        return metrics
     weights = getattr(x, "sampler_is_weights", None)
-    weights = jnp.ones_like(mask) if weights is None else jnp.asarray(weights, jnp.float32)
-    found["sampler_is/weight_mean"] = _mean(weights, mask)
-    found["sampler_is/weight_min"] = _extreme(weights, mask, "min")
-    return found
+    if weights is None:
+        weights = jnp.ones_like(mask)
+    weights = jnp.asarray(weights, jnp.float32)
+    metrics["sampler_is/weight_mean"] = _mean(weights, mask)
+    metrics["sampler_is/weight_min"] = _extreme(weights, mask, "min")
+    return metrics
 
 
 def _mean(x: jax.Array, mask: jax.Array) -> Metric:
     return Metric(jnp.where(mask > 0, x, 0).sum(), mask.sum())
 
 
-def _extreme(x: jax.Array, mask: jax.Array, of: Literal["min", "max"]) -> Metric:
-    bound, extreme = (jnp.inf, jnp.min) if of == "min" else (-jnp.inf, jnp.max)
-    return Metric(extreme(jnp.where(mask > 0, x, bound)), mask.sum(), of)
+def _extreme(x: jax.Array, mask: jax.Array, reduce: Literal["min", "max"]) -> Metric:
+    if reduce == "min":
+        extreme = jnp.min(jnp.where(mask > 0, x, jnp.inf))
+    else:
+        extreme = jnp.max(jnp.where(mask > 0, x, -jnp.inf))
+    return Metric(extreme, mask.sum(), reduce)
 
 
 def _output(loss: jax.Array, metrics: Metrics, normalizer: Normalizer) -> Any:
@@ -356,7 +427,8 @@ def _output(loss: jax.Array, metrics: Metrics, normalizer: Normalizer) -> Any:
     """
     from tunix.sft import utils
 
-    nothing, unknown = Metric(jnp.float32(0), jnp.float32(1)), Metric(jnp.float32(jnp.nan), jnp.float32(1))
+    nothing = Metric(jnp.float32(0), jnp.float32(1))
+    unknown = Metric(jnp.float32(jnp.nan), jnp.float32(1))
     theirs = {name: metrics.get(own, nothing) for name, own in _THEIR_NAMES.items()}
     theirs |= {name: metrics[own] for name, own in _OF_CORRECTIONS.items() if own in metrics}
     aux = metrics | theirs | dict.fromkeys(_NOT_COMPUTED, unknown)
@@ -366,8 +438,10 @@ def _output(loss: jax.Array, metrics: Metrics, normalizer: Normalizer) -> Any:
     count = counts.get(normalizer.aggregation, normalizer.sequences)
 
     def reported(metric: Any) -> Any:
-        is_mean = isinstance(metric, Metric) and metric.reduce == "mean"
-        return utils.WeightedMetric(metric.total, metric.count) if is_mean else metric.value
+        if isinstance(metric, Metric) and metric.reduce == "mean":
+            return utils.WeightedMetric(metric.total, metric.count)
+        return metric.value
 
     whole = utils.WeightedMetric(loss * count, count)
-    return utils.LossOutput(primary_loss=whole, aux_metrics={name: reported(metric) for name, metric in aux.items()})
+    aux_metrics = {name: reported(metric) for name, metric in aux.items()}
+    return utils.LossOutput(primary_loss=whole, aux_metrics=aux_metrics)

@@ -35,18 +35,28 @@ def head_of(model: Any, *, lora_scale: float | None = None) -> Head:
       TypeError: a model with neither an `lm_head` nor an embedder; `lora_scale` beside MaxText's, whose head has no
         adapter.
     """
-    if (base := _maxtext_of(model)) is not None:
+    base = _maxtext_of(model)
+    if base is not None:
         if lora_scale is not None:
             expected = "None for a MaxText model, whose head has no adapter"
             raise TypeError(f"lora_scale: got {lora_scale}, expected {expected}")
         return maxtext.head_of(base)
     module = getattr(model, "lm_head", None)
-    module = getattr(model, "embedder", None) if module is None else module
+    if module is None:
+        module = getattr(model, "embedder", None)
     if module is None:
         raise TypeError(f"model: got {type(model).__name__}, expected a Tunix model with an lm_head or an embedder")
-    config = getattr(model, "config", None)
-    caps = (getattr(holder, name, None) for holder in (model, config) for name in _SOFTCAPS)
-    return Head.of(module, lora_scale=lora_scale, softcap=next((cap for cap in caps if cap), None))
+    return Head.of(module, lora_scale=lora_scale, softcap=_softcap(model))
+
+
+def _softcap(model: Any) -> Any:
+    """The soft-cap of a model's logits, or None."""
+    for holder in (model, getattr(model, "config", None)):
+        for name in _SOFTCAPS:
+            softcap = getattr(holder, name, None)
+            if softcap:
+                return softcap
+    return None
 
 
 def hidden_states(
@@ -86,46 +96,63 @@ def hidden_states(
             f"model: got {type(model).__name__} without a final_norm, expected one of tunix.models or MaxText's "
             "adapter: the states of another model may be those before its last norm"
         )
-    noted: list[Any] = []
+    parameters = _parameters_of_call(model)
+    arguments: dict[str, Any] = {"positions": positions, "cache": None, "attention_mask": attention_mask}
+    if segment_ids is not None:
+        for name in ("segment_ids", "decoder_segment_ids"):
+            if name in parameters:
+                arguments[name] = segment_ids
+    if routed_experts is not None:
+        if _FORCED not in parameters:
+            got = f"got them for {type(model).__name__}, whose call takes no {_FORCED}"
+            raise TypeError(f"routed_experts: {got}, expected None: the pass would not be the sampler's")
+        arguments[_FORCED] = jnp.asarray(routed_experts, jnp.int32)
+    if base is None and "skip_lm_head" in parameters:
+        hidden: Float[Array, "B T H"] = model(tokens, **arguments, skip_lm_head=True)[0]
+        return hidden
+    model = nnx.merge(*nnx.split(model))  # the copy is changed, not the model
+    if base is None:
+        return _output_of_norm(model, model, "final_norm", tokens, arguments)
+    states = _output_of_norm(model, _maxtext_of(model).decoder, "decoder_norm", tokens, arguments)
+    return maxtext.as_head_reads(base, states)
 
-    class Noting(nnx.Module):
+
+def _output_of_norm(
+    model: Any, holder: Any, name: str, tokens: Int[Array, "B T"], arguments: Mapping[str, Any]
+) -> Float[Array, "B T H"]:
+    """What the norm `holder.name` returns when the model runs. The norm is replaced by one that records it."""
+    from flax import nnx
+
+    outputs: list[Any] = []
+
+    class Recording(nnx.Module):
         def __init__(self, norm: Any) -> None:
             self.norm = norm
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            noted.append(self.norm(*args, **kwargs))
-            return noted[-1]
+            output = self.norm(*args, **kwargs)
+            outputs.append(output)
+            return output
 
-    taken = _parameters_of_call(model)
-    call: dict[str, Any] = {"positions": positions, "cache": None, "attention_mask": attention_mask}
-    if segment_ids is not None:
-        call |= {name: segment_ids for name in ("segment_ids", "decoder_segment_ids") if name in taken}
-    if routed_experts is not None:
-        if _FORCED not in taken:
-            got = f"got them for {type(model).__name__}, whose call takes no {_FORCED}"
-            raise TypeError(f"routed_experts: {got}, expected None: the pass would not be the sampler's")
-        call[_FORCED] = jnp.asarray(routed_experts, jnp.int32)
-    if base is None and "skip_lm_head" in taken:
-        hidden: Float[Array, "B T H"] = model(tokens, **call, skip_lm_head=True)[0]
-        return hidden
-    model = nnx.merge(*nnx.split(model))  # the copy is changed, not the model
-    holder, name = (model, "final_norm") if base is None else (_maxtext_of(model).decoder, "decoder_norm")
-    setattr(holder, name, Noting(getattr(holder, name)))
-    model(tokens, **call)
-    if not noted:
+    setattr(holder, name, Recording(getattr(holder, name)))
+    model(tokens, **arguments)
+    if not outputs:
         raise TypeError(f"model: got {type(model).__name__}, whose call never uses its {name}, expected one that does")
-    return noted[-1] if base is None else maxtext.as_head_reads(base, noted[-1])
+    return outputs[-1]
 
 
 def _maxtext_of(model: Any) -> Any:
     """The MaxText model that a `TunixMaxTextAdapter` holds, or None for another model."""
     base = getattr(model, "base", None)
-    return base if hasattr(getattr(base, "decoder", None), "decoder_norm") else None
+    decoder = getattr(base, "decoder", None)
+    if hasattr(decoder, "decoder_norm"):
+        return base
+    return None
 
 
-def check_unread(where: str, given: Mapping[str, Any]) -> None:
+def check_unread(where: str, values: Mapping[str, Any]) -> None:
     """Raises TypeError for what Tunix hands over and nothing here reads; None asks for nothing."""
-    unread = sorted(name for name, value in given.items() if value is not None)
+    unread = sorted(name for name, value in values.items() if value is not None)
     if unread:
         raise TypeError(
             f"{unread[0]}: got it in {where}, which does not read it, expected None; the passes and losses of "
@@ -135,8 +162,11 @@ def check_unread(where: str, given: Mapping[str, Any]) -> None:
 
 def _parameters_of_call(model: Any) -> set[str]:
     """The arguments of the model's own `__call__`, which adapters and quantisation hide behind *args."""
-    calls = [vars(kind)["__call__"] for kind in type(model).__mro__ if "__call__" in vars(kind)]
-    return {name for call in calls for name in inspect.signature(call).parameters}
+    names: set[str] = set()
+    for cls in type(model).__mro__:
+        if "__call__" in vars(cls):
+            names.update(inspect.signature(vars(cls)["__call__"]).parameters)
+    return names
 
 
 def hidden_of_example(
@@ -158,19 +188,27 @@ def hidden_of_example(
     """
     tokens = jnp.concatenate([prompt_ids, completion_ids], axis=1)
     if segment_ids is None:
-        are_tokens = (tokens != pad_id) if token_mask is None else checked_mask(token_mask, tokens, segment_ids)
-        counted = jnp.cumsum(are_tokens, axis=1)
-        positions = jnp.maximum(counted - 1, 0)
-        attended = jnp.tril(jnp.ones((1, *(tokens.shape[1],) * 2), bool)) & are_tokens[:, None, :]
+        are_tokens = _are_tokens(tokens, pad_id, token_mask, segment_ids)
+        counts = jnp.cumsum(are_tokens, axis=1)
+        positions = jnp.maximum(counts - 1, 0)
+        length = tokens.shape[1]
+        attended = jnp.tril(jnp.ones((1, length, length), bool)) & are_tokens[:, None, :]
         return hidden_states(model, tokens, positions, attended, are_tokens.astype(jnp.int32), routed_experts)
     same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids > 0)[:, None, :]
     return hidden_states(model, tokens, segment_positions, jnp.tril(same), segment_ids, routed_experts)
 
 
+def _are_tokens(tokens: Array, pad_id: int, token_mask: Any, segment_ids: Any) -> Bool[Array, "B T"]:
+    """Which ids are tokens: those of the mask, by default those other than the padding's."""
+    if token_mask is None:
+        return tokens != pad_id
+    return checked_mask(token_mask, tokens, segment_ids)
+
+
 def checked_mask(token_mask: Any, tokens: Any, segment_ids: Any) -> Bool[Array, "B T"]:
     """The mask as booleans. Raises ValueError for another shape, and for packed rows, whose segments say the same."""
-    got, expected = f"{jnp.shape(token_mask)}", f"{tokens.shape}, prompts and completions"
-    check("token_mask", got, jnp.shape(token_mask) == tokens.shape, expected)
+    shape = jnp.shape(token_mask)
+    check("token_mask", f"{shape}", shape == tokens.shape, f"{tokens.shape}, prompts and completions")
     check("token_mask", "a mask beside segment_ids", segment_ids is None, "None for packed rows")
     return jnp.asarray(token_mask, bool)
 
@@ -211,23 +249,28 @@ def log_probs(
     """
     from flax import nnx
 
-    its = segment_ids, segment_positions, routed_experts, token_mask
+    arrays = {
+        "segment_ids": segment_ids,
+        "segment_positions": segment_positions,
+        "routed_experts": routed_experts,
+        "token_mask": token_mask,
+    }
+    graph, state = nnx.split(model)
     static = (pad_id, float(temperature), parallel, lora_scale, tuple(sorted(options.items())))
-    found: Float[Array, "B C"] = _log_probs(*nnx.split(model), prompt_ids, completion_ids, its, static)
-    return found
+    result: Float[Array, "B C"] = _log_probs(graph, state, prompt_ids, completion_ids, arrays, static)
+    return result
 
 
 @partial(jax.jit, static_argnames=("static",))  # a graph is a pytree: it need not have a hash
-def _log_probs(graph: Any, state: Any, prompt_ids: Any, completion_ids: Any, its: Any, static: Any) -> Any:
+def _log_probs(graph: Any, state: Any, prompt_ids: Any, completion_ids: Any, arrays: Any, static: Any) -> Any:
     from flax import nnx
 
     pad_id, temperature, parallel, lora_scale, options = static
     model = nnx.merge(graph, state)
-    segments, token_positions, experts, token_mask = its
-    of_rows = segments, token_positions, experts
-    hidden = hidden_of_example(model, prompt_ids, completion_ids, pad_id, *of_rows, token_mask=token_mask)
+    hidden = hidden_of_example(model, prompt_ids, completion_ids, pad_id, **arrays)
     tokens = jnp.concatenate([prompt_ids, completion_ids], axis=1)
-    is_next = (tokens != pad_id) if token_mask is None else checked_mask(token_mask, tokens, segments)
+    segments = arrays["segment_ids"]
+    is_next = _are_tokens(tokens, pad_id, arrays["token_mask"], segments)
     if segments is not None:
         is_next = (segments > 0) & (segments == jnp.roll(segments, 1, axis=1))
     first = jnp.arange(tokens.shape[1]) < max(prompt_ids.shape[1], 1)  # nothing predicts the first token of a row
