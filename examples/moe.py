@@ -38,8 +38,9 @@ class Mixture(Decoder):
         x = x + self.out(y.reshape(x.shape))
         y = self.norms[1](x)
         scores = jax.nn.softmax(self.router(y))
-        seen = scores.astype(jnp.float8_e4m3fn) if rounded else scores
-        own = lax.top_k(seen.astype(jnp.float32), TOP_K)[1]
+        # as float8_e4m3 rounds; a cast goes through float16, which XLA does not compile for every processor
+        seen = lax.reduce_precision(scores, exponent_bits=4, mantissa_bits=3) if rounded else scores
+        own = lax.top_k(seen, TOP_K)[1]
         # the ids are replayed; weights are today's scores of them, so that the router has a gradient
         ids = own if replayed is None else jnp.where(replayed[:, :, 0] < 0, own, replayed[:, :, 0])
         weights = scores * jax.nn.one_hot(ids, EXPERTS).sum(-2)
