@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from jaxppo.losses.explain import explain_tokens
     from jaxppo.losses.parts import Part, by_row
     from jaxppo.losses.policy_tokens import ReferenceKL
-    from jaxppo.losses.score_centering import ScoreCentering
     from jaxppo.losses.sft import SFT
     from jaxppo.losses.token_loss import Asks, TokenLoss
     from jaxppo.losses.top_k_divergence import TopKDistillation
@@ -22,7 +21,6 @@ else:
             "jaxppo.losses.explain": ["explain_tokens"],
             "jaxppo.losses.parts": ["Part", "by_row"],
             "jaxppo.losses.policy_tokens": ["ReferenceKL"],
-            "jaxppo.losses.score_centering": ["ScoreCentering"],
             "jaxppo.losses.sft": ["SFT"],
             "jaxppo.losses.token_loss": ["Asks", "TokenLoss"],
             "jaxppo.losses.top_k_divergence": ["TopKDistillation"],
@@ -30,5 +28,5 @@ else:
         },
     )
 
-__all__ = ["SFT", "Asks", "Part", "ReferenceKL", "ScoreCentering", "TokenLoss", "TopKDistillation", "Value"]
+__all__ = ["SFT", "Asks", "Part", "ReferenceKL", "TokenLoss", "TopKDistillation", "Value"]
 __all__ += ["by_row", "explain_tokens", "loss_from_hidden", "loss_from_stats"]

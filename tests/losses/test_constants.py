@@ -21,8 +21,8 @@ from jaxppo import (
     loss_from_stats,
     policy_loss,
 )
+from jaxppo.contrib.draft import Draft, draft_loss
 from jaxppo.losses import Part, ReferenceKL, preference
-from jaxppo.losses.draft import Draft, draft_loss
 from jaxppo.losses.mtp import MTP, mtp_loss
 from jaxppo.policy_losses import GSPO
 

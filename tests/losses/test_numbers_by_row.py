@@ -26,8 +26,9 @@ from jaxppo import (
     loss_from_stats,
 )
 from jaxppo.batch.extras import Extra
-from jaxppo.losses import ScoreCentering, TopKDistillation, by_row, explain_tokens, preference
-from jaxppo.losses.features import Features, States
+from jaxppo.contrib.features import Features, States
+from jaxppo.contrib.score_centering import ScoreCentering
+from jaxppo.losses import TopKDistillation, by_row, explain_tokens, preference
 from jaxppo.policy_losses import CISPO, BySign, Reinforce
 from sharding import make_parallel_mesh
 

@@ -12,17 +12,17 @@ from policy_steps import AGGREGATIONS, config_of, loss_named
 
 from jaxppo import KL, PPO, SFT, PolicyLossConfig, RolloutBatch, Sample, TokenLoss, TokenStats, Value
 from jaxppo.batch.extras import Extra
+from jaxppo.contrib.features import Features, States
+from jaxppo.contrib.score_centering import ScoreCentering
 from jaxppo.losses import (
     Part,
     ReferenceKL,
-    ScoreCentering,
     TopKDistillation,
     explain_tokens,
     loss_from_hidden,
     loss_from_stats,
     preference,
 )
-from jaxppo.losses.features import Features, States
 from jaxppo.losses.testing import assert_token_loss
 from jaxppo.losses.token_loss import Asks
 from jaxppo.policy_losses import CISPO, GMPO, BySign, PolicyLoss

@@ -32,9 +32,10 @@ from jaxppo import (
     policy_loss,
     policy_loss_from_hidden,
 )
-from jaxppo.losses import Part, ReferenceKL, ScoreCentering, TopKDistillation, preference
+from jaxppo.contrib.draft import Draft, draft_loss
+from jaxppo.contrib.score_centering import ScoreCentering
+from jaxppo.losses import Part, ReferenceKL, TopKDistillation, preference
 from jaxppo.losses.distillation import distillation_loss
-from jaxppo.losses.draft import Draft, draft_loss
 from jaxppo.losses.mtp import MTP, mtp_loss
 from jaxppo.policy_losses import BY_NAME
 

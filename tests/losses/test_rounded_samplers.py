@@ -33,7 +33,8 @@ from jaxppo import (
     policy_loss,
     policy_loss_from_hidden,
 )
-from jaxppo.losses import ScoreCentering, TopKDistillation
+from jaxppo.contrib.score_centering import ScoreCentering
+from jaxppo.losses import TopKDistillation
 from jaxppo.losses.top_k_divergence import check_top_k
 from jaxppo.policy_losses import Reinforce
 from jaxppo.step.staleness import proximal_log_probs

@@ -25,9 +25,10 @@ from jaxppo import (
     policy_losses,
     presets,
 )
-from jaxppo.losses import Part, ReferenceKL, ScoreCentering, TopKDistillation, by_row, preference
-from jaxppo.losses.draft import Draft
-from jaxppo.losses.features import Features
+from jaxppo.contrib.draft import Draft
+from jaxppo.contrib.features import Features
+from jaxppo.contrib.score_centering import ScoreCentering
+from jaxppo.losses import Part, ReferenceKL, TopKDistillation, by_row, preference
 from jaxppo.losses.mtp import MTP
 
 LARGE = 10**400

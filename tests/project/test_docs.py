@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from pages import DOCS, PAGES
 
 import jaxppo
-from jaxppo import policy_losses, presets
+from jaxppo import contrib, policy_losses, presets
 
 # Blocks for packages that `make test` does not install. Nightly tests run their text if the package is installed.
 RUN_BY = {
@@ -84,7 +85,8 @@ def test_the_reference_holds_every_public_name():
     modules = {name for name in jaxppo.__all__ if inspect.ismodule(getattr(jaxppo, name))}
     expected = {f"jaxppo.{name}" for name in set(jaxppo.__all__) - modules}
     rarer = ["base.kl", "base.metrics", "batch.nucleus", "step.entropy", "step.masks", "step.staleness"]
-    rarer += ["losses", *(f"losses.{name}" for name in ("covariance", "distillation", "draft", "mtp", "preference"))]
+    rarer += ["losses", *(f"losses.{name}" for name in ("covariance", "distillation", "mtp", "preference"))]
+    rarer += [f"contrib.{module.name}" for module in pkgutil.iter_modules(contrib.__path__)]
     for module in (modules - {"presets"}).union(rarer):
         listed = importlib.import_module(f"jaxppo.{module}").__all__
         expected |= {f"jaxppo.{module}.{name}" for name in set(listed) - set(jaxppo.__all__)}

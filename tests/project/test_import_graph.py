@@ -21,7 +21,7 @@ FLOORS = [
     ["jaxppo.policy"],
     ["jaxppo.step", "jaxppo.advantages", "jaxppo.mismatch", "jaxppo.presets"],
     ["jaxppo.losses"],
-    ["jaxppo.integrations"],
+    ["jaxppo.contrib", "jaxppo.integrations"],
     ["jaxppo", "jaxppo.sharding.testing"],  # doors for users; the second has an assertion about batches, too
 ]
 

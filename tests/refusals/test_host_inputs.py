@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jaxppo import RolloutBatch, Sample
-from jaxppo.advantages import spans
-from jaxppo.advantages.gigpo import state_groups, step_returns
 from jaxppo.batch.extras import Extra
 from jaxppo.batch.nucleus import pack_nucleus_ids
+from jaxppo.contrib import spans
+from jaxppo.contrib.gigpo import state_groups, step_returns
 from jaxppo.mismatch.routing import routed_experts
 from sharding import pack
 

@@ -21,8 +21,8 @@ from jaxppo import (
     policy_loss,
     policy_loss_from_hidden,
 )
+from jaxppo.contrib.draft import draft_loss, draft_metrics
 from jaxppo.losses import Part, preference
-from jaxppo.losses.draft import draft_loss, draft_metrics
 from jaxppo.losses.mtp import mtp_loss
 from jaxppo.mismatch import mismatch_metrics
 from jaxppo.policy_losses import GSPO, Reinforce, by_name

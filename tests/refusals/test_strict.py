@@ -25,7 +25,8 @@ import jaxppo
 from jaxppo import advantages, losses, mismatch
 from jaxppo.base import kl, metrics
 from jaxppo.batch import nucleus
-from jaxppo.losses import covariance, distillation, draft, mtp, preference
+from jaxppo.contrib import draft
+from jaxppo.losses import covariance, distillation, mtp, preference
 from jaxppo.sharding.testing import assert_trees_close
 from jaxppo.step import entropy, masks, staleness
 
@@ -34,7 +35,6 @@ MODULES = (jaxppo, advantages, mismatch, kl, metrics, nucleus, entropy, masks, s
 MODULES += (losses, covariance, distillation, draft, mtp, preference)
 ON_THE_HOST = {"check_top_k", "drop_equal_groups", "explain_broken_rules", "make_parallel_mesh", "pack_nucleus_ids"}
 ON_THE_HOST |= {"kto_reference_point", "micro_batches_of_pairs", "mismatched_samples", "samples_of_pairs"}
-ON_THE_HOST |= {"state_groups", "step_returns"}
 OF_ROWS = {"pack", "redistribute", "scan_affine", "segment_sum", "shift_left", "unpack"}  # of jaxppo.sharding
 
 

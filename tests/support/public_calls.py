@@ -33,10 +33,12 @@ from jaxppo import (
 )
 from jaxppo.base.kl import adaptive_kl_coef, kl_divergence
 from jaxppo.base.metrics import Metric, collapse_metrics, finalize_metrics, merge_metrics
+from jaxppo.contrib.draft import Draft, draft_loss, draft_metrics
+from jaxppo.contrib.gigpo import gigpo
+from jaxppo.contrib.score_centering import ScoreCentering
 from jaxppo.losses import (
     Part,
     ReferenceKL,
-    ScoreCentering,
     TokenLoss,
     TopKDistillation,
     by_row,
@@ -45,7 +47,6 @@ from jaxppo.losses import (
 )
 from jaxppo.losses.covariance import covariance_mask
 from jaxppo.losses.distillation import distillation_loss, divergence_from_hidden
-from jaxppo.losses.draft import Draft, draft_loss, draft_metrics
 from jaxppo.losses.mtp import MTP, mtp_loss, shift_targets
 from jaxppo.losses.top_k_divergence import top_k_divergence
 from jaxppo.mismatch import mismatch_metrics, mismatch_report, token_mismatch
@@ -282,7 +283,7 @@ ESTIMATORS: dict[str, Callable[[Given], Any]] = {
     "reinforce_plus_plus_baseline": lambda g: advantages.reinforce_plus_plus_baseline(
         g.batch.rewards, g.batch.group_ids, g.uncut, kl=g.batch.values, kl_coef=0.1, **g.on
     ),
-    "gigpo": lambda g: advantages.gigpo(g.batch.rewards, g.batch.rewards, *[g.batch.group_ids] * 2, **g.on),
+    "gigpo": lambda g: gigpo(g.batch.rewards, g.batch.rewards, *[g.batch.group_ids] * 2, **g.on),
     "optimal_token_baseline": lambda g: advantages.optimal_token_baseline(
         g.batch.advantages,
         TokenStats(g.batch.returns, sum_p2=jnp.exp(2 * g.batch.returns)),

@@ -18,8 +18,9 @@ import numpy as np
 import jaxppo
 from jaxppo import LoRA, Normalizer, OffPolicyConfig, PolicyLossConfig, RolloutBatch, Sample, TokenStats
 from jaxppo.base.arrays import PER_TOKEN_VALUES
+from jaxppo.contrib import draft
 from jaxppo.head import HeadOptions
-from jaxppo.losses import SFT, Part, TopKDistillation, draft, explain_tokens, mtp
+from jaxppo.losses import SFT, Part, TopKDistillation, explain_tokens, mtp
 from jaxppo.mismatch import TokenMismatch
 from jaxppo.policy_losses import ClipCov
 from jaxppo.step import entropy as entropies

@@ -23,7 +23,7 @@ from jaxppo import (
     loss_from_stats,
     policy_loss,
 )
-from jaxppo.losses import ScoreCentering
+from jaxppo.contrib.score_centering import ScoreCentering
 from jaxppo.policy_losses import ProbabilityMask, Reinforce
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close

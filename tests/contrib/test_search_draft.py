@@ -19,7 +19,7 @@ from search_checks import BF16, F32, accumulated, check_found, check_head, check
 from searches import search
 
 from jaxppo import Normalizer
-from jaxppo.losses.draft import Draft, draft_loss
+from jaxppo.contrib.draft import Draft, draft_loss
 
 OPTIONS = {
     "objective": st.sampled_from(["soft_cross_entropy", "total_variation", "likelihood", "end_to_end"]),

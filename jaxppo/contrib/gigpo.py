@@ -15,6 +15,8 @@ from jaxppo.advantages.token_statistics import Parallel
 from jaxppo.base.arrays import Coefficient, check, check_alike, check_ids, check_number, is_nan
 from jaxppo.batch.host import as_integers, as_list, finite_number, in_f32, scalar, shown
 
+__all__ = ["gigpo", "state_groups", "step_returns"]
+
 
 def gigpo(
     rewards: Float[Array, "*K R S"],

@@ -7,7 +7,7 @@ import pytest
 from policy_steps import step_of
 
 from jaxppo import RolloutBatch, loss_from_stats
-from jaxppo.losses.features import Features, States
+from jaxppo.contrib.features import Features, States
 from sharding import make_parallel_mesh
 
 

@@ -22,6 +22,8 @@ from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses.base import checked_result, choice
 from jaxppo.sharding import Segments
 
+__all__ = ["ScoreCentering"]
+
 CenteringTail = Literal["bucket", "renormalise"]
 
 

@@ -16,6 +16,8 @@ from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss, for_e
 from jaxppo.policy_losses.base import number
 from jaxppo.sharding import Segments
 
+__all__ = ["Features", "States"]
+
 
 class States(NamedTuple):
     """The draft's features and the policy's, `[R, T, H]` each; the second are constants."""
@@ -56,7 +58,7 @@ class Features(TokenLoss[States]):
     aggregation_norm: float | None = None
 
     def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
-        check_type("stats", stats, isinstance(stats, States), "losses.features.States")
+        check_type("stats", stats, isinstance(stats, States), "contrib.features.States")
         shape = batch.loss_mask.shape
         for name, x in stats._asdict().items():
             check_floating(f"stats.{name}", x, 3, "[R, T, H]")

@@ -17,13 +17,13 @@ from jaxppo.base.metrics import Metric, Metrics, reduce_metric
 from jaxppo.batch.loss_tokens import LossTokens
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
+from jaxppo.contrib.draft_ids import as_draft_ids, inputs_of_columns, sound_ids
 from jaxppo.head.arguments import Pair, prepare_head, prepare_pair
 from jaxppo.head.call import Asked, HeadOptions, Inputs
 from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
 from jaxppo.head.gradient import stats_of_tokens
 from jaxppo.head.head import Head, as_head
 from jaxppo.losses.distillation import DivergenceLoss
-from jaxppo.losses.draft_ids import as_draft_ids, inputs_of_columns, sound_ids
 from jaxppo.losses.mtp import Heads, OfDepths, States, heads_of, shift_targets, shift_temperature, sum_of_depths
 from jaxppo.mismatch.heads import F32_UNIT, comparison_of_tokens
 from jaxppo.policy_losses.base import choice, number
@@ -111,7 +111,7 @@ def draft_loss(
       loss: the objective and other options; by default `Draft()`.
       temperature: divides both models' logits; where it is an array, see `mtp_loss`.
       draft_ids: `i32[D]`, the id of each column of the draft's heads in the policy's vocabulary, in any order, as
-        `losses.draft_ids` makes it. None if both have the same columns.
+        `contrib.draft_ids` makes it. None if both have the same columns.
 
     Returns:
       The scalar f32 loss, and metrics: `draft_loss` (adds up over micro-batches), for each depth k

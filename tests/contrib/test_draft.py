@@ -11,7 +11,7 @@ from hard_rows import R, T, hard_batch, layouts_on, sequences
 from policy_steps import quick_jit
 
 from jaxppo import Head, Normalizer, finalize_metrics
-from jaxppo.losses.draft import Draft, draft_loss, draft_metrics
+from jaxppo.contrib.draft import Draft, draft_loss, draft_metrics
 from sharding import make_parallel_mesh
 from sharding.audit.program import hang_risks
 from sharding.testing import assert_trees_close

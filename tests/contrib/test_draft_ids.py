@@ -12,8 +12,8 @@ from hard_rows import R, T, hard_batch, layouts_on, sequences
 
 from jaxppo import Head, LoRA, Normalizer, RolloutBatch, Sample, accumulate_gradients, finalize_metrics
 from jaxppo.batch.broken_rules import explain_broken_rules
-from jaxppo.losses.draft import Draft, draft_loss, draft_metrics
-from jaxppo.losses.draft_ids import draft_ids_of_counts, draft_ids_of_d2t, draft_targets
+from jaxppo.contrib.draft import Draft, draft_loss, draft_metrics
+from jaxppo.contrib.draft_ids import draft_ids_of_counts, draft_ids_of_d2t, draft_targets
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
 

@@ -9,7 +9,7 @@ import pytest
 from policy_steps import step_of
 
 from jaxppo import PPO, PolicyLossConfig, RolloutBatch, TokenStats, policy_loss
-from jaxppo.losses.adaptive_clip import adaptive_clip
+from jaxppo.contrib.adaptive_clip import adaptive_clip
 from sharding import make_parallel_mesh
 
 

@@ -6,37 +6,38 @@ import pytest
 from hard_rows import MESHES
 
 from jaxppo import RolloutBatch, Sample, advantages
-from jaxppo.advantages.spans import align_spans, span_distillation
+from jaxppo.contrib.gigpo import gigpo, state_groups, step_returns
+from jaxppo.contrib.spans import align_spans, span_distillation
 from sharding import make_parallel_mesh
 
 # One prompt, two trajectories: states a, b with rewards 0, 1, and a, c, c with rewards 0.
 GROUPS, STATES = [7] * 5, ["a", "b", "a", "c", "c"]
-RETURNS = advantages.step_returns([0.0, 1.0, 0.0, 0.0, 0.0], [0, 0, 1, 1, 1])
+RETURNS = step_returns([0.0, 1.0, 0.0, 0.0, 0.0], [0, 0, 1, 1, 1])
 REWARDS = [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 def test_by_hand():
     """verl-agent's mean_norm and mean_std_norm, by trajectory and by step rows."""
     np.testing.assert_allclose(RETURNS, [0.95, 1, 0, 0, 0], rtol=1e-6)
-    states = advantages.state_groups(GROUPS, STATES)
+    states = state_groups(GROUPS, STATES)
     given = (jnp.array([x], jnp.float32) for x in (REWARDS, RETURNS))
     ids = jnp.array([GROUPS]), jnp.asarray(states)[None]
     arrays = (*given, *ids)
     rollouts = jnp.array([[0, 0, 1, 1, 1]])
-    found = advantages.gigpo(*arrays, rollout_ids=rollouts)
+    found = gigpo(*arrays, rollout_ids=rollouts)
     np.testing.assert_allclose(found[0], [0.975, 0.5, -0.975, -0.5, -0.5], rtol=1e-5)
-    by_rows = advantages.gigpo(*arrays, step_coef=0.0)
+    by_rows = gigpo(*arrays, step_coef=0.0)
     np.testing.assert_allclose(by_rows[0], [0.6, 0.6, -0.4, -0.4, -0.4], rtol=1e-5)
-    scaled = advantages.gigpo(*arrays, rollout_ids=rollouts, scale_by_std=True)
+    scaled = gigpo(*arrays, rollout_ids=rollouts, scale_by_std=True)
     np.testing.assert_allclose(scaled[0], [1.414212, 0.707106, -1.414212, -0.707106, -0.707106], rtol=1e-5)
 
 
 def test_equal_states_of_other_prompts_are_not_compared():
-    assert advantages.state_groups([1, 2, 1], ["s", "s", None]).tolist() == [0, 1, -1]
+    assert state_groups([1, 2, 1], ["s", "s", None]).tolist() == [0, 1, -1]
     with pytest.raises(ValueError, match="states: got 1, expected 2"):
-        advantages.state_groups([1, 2], ["s"])
+        state_groups([1, 2], ["s"])
     with pytest.raises(ValueError, match="gamma: got 1"):
-        advantages.step_returns([1.0], [0], gamma=1.5)
+        step_returns([1.0], [0], gamma=1.5)
 
 
 def numpy_gigpo(rewards, returns, groups, states, coef):
@@ -54,7 +55,7 @@ def numpy_gigpo(rewards, returns, groups, states, coef):
 def test_on_a_mesh(mesh):
     rng = np.random.default_rng(0)
     groups = rng.integers(0, 4, 20)
-    states = advantages.state_groups(groups.tolist(), rng.integers(0, 3, 20).tolist())
+    states = state_groups(groups.tolist(), rng.integers(0, 3, 20).tolist())
     rewards, returns = rng.normal(size=(2, 20)).astype(np.float32)
     parallel = None if mesh is None else make_parallel_mesh("dp=2,cp=2,tp=2")
     samples = [Sample([1, 2], 1, reward=float(r), group_id=int(g)) for r, g in zip(rewards, groups, strict=True)]
@@ -63,7 +64,7 @@ def test_on_a_mesh(mesh):
     def placed(x, fill):
         return np.where(batch.sample_ids >= 0, x[batch.sample_ids], fill)
 
-    found = advantages.gigpo(
+    found = gigpo(
         batch.rewards, placed(returns, np.nan), batch.group_ids, placed(states, -1), step_coef=0.5, parallel=parallel
     )
     expected = placed(numpy_gigpo(rewards, returns, groups, states, 0.5), 0.0)
