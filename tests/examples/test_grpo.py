@@ -110,14 +110,20 @@ def test_a_mesh_of_jax_make_mesh(kind):
     def embedded():
         return jax.jit(lambda table, batch: table[batch.tokens])(jnp.ones((50, 8)), batch)
 
+    def looked_up():
+        table = jax.device_put(jnp.ones((48, 8)), mesh.sharding(mesh.kernel_spec("vh")))
+        return jax.jit(lambda table, batch: table[batch.tokens])(table, batch)
+
     if kind == "Auto":
+        assert looked_up().shape == (2, 8, 8)
         assert generated().shape == (4, 8)
         assert mask().shape == (2, 8, 8)
         assert embedded().shape == (2, 8, 8)
         return
     messages = ("ambiguous how the output should be sharded", "illegally sharded result", "is not found in mesh: ()")
     page = (ROOT / "docs/troubleshooting.md").read_text()
-    for call, message in zip((generated, mask, embedded), messages, strict=True):
+    messages += ("could not be resolved unambiguously",)
+    for call, message in zip((generated, mask, embedded, looked_up), messages, strict=True):
         assert f'"{message}"' in page
         with pytest.raises(Exception, match=re.escape(message)):
             call()
