@@ -87,46 +87,65 @@ def adaptive_clip(
     check_choice("first", first, First)
     config = PolicyLossConfig(ratio_to=ratio_to, impossible_tokens=impossible_tokens)
     check_needed(batch, config)
-    steps = _steps("low", low, 0, 1, step), _steps("high", high, 1, np.inf, step)
-    args = {"stats": stats.log_probs, "batch": batch, "target": as_number("target", target, above=0)}
+    lows = _steps("low", low, 0, 1, step)
+    highs = _steps("high", high, 1, np.inf, step)
+    arguments = {"stats": stats.log_probs, "batch": batch, "target": as_number("target", target, above=0)}
 
     def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
-        return [batch.specs(p).loss_mask, batch.specs(p), P()], P()
+        batch_specs = batch.specs(p)
+        return [batch_specs.loss_mask, batch_specs, P()], P()
 
-    return shard_call("adaptive_clip", _per_shard, parallel, args, specs, (config, *steps, first))
+    return shard_call("adaptive_clip", _per_shard, parallel, arguments, specs, (config, lows, highs, first))
 
 
 def _steps(what: str, bounds: Bounds, least: float, most: float, step: float) -> tuple[float, ...]:
     """The values of a bound from its first to its last; the last step may be shorter."""
     expected = f"two numbers with {least} <= first <= last <= {most}"
     check(what, repr(bounds), isinstance(bounds, (tuple, list)) and len(bounds) == 2, expected)
-    start, end = (plain_number(what, x) for x in bounds)
+    start = plain_number(what, bounds[0])
+    end = plain_number(what, bounds[1])
     check(what, repr(bounds), least <= start <= end <= most, expected)
-    by = plain_number("step", step, above=0)
-    count = np.ceil((end - start) / by - 1e-9)
+    step_size = plain_number("step", step, above=0)
+    count = np.ceil((end - start) / step_size - 1e-9)
     check("step", repr(step), count <= _MOST_STEPS, f"at most {_MOST_STEPS} steps from {start} to {end}")
-    return tuple(np.minimum(start + by * np.arange(1 + count), end).tolist())
+    values = start + step_size * np.arange(1 + count)
+    return tuple(np.minimum(values, end).tolist())
 
 
-def _per_shard(axes: ShardAxes, static: tuple[Any, ...], *given: Any) -> tuple[jax.Array, jax.Array]:
+def _per_shard(axes: ShardAxes, static: tuple[Any, ...], *arrays: Any) -> tuple[jax.Array, jax.Array]:
     config, lows, highs, first = static
-    log_probs, batch, target = lax.stop_gradient(as_rows(given))
+    log_probs, batch, target = lax.stop_gradient(as_rows(arrays))
     left_out = PolicyTokenLoss(config).left_out(TokenStats(log_probs), batch)
     if left_out is not None:
         batch = dataclasses.replace(batch, loss_mask=jnp.where(left_out, 0, batch.loss_mask))
+    advantages, ratio = _advantages_and_ratio(config, log_probs, batch)
+    positive = jnp.stack([(jnp.maximum(advantages, 0) * jnp.minimum(ratio, high)).sum() for high in highs])
+    negative = jnp.stack([(jnp.maximum(-advantages, 0) * jnp.maximum(ratio, low)).sum() for low in lows])
+    positive, negative = axes.psum((vary(positive, axes.tokens), vary(negative, axes.tokens)), axes.tokens)
+    raised = np.arange(len(lows) + len(highs) - 1)  # by so many steps in all
+    if first == "high":
+        high_steps = np.minimum(raised, len(highs) - 1)
+    else:
+        high_steps = np.maximum(raised - (len(lows) - 1), 0)
+    low_steps = raised - high_steps
+    met = positive[high_steps] >= target * negative[low_steps]
+    steps = jnp.where(met.any(), jnp.argmax(met), raised[-1])
+    unsound = jnp.where(jnp.isnan(positive.sum() + negative.sum() + target), jnp.nan, jnp.float32(0))
+    clip_lows = jnp.asarray(1 - np.asarray(lows)[low_steps], jnp.float32)
+    clip_highs = jnp.asarray(np.asarray(highs)[high_steps] - 1, jnp.float32)
+    return clip_lows[steps] + unsound, clip_highs[steps] + unsound
+
+
+def _advantages_and_ratio(
+    config: PolicyLossConfig, log_probs: jax.Array, batch: RolloutBatch
+) -> tuple[jax.Array, jax.Array]:
+    """Of the loss tokens, NaN where one breaks a rule."""
     tokens = LossTokens.of(batch)
-    a, now = tokens.read(FINITE, batch.advantages), tokens.read(LOG_PROBS, log_probs)
+    advantages = tokens.read(FINITE, batch.advantages)
+    new = tokens.read(LOG_PROBS, log_probs)
+    old = new
     name = BY_RATIO.get(config.ratio_to)
-    old = now if name is None else tokens.read(PER_TOKEN[name][0], getattr(batch, name))
-    ratio = jnp.exp(log_ratio(now, old))
-    good = jnp.stack([(jnp.maximum(a, 0) * jnp.minimum(ratio, x)).sum() for x in highs])
-    bad = jnp.stack([(jnp.maximum(-a, 0) * jnp.maximum(ratio, x)).sum() for x in lows])
-    good, bad = axes.psum((vary(good, axes.tokens), vary(bad, axes.tokens)), axes.tokens)
-    last, raised = (len(lows) - 1, len(highs) - 1), np.arange(len(lows) + len(highs) - 1)  # by so many steps in all
-    of_high = np.minimum(raised, last[1]) if first == "high" else np.maximum(raised - last[0], 0)
-    of_low = raised - of_high
-    met = good[of_high] >= target * bad[of_low]
-    at = jnp.where(met.any(), jnp.argmax(met), raised[-1])
-    known = jnp.where(jnp.isnan(good.sum() + bad.sum() + target), jnp.nan, jnp.float32(0))
-    of_low, of_high = np.asarray(lows)[of_low], np.asarray(highs)[of_high]
-    return jnp.asarray(1 - of_low, jnp.float32)[at] + known, jnp.asarray(of_high - 1, jnp.float32)[at] + known
+    if name is not None:
+        rule, _ = PER_TOKEN[name]
+        old = tokens.read(rule, getattr(batch, name))
+    return advantages, jnp.exp(log_ratio(new, old))

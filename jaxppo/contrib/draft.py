@@ -19,7 +19,7 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.contrib.draft_ids import as_draft_ids, inputs_of_columns, sound_ids
 from jaxppo.head.arguments import Pair, prepare_head, prepare_pair
-from jaxppo.head.call import Asked, HeadOptions, Inputs
+from jaxppo.head.call import Asked, HeadOptions, Inputs, Prepared
 from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
 from jaxppo.head.gradient import stats_of_tokens
 from jaxppo.head.head import Head, as_head
@@ -64,7 +64,9 @@ class Draft(OfDepths):
 
     @property
     def losses(self) -> int:
-        return 1 if self.objective == "end_to_end" else super().losses
+        if self.objective == "end_to_end":
+            return 1
+        return super().losses
 
     def shifted(self, batch: RolloutBatch, k: int, parallel: Parallel) -> RolloutBatch:
         """The batch with loss mask 1 where the masks of t and t + k are both 1."""
@@ -131,18 +133,30 @@ def draft_loss(
     Decay: SpecForge, 0.8, as a sum that is not divided by W: times W in coef; Automodel divides. Soft cross-entropy is
     in SkyRL and NeMo-RL, the others in pull requests of Megatron and speculators.
     """
-    loss = Draft() if loss is None else loss
+    if loss is None:
+        loss = Draft()
     check_type("loss", loss, isinstance(loss, Draft), "Draft")
-    given = {"parallel": parallel, "temperature": temperature, "options": options}
-    depths = _depths(loss, normalizers, (hidden, head), (policy_hidden, policy_head), batch, draft_ids, **given)
+    call = {"parallel": parallel, "temperature": temperature, "options": options}
+    depths = _depths(loss, normalizers, (hidden, head), (policy_hidden, policy_head), batch, draft_ids, **call)
     if loss.objective == "end_to_end":
-        parts = [(_end_to_end(depths), depths[0].batch)]
+        losses = [(_end_to_end(depths), depths[0].batch)]
     else:
-        parts = [(_of_depth(depth, loss), depth.batch) for depth in depths]
-    numbers = {"coef": loss.coef} | ({"eta": loss.eta} if loss.objective == "likelihood" else {})
-    numbers |= {} if draft_ids is None else {"draft_ids": depths[0].sound}
-    of_sum = ("broken_rules",), DivergenceLoss(loss.aggregation), parts, numbers, parallel, normalizers, loss.decay
-    total, metrics = sum_of_depths("draft", *of_sum)
+        losses = [(_of_depth(depth, loss), depth.batch) for depth in depths]
+    numbers: dict[str, Any] = {"coef": loss.coef}
+    if loss.objective == "likelihood":
+        numbers["eta"] = loss.eta
+    if draft_ids is not None:
+        numbers["draft_ids"] = depths[0].sound
+    total, metrics = sum_of_depths(
+        "draft",
+        ("broken_rules",),
+        DivergenceLoss(loss.aggregation),
+        losses,
+        numbers,
+        parallel,
+        normalizers,
+        loss.decay,
+    )
     for k, depth in enumerate(depths, 1):
         metrics[f"draft_{k}_acceptance"] = _mean(1 - depth.apart, depth.batch, parallel)
     return total, metrics
@@ -175,13 +189,13 @@ def draft_metrics(
       >>> {name: round(float(x), 4) for name, x in found.items()}
       {'draft_1_acceptance': 0.525, 'draft_1_agreement': 1.0}
     """
-    given = {"parallel": parallel, "temperature": temperature, "options": options}
-    depths = _depths(None, None, (hidden, head), (policy_hidden, policy_head), batch, draft_ids, **given)
-    found: Metrics = {}
+    call = {"parallel": parallel, "temperature": temperature, "options": options}
+    depths = _depths(None, None, (hidden, head), (policy_hidden, policy_head), batch, draft_ids, **call)
+    metrics: Metrics = {}
     for k, depth in enumerate(depths, 1):
-        found[f"draft_{k}_acceptance"] = _mean(1 - depth.apart, depth.batch, parallel)
-        found[f"draft_{k}_agreement"] = _mean(depth.other, depth.batch, parallel)
-    return found
+        metrics[f"draft_{k}_acceptance"] = _mean(1 - depth.apart, depth.batch, parallel)
+        metrics[f"draft_{k}_agreement"] = _mean(depth.other, depth.batch, parallel)
+    return metrics
 
 
 class Depth(NamedTuple):
@@ -194,60 +208,83 @@ class Depth(NamedTuple):
 
 
 def _depths(
-    loss: Draft | None, normalizers: Any, draft: Pair, policy: Pair, batch: RolloutBatch, ids: Any, **given: Any
+    loss: Draft | None, normalizers: Any, draft: Pair, policy: Pair, batch: RolloutBatch, ids: Any, **call: Any
 ) -> list[Depth]:
     """Each depth k: the draft beside the policy k places later; without a loss also whether they agree on the top."""
     batch = checked(batch, reader="draft_loss" if loss else "draft_metrics")
-    of_depths, parallel = loss or Draft(), given["parallel"]
-    heads = heads_of(*draft, normalizers, of_depths)
-    check_floating("policy_hidden", policy[0], 3, "[R, T, H]")
-    shape, tokens = policy[0].shape, batch.loss_mask.shape
+    options = loss or Draft()
+    parallel = call["parallel"]
+    heads = heads_of(*draft, normalizers, options)
+    states, kernel = policy
+    check_floating("policy_hidden", states, 3, "[R, T, H]")
+    shape = states.shape
+    tokens = batch.loss_mask.shape
     check("policy_hidden", f"shape {shape}", shape[:2] == tokens, f"{tokens} and H")
-    of_policy = as_head("policy_head", policy[1])
-    of_policy.check("policy_head", shape[-1])
-    policy_hidden, policy_head = lax.stop_gradient((policy[0], of_policy))
-    found = []
+    policy_head = as_head("policy_head", kernel)
+    policy_head.check("policy_head", shape[-1])
+    states, policy_head = lax.stop_gradient((states, policy_head))
+    depths = []
     for k, head in enumerate(heads, 1):
-        shifted = of_depths.shifted(batch, k, parallel)
-        later = shift_left(policy_hidden, parallel, k, 0, batch.segment_ids, batch.num_segments)
-        pair = (draft[0][k - 1], head), (later, policy_head)
-        own = {"temperature": shift_temperature(given["temperature"], batch, k, parallel)}
-        found.append(_of_pair(loss, pair, shifted, ids, **{**given, **own}, where=shifted.loss_mask > 0))
-    return found
+        shifted = options.shifted(batch, k, parallel)
+        later = shift_left(states, parallel, k, 0, batch.segment_ids, batch.num_segments)
+        temperature = shift_temperature(call["temperature"], batch, k, parallel)
+        of_depth = {**call, "temperature": temperature, "where": shifted.loss_mask > 0}
+        pair = ((draft[0][k - 1], head), (later, policy_head))
+        if ids is None:
+            depths.append(_of_equal_columns(loss, pair, shifted, **of_depth))
+        else:
+            depths.append(_of_fewer_columns(loss, pair, shifted, ids, **of_depth))
+    return depths
 
 
-def _of_pair(loss: Draft | None, pair: tuple[Pair, Pair], batch: RolloutBatch, ids: Any, **given: Any) -> Depth:
-    """One depth, from the hidden states and heads of the draft and of the policy."""
-    if ids is None:
-        spec = given["options"].get("hidden_spec")
-        one, other = prepare_pair(*pair, names=("draft", "policy"), second_spec=spec, **given)
-        fn: Any = divergences_of_tokens if loss else _compare
-        args: dict[str, Any] = {}
-        sound: Any = None
-    else:
-        of: dict[str, Any] = {"entropy": "none", "heads": 2, "top_k": 0 if loss else 1, **given}
-        one = prepare_head(*pair[0], None if loss else jnp.zeros_like(batch.targets), **of)
-        other = prepare_head(*pair[1], batch.targets, name="policy_head", logit_stats=("log_z",), **of)
-        ids, columns = as_draft_ids(ids, other.call.vocab_size), one.call.vocab_size
-        check("draft_ids", ids.shape[0], ids.shape[0] == columns, f"{columns}, the columns of the draft")
-        fn, args, sound = _of_columns, {"draft_ids": ids}, sound_ids(jnp.asarray(ids), other.call.vocab_size)
-    more = DIVERGENCES.get(loss.objective, ()) if loss else ()
-    apart, *others = shard_call(
-        "draft_loss" if loss else "draft_metrics",
-        fn,
-        given["parallel"],
-        {"hidden": one.inputs, "policy_hidden": other.inputs, **args},
-        lambda p: ([one.specs, other.specs, *[P()] * len(args)], p.tokens_spec),
-        DivergenceCall(one.call, other.call, ("total_variation", *more), 0.5),
-    )
-    if sound is not None:
-        apart += jnp.where(batch.loss_mask > 0, sound, 0)
+def _of_equal_columns(loss: Draft | None, pair: tuple[Pair, Pair], batch: RolloutBatch, **call: Any) -> Depth:
+    """One depth of a draft whose head has the policy's columns."""
+    spec = call["options"].get("hidden_spec")
+    draft, policy = prepare_pair(*pair, names=("draft", "policy"), second_spec=spec, **call)
+    fn = divergences_of_tokens if loss else _compare
+    apart, *others = _per_token(loss, fn, draft, policy, {}, call["parallel"])
+    return Depth(batch, None, apart, *others)
+
+
+def _of_fewer_columns(loss: Draft | None, pair: tuple[Pair, Pair], batch: RolloutBatch, ids: Any, **call: Any) -> Depth:
+    """One depth of a draft whose head has these ids of the policy's vocabulary."""
+    options: dict[str, Any] = {"entropy": "none", "heads": 2, "top_k": 0 if loss else 1, **call}
+    targets = None if loss else jnp.zeros_like(batch.targets)
+    draft = prepare_head(*pair[0], targets, **options)
+    policy = prepare_head(*pair[1], batch.targets, name="policy_head", logit_stats=("log_z",), **options)
+    ids = as_draft_ids(ids, policy.call.vocab_size)
+    columns = draft.call.vocab_size
+    check("draft_ids", ids.shape[0], ids.shape[0] == columns, f"{columns}, the columns of the draft")
+    sound = sound_ids(jnp.asarray(ids), policy.call.vocab_size)
+    apart, *others = _per_token(loss, _of_columns, draft, policy, {"draft_ids": ids}, call["parallel"])
+    apart += jnp.where(batch.loss_mask > 0, sound, 0)
     return Depth(batch, sound, apart, *others)
 
 
+def _per_token(
+    loss: Draft | None, fn: Any, draft: Prepared, policy: Prepared, ids: dict[str, Any], parallel: Parallel
+) -> Any:
+    """The results of the per-shard `fn`, `[R, T]` each: the total variation, and what else the objective reads."""
+    kinds: tuple[str, ...] = ("total_variation",)
+    if loss:
+        kinds += DIVERGENCES.get(loss.objective, ())
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
+        return [draft.specs, policy.specs, *[P()] * len(ids)], p.tokens_spec
+
+    return shard_call(
+        "draft_loss" if loss else "draft_metrics",
+        fn,
+        parallel,
+        {"hidden": draft.inputs, "policy_hidden": policy.inputs, **ids},
+        specs,
+        DivergenceCall(draft.call, policy.call, kinds, 0.5),
+    )
+
+
 def _compare(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Inputs) -> tuple[jax.Array, jax.Array]:
-    found = comparison_of_tokens(call, F32_UNIT, draft, policy)
-    return found.total_variation, found.same_top
+    comparison = comparison_of_tokens(call, F32_UNIT, draft, policy)
+    return comparison.total_variation, comparison.same_top
 
 
 def _of_columns(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Inputs, ids: Array) -> tuple[Array, ...]:
@@ -256,12 +293,14 @@ def _of_columns(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: In
     student = dataclasses.replace(call.student, asked=Asked())
     teacher, columns = inputs_of_columns(call.teacher, policy, ids, student, draft)
     pair = dataclasses.replace(call, student=student, teacher=teacher)
-    without = draft._replace(tokens=draft.tokens._replace(targets=None))
-    found = divergences_of_tokens(axes, pair, without, columns, of_policy.log_z)
+    without_targets = draft._replace(tokens=draft.tokens._replace(targets=None))
+    divergences = divergences_of_tokens(axes, pair, without_targets, columns, of_policy.log_z)
     if not call.student.asked.top_k:
-        return found
-    top, its = (x.top_ids[..., 0] for x in (stats_of_tokens(axes, call.student, draft), of_policy))
-    return *found, (ids[top] == its).astype(jnp.float32)
+        return divergences
+    of_draft = stats_of_tokens(axes, call.student, draft)
+    draft_top = ids[of_draft.top_ids[..., 0]]
+    policy_top = of_policy.top_ids[..., 0]
+    return *divergences, (draft_top == policy_top).astype(jnp.float32)
 
 
 def _of_depth(depth: Depth, loss: Draft) -> Float[Array, "R T"]:
@@ -277,15 +316,21 @@ def _end_to_end(depths: Sequence[Depth]) -> Float[Array, "R T"]:
     """1 minus the mean over a token's depths of the chance that all drafts up to that depth are accepted."""
     accepted = jnp.ones_like(depths[0].apart)
     counts = jnp.ones(accepted.shape, bool)
-    total, number = jnp.zeros_like(accepted), jnp.zeros_like(accepted)
+    total = jnp.zeros_like(accepted)
+    number = jnp.zeros_like(accepted)
     for depth in depths:
         counts &= depth.batch.loss_mask > 0  # no depth beyond a gap can be reached
         accepted = accepted * jnp.where(counts, 1 - depth.apart, 1)
-        total, number = total + jnp.where(counts, accepted, 0), number + counts.astype(jnp.float32)
+        total = total + jnp.where(counts, accepted, 0)
+        number = number + counts.astype(jnp.float32)
     return jnp.where(number > 0, 1 - total / jnp.maximum(number, 1), 0)
 
 
 def _mean(x: Float[Array, "R T"], batch: RolloutBatch, parallel: Parallel) -> Metric:
     tokens = LossTokens.of(batch)
-    args = {"x": tokens.see(x), "mask": tokens.mask}
-    return shard_call("draft_metrics", reduce_metric, parallel, args, lambda p: ([p.tokens_spec] * 2, P()))
+    arguments = {"x": tokens.see(x), "mask": tokens.mask}
+
+    def specs(p: ParallelMesh) -> tuple[list[P], P]:
+        return [p.tokens_spec, p.tokens_spec], P()
+
+    return shard_call("draft_metrics", reduce_metric, parallel, arguments, specs)

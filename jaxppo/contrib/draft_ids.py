@@ -39,7 +39,8 @@ def draft_ids_of_d2t(d2t: Int[AnyArray, " D"], vocab_size: int) -> Int[np.ndarra
     """
     check_array("d2t", d2t)
     check_count("vocab_size", vocab_size, least=1)
-    ids = np.arange(d2t.shape[-1] if d2t.ndim else 0) + np.asarray(d2t, np.int64)
+    columns = d2t.shape[-1] if d2t.ndim else 0
+    ids = np.arange(columns) + np.asarray(d2t, np.int64)
     _check_ids("d2t", ids, vocab_size)
     return ids.astype(np.int32)
 
@@ -62,7 +63,8 @@ def draft_ids_of_counts(counts: Int[AnyArray, " V"], size: int) -> Int[np.ndarra
     check_count("size", size, least=1)
     good = counts.ndim == 1 and size <= counts.shape[0]
     check("counts", f"shape {counts.shape}", good, f"[V] with at least size={size} ids")
-    return np.sort(np.argsort(-np.asarray(counts, np.int64), kind="stable")[:size]).astype(np.int32)
+    by_count = np.argsort(-np.asarray(counts, np.int64), kind="stable")
+    return np.sort(by_count[:size]).astype(np.int32)
 
 
 def draft_targets(
@@ -92,18 +94,23 @@ def draft_targets(
       ([2, 0, 1], [1.0, 0.0, 1.0, 0.0])
     """
     check_count("vocab_size", vocab_size, least=1)
-    batch, draft_ids = checked(batch, reader="draft_targets"), as_draft_ids(draft_ids, vocab_size)
-    args = {"targets": batch.targets, "loss_mask": batch.loss_mask, "draft_ids": draft_ids}
-    given = args, lambda p: ([p.tokens_spec, p.tokens_spec, jax.P()], p.tokens_spec), vocab_size
-    targets, mask = shard_call("draft_targets", _as_columns, parallel, *given)
+    batch = checked(batch, reader="draft_targets")
+    draft_ids = as_draft_ids(draft_ids, vocab_size)
+    arguments = {"targets": batch.targets, "loss_mask": batch.loss_mask, "draft_ids": draft_ids}
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
+        return [p.tokens_spec, p.tokens_spec, jax.P()], p.tokens_spec
+
+    targets, mask = shard_call("draft_targets", _as_columns, parallel, arguments, specs, vocab_size)
     return dataclasses.replace(batch, targets=targets, loss_mask=mask)
 
 
 def _as_columns(axes: ShardAxes, vocab_size: int, targets: Array, mask: Array, ids: Array) -> tuple[Array, Array]:
-    columns = jnp.full(vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
-    found = columns[jnp.clip(targets, 0, vocab_size - 1)]
-    there = (found >= 0) & (targets >= 0) & (targets < vocab_size)
-    return jnp.where(there, found, 0), jnp.where(there, mask, 0) + sound_ids(ids, vocab_size)
+    numbers = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    columns = jnp.full(vocab_size, -1, jnp.int32).at[ids].set(numbers)
+    column = columns[jnp.clip(targets, 0, vocab_size - 1)]
+    there = (column >= 0) & (targets >= 0) & (targets < vocab_size)
+    return jnp.where(there, column, 0), jnp.where(there, mask, 0) + sound_ids(ids, vocab_size)
 
 
 def as_draft_ids(draft_ids: Any, vocab_size: int) -> Int[AnyArray, " D"]:
@@ -119,44 +126,62 @@ def _check_ids(what: str, ids: Any, vocab_size: int) -> None:
     if isinstance(ids, jax.core.Tracer) or not getattr(ids, "is_fully_addressable", True):
         return
     ids = np.asarray(ids)
-    there, times = np.unique(ids, return_counts=True)
-    outside, twice = ids[(ids < 0) | (ids >= vocab_size)], there[times > 1]
-    for bad, how, expected in ((outside, "", f"0 to {vocab_size - 1}"), (twice, " twice", "each once")):
-        if bad.size:
-            raise ValueError(f"{what}: got the id {bad[0]}{how}, expected {expected}")
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.size:
+        raise ValueError(f"{what}: got the id {outside[0]}, expected 0 to {vocab_size - 1}")
+    different, counts = np.unique(ids, return_counts=True)
+    twice = different[counts > 1]
+    if twice.size:
+        raise ValueError(f"{what}: got the id {twice[0]} twice, expected each once")
 
 
 def sound_ids(ids: Int[Array, " D"], vocab_size: int) -> jax.Array:
     """A scalar, 0 where the ids are different ids of the vocabulary, and NaN elsewhere."""
     ordered = jnp.sort(ids)
-    fine = (ordered[0] >= 0) & (ordered[-1] < vocab_size) & (ordered[1:] != ordered[:-1]).all()
-    return jnp.where(fine, jnp.float32(0), jnp.nan)
+    inside = (ordered[0] >= 0) & (ordered[-1] < vocab_size)
+    different = (ordered[1:] != ordered[:-1]).all()
+    return jnp.where(inside & different, jnp.float32(0), jnp.nan)
 
 
 def inputs_of_columns(
-    call: HeadCall, inputs: Inputs, ids: Int[Array, " D"], like: HeadCall, its: Inputs
+    call: HeadCall, inputs: Inputs, ids: Int[Array, " D"], like: HeadCall, like_inputs: Inputs
 ) -> tuple[HeadCall, Inputs]:
-    """The columns `ids` of a head as a head of their own, which lie as those of the head `like` with the arrays `its`.
+    """The columns `ids` of a head as a head of their own, which lie as those of the head `like`.
 
     The ids are equal on all devices, one for each column of that head that is no padding.
     """
-    own = int(its.kernel.shape[(1 if like.transposed else like.v_dim) - 2])  # columns that a device holds
+    own = int(like_inputs.kernel.shape[_kernel_dim(like)])  # columns that a device holds
     ids = jnp.pad(ids, (0, own * call.axes.size(like.v_names) - ids.shape[0]))
-    dims = {"kernel": (1 if call.transposed else call.v_dim) - 2, "bias": -1, "lora_b": -1}
-    arrays = {name: x for name in dims if (x := getattr(inputs, name)) is not None}
-    found = {name: _columns(x, dims[name] % x.ndim, ids, call.v_names, like.v_names, own) for name, x in arrays.items()}
+    columns: dict[str, Any] = {}
+    for name, dim in {"kernel": _kernel_dim(call), "bias": -1, "lora_b": -1}.items():
+        x = getattr(inputs, name)
+        if x is not None:
+            columns[name] = _columns(x, dim % x.ndim, ids, call.v_names, like.v_names, own)
     call = dataclasses.replace(call, v_names=like.v_names, vocab_size=like.vocab_size, asked=Asked())
-    return call, inputs._replace(**found, tokens=inputs.tokens._replace(targets=None))
+    return call, inputs._replace(**columns, tokens=inputs.tokens._replace(targets=None))
+
+
+def _kernel_dim(call: HeadCall) -> int:
+    """The dimension of a kernel's columns, from the end."""
+    if call.transposed:
+        return -1
+    return call.v_dim - 2
 
 
 def _columns(x: jax.Array, dim: int, ids: jax.Array, names: Names, to: Names, own: int) -> jax.Array:
     """The columns `ids` of an array whose columns are divided over `names`, divided over `to`."""
     count = x.shape[dim]
-    place = ids - (count * lax.axis_index(names) if names else 0)
-    inside = (place >= 0) & (place < count)
-    here = jnp.take(x, jnp.where(inside, place, 0), dim, mode="clip")
-    here = jnp.where(jnp.expand_dims(inside, [d for d in range(x.ndim) if d != dim]), here, 0)
+    column = ids
+    if names:
+        column = ids - count * lax.axis_index(names)
+    inside = (column >= 0) & (column < count)
+    here = jnp.take(x, jnp.where(inside, column, 0), dim, mode="clip")
+    others = [d for d in range(x.ndim) if d != dim]
+    here = jnp.where(jnp.expand_dims(inside, others), here, 0)
     if names and names == to:  # exact in any dtype: a device adds 0 for the columns that it lacks
         return lax.psum_scatter(here, names, scatter_dimension=dim, tiled=True)
-    here = lax.psum(vary(here, frozenset(names)), names) if names else here
-    return read(vary(here, frozenset(to)), own * lax.axis_index(to), own, dim) if to else here
+    if names:
+        here = lax.psum(vary(here, frozenset(names)), names)
+    if not to:
+        return here
+    return read(vary(here, frozenset(to)), own * lax.axis_index(to), own, dim)

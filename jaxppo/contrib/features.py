@@ -66,10 +66,13 @@ class Features(TokenLoss[States]):
             check(f"stats.{name}", f"shape {x.shape}", good, f"{shape} and H, the same of both")
 
     def reads(self, stats: States | None, batch: RolloutBatch, segments: Segments) -> Reads:
-        return {} if stats is None else {"draft_states": stats.draft, "policy_states": stats.policy}
+        if stats is None:
+            return {}
+        return {"draft_states": stats.draft, "policy_states": stats.policy}
 
     def terms(self, stats: States, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
-        error, beta = jnp.abs(stats.draft - lax.stop_gradient(stats.policy)), for_each(self.beta)
+        error = jnp.abs(stats.draft - lax.stop_gradient(stats.policy))
+        beta = for_each(self.beta)
         inside = jnp.minimum(error, beta)
         return {"features": (inside * (error - inside / 2) / beta).mean(axis=-1)}
 

@@ -102,40 +102,55 @@ class ScoreCentering(OfConfig, OfIds):
         needed("batch.advantages", batch.advantages, f"f32[R, T] for {self}")
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
-        found = {**super().reads(stats, batch, segments), "advantages": batch.advantages}
-        own = found.get("id_log_probs")
+        arrays = {**super().reads(stats, batch, segments), "advantages": batch.advantages}
+        own = arrays.get("id_log_probs")
         if own is not None and self.config.impossible_tokens == "nan":
-            found["id_log_probs"] = jnp.where(jnp.isneginf(own), jnp.nan, own)
-        return found
+            arrays["id_log_probs"] = jnp.where(jnp.isneginf(own), jnp.nan, own)
+        return arrays
 
     def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
         ids, log_p, log_q = self.of_ids(stats, batch)
         has_id = ids != -1
-        log_p, log_q = (with_tail(x, has_id, self.tail) for x in (log_p, at_most_one(log_q, has_id)))
-        gone, leave_out = jnp.isneginf(log_p), self.config.impossible_tokens == "leave_out"
-        finite = jnp.where(gone, 0, log_p) if leave_out else log_p
+        log_p = with_tail(log_p, has_id, self.tail)
+        log_q = with_tail(at_most_one(log_q, has_id), has_id, self.tail)
+        impossible = jnp.isneginf(log_p)
+        if self.config.impossible_tokens == "leave_out":
+            finite = jnp.where(impossible, 0, log_p)
+            of_impossible = 0.0
+        else:
+            finite = log_p
+            of_impossible = jnp.nan
         slopes = self._slopes(finite, log_q, batch.advantages, segments)
-        drawn = jnp.where(gone, 0.0 if leave_out else jnp.nan, jnp.exp(log_q) * slopes)
+        expected = jnp.where(impossible, of_impossible, jnp.exp(log_q) * slopes)
         if self.tail == "bucket":  # log(1 - sum p) of the bucket depends on the ids' p
-            rest = drawn[..., -1:] * jnp.exp(-log_p[..., -1:])
-            log_p, finite, drawn = log_p[..., :-1], finite[..., :-1], drawn[..., :-1]
-            drawn = drawn - rest * jnp.exp(log_p)
-        return {"centring": -jnp.where(has_id, lax.stop_gradient(drawn) * finite, 0).sum(axis=-1)}
+            rest = expected[..., -1:] * jnp.exp(-log_p[..., -1:])
+            expected = expected[..., :-1] - rest * jnp.exp(log_p[..., :-1])
+            finite = finite[..., :-1]
+        centring = jnp.where(has_id, lax.stop_gradient(expected) * finite, 0)
+        return {"centring": -centring.sum(axis=-1)}
 
     def _slopes(self, log_p: PerId, log_q: PerId, advantages: Float[Array, "R T"], segments: Segments) -> PerId:
         """The loss's gradient by each log p if that token had been drawn, minus its gradient at an advantage of 0."""
         R, T, K = log_p.shape
-        given = log_p, (log_p if self.config.ratio_to == "current" else log_q), jnp.repeat(advantages[..., None], K, -1)
-        new, old, wide = (lax.stop_gradient(x).reshape(R, T * K) for x in given)
+
+        def flat(x: PerId) -> Float[Array, "R TK"]:
+            return lax.stop_gradient(x).reshape(R, T * K)
 
         def of_ids(_: Any, x: Any) -> Any:
-            return jnp.repeat(x, K, axis=-1) if getattr(x, "ndim", 0) == 2 else x  # a number of each token
+            if getattr(x, "ndim", 0) != 2:
+                return x
+            return jnp.repeat(x, K, axis=-1)  # a number of each token
 
+        new = flat(log_p)
+        old = flat(log_p if self.config.ratio_to == "current" else log_q)
+        of_each_id = flat(jnp.repeat(advantages[..., None], K, -1))
         loss = map_leaves(self.config.loss, of_ids)
 
-        def at(x: Float[Array, "R TK"], advantages: Float[Array, "R TK"]) -> Float[Array, ""]:
+        def loss_at(x: Float[Array, "R TK"], advantages: Float[Array, "R TK"]) -> Float[Array, ""]:
             result = loss(x, old, advantages, mask=jnp.ones_like(x), segments=segments)
-            return checked_result(loss, result, x.shape)[0].sum()
+            losses, *_ = checked_result(loss, result, x.shape)
+            return losses.sum()
 
-        by_advantage, without = (jax.grad(at)(new, a) for a in (wide, jnp.zeros_like(wide)))
-        return (by_advantage - without).reshape(R, T, K)
+        slopes = jax.grad(loss_at)
+        by_advantage = slopes(new, of_each_id) - slopes(new, jnp.zeros_like(of_each_id))
+        return by_advantage.reshape(R, T, K)
