@@ -37,7 +37,9 @@ def second_pass(work: Work, local: Local, width: int, known: Any, sums_at: SumsA
         dproducts = work.vary(lax.empty((work.size, width), work.dtype))
         write_tile = partial(_write_tile, block, partial(sums_at, block, start), known)
         dfeatures, dproducts = loop(work.turns, write_tile, (dfeatures, dproducts))
-        added = [parameter_cotangent(block, k, primal, dproducts) for k, primal in enumerate(local.parameters)]
+        added = [
+            parameter_cotangent(block, k, primal, dproducts, pieces=1) for k, primal in enumerate(local.parameters)
+        ]
         before = read(dparameters, start, width, v_dim)
         return dfeatures, write(dparameters, jax.tree.map(jnp.add, before, tuple(added)), start, v_dim)
 

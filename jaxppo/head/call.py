@@ -94,6 +94,7 @@ class Profile:
     tokens: int  # the most tokens of a chunk
     columns: int  # of a block of the second pass
     rows: int = 8192  # the most tokens of a tile of the second pass, without a mask
+    columns_with_mask: int | None = None  # of a block, whose tiles have fewer tokens then; None for `columns`
     fixed_chunk: int = 1024  # tokens of a chunk of a deterministic call
     group: int = 8192  # the most tokens whose gradients of logits exist at once in one pass
     groups: bool = True  # whether one pass may take several
@@ -101,6 +102,7 @@ class Profile:
     parts: int = 4  # in which the products of one pass follow a mask
     tiles: int = 1  # of f32 logits that XLA keeps at once
     upcast: bool = False  # bf16 is multiplied as f32
+    gathers: bool = False  # logits lie in memory, where a target's is read; else XLA finds it in a sum over all columns
     rounding_products: bool = False  # a product rounds its f32 sums itself, if no sum over devices follows
 
 
@@ -111,7 +113,7 @@ def _tpu(kind: str, columns: int, tile: int = 150, rows: int = 4096) -> Profile:
 
 def _gpu(kind: str) -> Profile:
     """XLA for GPUs would write an f32 product to memory before it rounds it: dkernel would exist twice."""
-    return Profile(_eighth(kind), 304 * MIB, 2048, 4608, rounding_products=True)
+    return Profile(_eighth(kind), 512 * MIB, 2048, 4608, columns_with_mask=9216, gathers=True, rounding_products=True)
 
 
 def _eighth(kind: str) -> int:
@@ -124,7 +126,18 @@ def _eighth(kind: str) -> int:
 # XLA for CPUs multiplies bf16 faster as f32, copies the rows that a product in a branch reads, keeps exponentials
 # beside logits, and updates dkernel slowly
 CPU = Profile(
-    48 * MIB, 16 * MIB, 1024, 512, 4096, fixed_chunk=256, group=2048, groups=False, parts=1, tiles=3, upcast=True
+    48 * MIB,
+    16 * MIB,
+    1024,
+    512,
+    4096,
+    fixed_chunk=256,
+    group=2048,
+    groups=False,
+    parts=1,
+    tiles=3,
+    upcast=True,
+    gathers=True,
 )
 # A key is a part of a device's kind, since described devices do not report their memory. The last key fits them all.
 PROFILES = {

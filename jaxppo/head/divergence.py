@@ -21,7 +21,7 @@ from jaxppo.head.sizes import block_of_second, chunk_of_forward
 from jaxppo.head.statistics import Columns, Reduced, over_devices
 from jaxppo.head.tile import LOW, products
 from jaxppo.head.walk import Chunk, Work, over_chunks, sweep
-from jaxppo.sharding import ShardAxes, vary
+from jaxppo.sharding import ShardAxes, vary, varying
 
 Softmax = tuple[jax.Array, jax.Array]  # m and log s of tokens, f32[N]
 Softmaxes = tuple[Softmax, Softmax]  # of student and teacher
@@ -92,7 +92,12 @@ def local_pair(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[D
         student_call, inputs = _whole_rows(student_call, inputs)
         teacher_call, teacher = _whole_rows(teacher_call, teacher)
     call = dataclasses.replace(call, student=student_call, teacher=teacher_call)
-    return call, enter(student_call, inputs), enter(teacher_call, teacher)
+    local = enter(student_call, inputs)
+    teacher_local = enter(teacher_call, teacher)
+    # a divergence differs between devices wherever either model's hidden states do
+    names = varying(local.features, teacher_local.features)
+    local = local._replace(features=tuple(vary(feature, names) for feature in local.features))
+    return call, local, teacher_local
 
 
 def _whole_rows(call: HeadCall, inputs: Inputs) -> tuple[HeadCall, Inputs]:

@@ -59,8 +59,9 @@ def enter(call: HeadCall, inputs: Inputs) -> Local:
     if counts is None and call.deterministic:
         counts = jnp.ones(N, bool)  # the same program with a mask and without
     tokens, counts = flat_tokens(inputs.tokens, counts, N, call.vocab_size)
-    # if devices share hidden states but not targets, JAX sums the gradients of hidden states over these devices
-    names = varying(tokens, counts)
+    # If devices share hidden states but not targets, JAX sums the gradients of hidden states over these devices.
+    # Ones that a bias is multiplied by differ as hidden states do: their gradients do.
+    names = varying(inputs.hidden, tokens, counts)
     return Local(
         tuple(vary(feature, names) for feature in features),
         tuple(own_columns(call.axes, call.v_names, call.vocab_size, p, call.v_dim) for p in parameters),

@@ -26,8 +26,8 @@ from jaxppo.head.tile import LOW
 from jaxppo.head.walk import Chunk, Work, one_pass, sweep, tile_sums
 from jaxppo.sharding import ShardAxes, note, vary, varying
 
-# (statistics f32[n], arrays [n, ...] of these tokens, arrays that are read whole) -> weighted losses f32[n]
-TokenLoss = Callable[[TokenStats, Any, Any], jax.Array]
+# (statistics f32[n], arrays [n, ...] of these tokens, `shared` arrays that are read whole) -> weighted losses f32[n]
+TokenLoss = Callable[..., jax.Array]
 Sum = tuple[jax.Array, TokenStats]  # of losses, and statistics
 QUARTERS = 4  # of the tokens, in which the products of a block follow a mask
 
@@ -62,7 +62,7 @@ def reduce_tokens(call: HeadCall, inputs: Inputs, token_loss: TokenLoss, per_tok
     else:
         with note(f"two passes: {reason}"):
             stats = token_stats(call, local)
-        total = over_tokens(call, token_loss(stats, per_token, shared))
+        total = over_tokens(call, token_loss(stats, per_token, shared=shared))
     return total, in_rows(inputs.tokens.targets.shape, lax.stop_gradient(stats))
 
 
@@ -169,7 +169,7 @@ def loss_in_one_pass(
 ) -> Sum:
     """The sum of all devices' losses, and this device's statistics (not differentiable), f32[N] each."""
     stats, _ = _token_stats(call, local)
-    return over_tokens(call, token_loss(stats, per_token, shared)), stats
+    return over_tokens(call, token_loss(stats, per_token, shared=shared)), stats
 
 
 def _one_pass_forward(
@@ -181,9 +181,7 @@ def _one_pass_forward(
     work = Work.of(call, local, chunk, group=group, parts=call.profile.parts * groups, together=True)
     per_token = work.order.put(per_token, work.size)
 
-    def loss(stats: TokenStats, per_token: Any) -> jax.Array:
-        return token_loss(stats, per_token, shared)
-
+    loss = partial(token_loss, shared=shared)
     text = f"one pass, {chunk} tokens x {work.columns.size} columns"
     if groups > 1:
         text += f", groups of {group} tokens"

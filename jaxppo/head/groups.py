@@ -36,7 +36,7 @@ def one_pass_in_groups(
         dproducts = lax.optimization_barrier(dproducts)
         rows = []
         for k, primal in enumerate(local.features):
-            rows.append(sum_features(own, feature_term(own, k, dproducts), primal))
+            rows.append(sum_features(own, partial(feature_term, own, k, dproducts), primal))
         added = tuple(of_written(own, partial(_add, own, k, total, dproducts)) for k, total in enumerate(totals))
         return write(results, own_results, start), write(dfeatures, tuple(rows), start), added
 
@@ -45,6 +45,8 @@ def one_pass_in_groups(
     dfeatures = tuple(_no_gradient(work, k, primal) for k, primal in enumerate(local.features))
     totals = work.vary(tuple(jnp.zeros(parameter.shape, jnp.float32) for parameter in work.parameters))
     turns = -(-work.turns * work.chunk // group)
+    if not isinstance(turns, int):
+        turns = jnp.minimum(turns, work.size // group)
     results, dfeatures, totals = lax.fori_loop(0, turns, one_group, (results, dfeatures, totals))
     features = []
     for total, primal in zip(dfeatures, local.features, strict=True):
@@ -63,8 +65,9 @@ def _group_of(work: Work, start: Index, group: int) -> Work:
     part = min(work.part, chunks)
     turns = work.turns
     if not isinstance(turns, int):
-        left = turns - start // work.chunk
-        turns = jnp.clip(-(-left // part) * part, 0, chunks)
+        left = jnp.maximum(turns - start // work.chunk, 0)
+        # at most all chunks, which tells `audit` how many turns there may be
+        turns = jnp.minimum(-(-left // part) * part, chunks)
     else:
         turns = chunks
     counts, tokens, features = read((work.counts, work.tokens, work.features), start, group)

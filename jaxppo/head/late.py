@@ -28,27 +28,24 @@ def late_products(work: Work, local: Local, dproducts: jax.Array) -> Local:
     """The cotangents of `local` from dproducts, `[N', V]`."""
     features = []
     for k, primal in enumerate(local.features):
-        total = sum_features(work, feature_term(work, k, dproducts), primal)
+        total = sum_features(work, partial(feature_term, work, k, dproducts), primal)
         features.append(feature_cotangent(work, total, primal))
     parameters = [parameter_cotangent(work, k, primal, dproducts) for k, primal in enumerate(local.parameters)]
     return Local(tuple(features), tuple(parameters), None, None)
 
 
-def feature_term(work: Work, k: int, dproducts: jax.Array) -> Term:
+def feature_term(work: Work, k: int, dproducts: jax.Array, start: Index, size: int) -> jax.Array:
     """The gradient of features k of some tokens, f32 `[size, f]`; anything where nothing is written."""
 
-    def term(start: Index, size: int) -> jax.Array:
-        def product() -> jax.Array:  # XLA for TPUs would copy rows that are read outside of the branch
-            return feature_gradient(work.call, k, read(dproducts, start, size), work.parameters[k])
+    def product(rows: int) -> jax.Array:  # XLA for TPUs would copy rows that are read outside of the branch
+        gradient = feature_gradient(work.call, k, read(dproducts, start, rows), work.parameters[k])
+        return jnp.pad(gradient, ((0, size - rows), (0, 0)))
 
-        def nothing() -> jax.Array:
-            return work.vary(jnp.zeros((size, work.features[k].shape[1]), jnp.float32))
-
-        if isinstance(work.turns, int):
-            return product()
-        return lax.cond(start < work.turns * work.chunk, product, nothing)
-
-    return term
+    if size == work.size:
+        return of_written(work, product)
+    if isinstance(work.turns, int):
+        return product(size)
+    return lax.cond(start < work.turns * work.chunk, partial(product, size), partial(product, 0))
 
 
 def sum_features(work: Work, term: Term, primal: jax.Array) -> jax.Array:
@@ -75,8 +72,8 @@ def feature_cotangent(work: Work, total: jax.Array, primal: jax.Array) -> jax.Ar
     return rounded(cotangent, primal.dtype)
 
 
-def parameter_cotangent(work: Work, k: int, primal: jax.Array, dproducts: jax.Array) -> jax.Array:
-    """The gradient of the columns of parameter k that `dproducts` are of, summed over devices."""
+def parameter_cotangent(work: Work, k: int, primal: jax.Array, dproducts: jax.Array, pieces: int = PIECES) -> jax.Array:
+    """The gradient of the columns of parameter k that `dproducts` are of, summed over devices in so many pieces."""
     call = work.call
     features = work.features[k]
     dtype = jnp.float32
@@ -99,8 +96,8 @@ def parameter_cotangent(work: Work, k: int, primal: jax.Array, dproducts: jax.Ar
         return of_written(work, product)
 
     if cut_dim(work, k) != call.v_dim:
-        return sum_parameter(work, k, of_features, primal, features.shape[1])
-    return sum_parameter(work, k, of_columns, primal, dproducts.shape[1])
+        return sum_parameter(work, k, of_features, primal, features.shape[1], pieces)
+    return sum_parameter(work, k, of_columns, primal, dproducts.shape[1], pieces)
 
 
 def of_written(work: Work, product: Callable[[int], jax.Array]) -> jax.Array:
@@ -111,7 +108,7 @@ def of_written(work: Work, product: Callable[[int], jax.Array]) -> jax.Array:
     return lax.switch(-(-work.turns // work.part), [partial(product, count) for count in counts])
 
 
-def sum_parameter(work: Work, k: int, term: Term, primal: jax.Array, length: int) -> jax.Array:
+def sum_parameter(work: Work, k: int, term: Term, primal: jax.Array, length: int, pieces: int = PIECES) -> jax.Array:
     """The sum over devices of terms of the gradient of parameter k, cut along `cut_dim`, in the parameter's dtype."""
     call = work.call
     dim = cut_dim(work, k)
@@ -120,9 +117,6 @@ def sum_parameter(work: Work, k: int, term: Term, primal: jax.Array, length: int
         term = partial(_rounded_term, term, primal.dtype)
     if dim != call.v_dim:
         return scattered(term, dim, length, call.h_names, names, primal.dtype, call.profile.ring)
-    pieces = 1
-    if names:
-        pieces = PIECES
     return summed(term, dim, length, names, primal.dtype, call.profile.ring, pieces)
 
 

@@ -65,11 +65,12 @@ def chunk_of_one_pass(call: HeadCall, local: Local) -> tuple[int, int] | None:
 def block_of_second(call: HeadCall, local: Local) -> tuple[int, int]:
     """The tokens and the columns of a tile of the second pass. Raises if no tile fits the memory."""
     N, H, V, number, logit = Sizes.of(call, local)
-    columns = min(V, call.profile.columns)
-    # work that follows a mask can stop behind a chunk only
-    most = call.profile.tokens
-    if local.counts is None:
-        most = call.profile.rows
+    columns = call.profile.columns
+    most = call.profile.rows
+    if local.counts is not None:
+        columns = call.profile.columns_with_mask or columns
+        most = call.profile.tokens  # work that follows a mask can stop behind a chunk only
+    columns = min(V, columns)
     chunk = even(N, most)
     if call.deterministic:
         chunk = call.profile.fixed_chunk

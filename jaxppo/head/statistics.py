@@ -67,8 +67,8 @@ class Columns(NamedTuple):
         return none.at[rows, jnp.where(inside, place, self.size)].set(True, mode="drop")
 
 
-def reduced(asked: Asked, z: jax.Array, tokens: Tokens, columns: Columns) -> Reduced:
-    """All numbers of one tile; sums are relative to the largest logits."""
+def reduced(asked: Asked, z: jax.Array, tokens: Tokens, columns: Columns, gathers: bool = False) -> Reduced:
+    """All numbers of one tile; sums are relative to the largest logits. `gathers` reads a target's logit by itself."""
     constant = lax.stop_gradient(z)
     peaks = {"m": jnp.maximum(constant.max(1), LOW)}  # all logits may be -inf
     if tokens.nucleus_ids is not None:
@@ -78,17 +78,26 @@ def reduced(asked: Asked, z: jax.Array, tokens: Tokens, columns: Columns) -> Red
     top = None
     if asked.top_k:
         top = _top_of(constant, columns, asked.top_k)
-    return Reduced(peaks, sums_of(asked, z, peaks, tokens, columns), top)
+    return Reduced(peaks, sums_of(asked, z, peaks, tokens, columns, gathers=gathers), top)
 
 
 def sums_of(
-    asked: Asked, z: jax.Array, peaks: Numbers, tokens: Tokens, columns: Columns, differentiated: bool = False
+    asked: Asked,
+    z: jax.Array,
+    peaks: Numbers,
+    tokens: Tokens,
+    columns: Columns,
+    *,
+    differentiated: bool = False,
+    gathers: bool = False,
 ) -> Numbers:
     """The sums over columns `[C, B]`, or only those through which a gradient flows: 0 * u costs as much as g * u."""
     d = z - peaks["m"][:, None]
     e = jnp.exp(d)
     sums = {"s": e.sum(1)}
-    if tokens.targets is not None:
+    if tokens.targets is not None and gathers:
+        sums["z_y"] = _logits_at(z, tokens.targets[:, None], columns)[:, 0]
+    elif tokens.targets is not None:
         sums["z_y"] = jnp.where(columns.are(tokens.targets), z, 0).sum(1)
     if asked.entropy == "bonus" or (asked.entropy == "metric" and not differentiated):
         if differentiated:
@@ -106,18 +115,18 @@ def sums_of(
         if not differentiated:
             sums["count"] = exists.astype(jnp.float32).sum(1)
     if tokens.ids is not None:
-        sums["ids"] = _logits_of_ids(z, tokens.ids, columns, differentiated)
+        text = f"logits of {tokens.ids.shape[1]} ids per token, gathered from each tile"
+        if differentiated:
+            text = f"gradients of {tokens.ids.shape[1]} ids per token, one scatter-add per tile"
+        with note(text):
+            sums["ids"] = _logits_at(z, tokens.ids, columns)
     return sums
 
 
-def _logits_of_ids(z: jax.Array, ids: jax.Array, columns: Columns, differentiated: bool) -> jax.Array:
+def _logits_at(z: jax.Array, ids: jax.Array, columns: Columns) -> jax.Array:
     """The logits of those ids, `[C, K]`, that are among the columns; else 0."""
     place, inside = columns.places(ids)
-    text = f"logits of {ids.shape[1]} ids per token, gathered from each tile"
-    if differentiated:
-        text = f"gradients of {ids.shape[1]} ids per token, one scatter-add per tile"
-    with note(text):
-        return jnp.where(inside, jnp.take_along_axis(z, place, axis=1), 0)
+    return jnp.where(inside, jnp.take_along_axis(z, place, axis=1), 0)
 
 
 def _sortable(z: jax.Array, is_target: jax.Array) -> jax.Array:

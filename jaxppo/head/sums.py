@@ -24,12 +24,15 @@ def summed(term: Term, dim: int, length: int, names: Names, dtype: Any, ring: in
     """The sum over the axes `names` of terms with this length of a dimension, rounded behind the sum.
 
     Whole shares go around a ring of at most so many devices. Collectives sum the rest, or else all in so many pieces:
-    the product of one is computed beside the sum of another.
+    the product of one is computed beside the sum of another. Without a sum there is one piece: XLA for GPUs would copy
+    several.
     """
     devices = lax.axis_size(names)
     sums = []
     done = 0
-    if 1 < devices <= ring:
+    if not names:
+        pieces = 1
+    elif 1 < devices <= ring:
         whole = 2 * devices * UNIT
         done = length // whole * whole
         pieces = 1  # for what is left

@@ -124,10 +124,12 @@ def _turns(counts: jax.Array, chunk: int, chunks: int, part: int, equal: Axes) -
 def sweep(work: Work) -> Reduced:
     """The numbers of all tokens over the device's columns, in order."""
 
+    call = work.call
+
     def of_chunk(chunk: Chunk) -> Reduced:
-        product = products(work.call, chunk.features, work.parameters)
+        product = products(call, chunk.features, work.parameters)
         z = work.logits(product, chunk.tokens)
-        return work.vary(statistics.reduced(work.call.asked, z, chunk.tokens, work.columns))
+        return work.vary(statistics.reduced(call.asked, z, chunk.tokens, work.columns, gathers=call.profile.gathers))
 
     return over_chunks(work, lambda i: of_chunk(work.read(i)))
 
@@ -171,7 +173,7 @@ def _loss_of_chunk(
     call = work.call
     product = products(call, chunk.features, work.parameters)  # f32[C, V]
     z = work.logits(product, chunk.tokens)
-    own = statistics.reduced(call.asked, z, chunk.tokens, work.columns)
+    own = statistics.reduced(call.asked, z, chunk.tokens, work.columns, gathers=call.profile.gathers)
     reduced = statistics.over_devices(work.vary(own), call.axes)
 
     def losses_of(sums: Numbers) -> Any:

@@ -276,8 +276,18 @@ def test_a_real_head_on_a_gpu_host():
     """Qwen3-8B's, 8192 tokens per device: temporaries, and all turns of its loops, which are starts of kernels."""
     for way, options, gib, turns in (
         ("two passes", {"where": None}, 0.36, 30),
-        ("two passes", {}, 0.42, 8),
-        ("one pass", {}, 1.1, 8),  # 0.58 of it are dlogits, kept for the products behind the loop
+        (
+            "two passes",
+            {},
+            0.5,
+            8,
+        ),  # 0.11 of it are the gradients of a block's logits, 0.12 dhidden, 0.06 a mask's order
+        (
+            "one pass",
+            {},
+            1.4,
+            8,
+        ),  # 0.58 of it are dlogits, kept for the products behind the loop, 0.29 a chunk's logits
     ):
         text, temporaries = compiled("gpu", way, (BF16, BF16), (8192, 4096, 151936), **options)
         assert temporaries <= gib * 2**30

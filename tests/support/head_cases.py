@@ -34,7 +34,9 @@ DEVICES = {
     "wide": calls.Profile(memory=2**30, tile=2**30, tokens=8, columns=128, rows=32, ring=4),
 }
 DEVICES["groups"] = dataclasses.replace(DEVICES["wide"], group=100)  # several groups of 48 tokens above 100
-DEVICES["like a GPU"] = dataclasses.replace(DEVICES["wide"], ring=0, rounding_products=True)
+DEVICES["like a GPU"] = dataclasses.replace(
+    DEVICES["wide"], ring=0, columns_with_mask=256, gathers=True, rounding_products=True
+)
 
 calls.PROFILES = {**DEVICES, **calls.PROFILES}
 
