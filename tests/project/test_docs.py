@@ -156,6 +156,39 @@ def test_addresses_of_this_project_stand_in_one_place():
     assert [name for name, text in texts.items() if any(address in text for address in addresses)] == []
 
 
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+
+
+def anchors(text):
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#{1,6} (.*)$", BLOCK.sub("", text), re.MULTILINE)
+    named = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in named}
+
+
+def lost_links(page, text):
+    """The links within the repository that lead to no file, or to no heading of a page."""
+    lost = []
+    for link in LINK.findall(BLOCK.sub("", text)):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        there = link.startswith("http") or target.exists()
+        if not there or (anchor and target.suffix == ".md" and anchor not in anchors(target.read_text())):
+            lost.append(link)
+    return lost
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_within_the_site_lead_somewhere(page):
+    assert lost_links(page, page.read_text()) == []
+
+
+def test_a_lost_link_is_seen():
+    text = "[a](head.md#use) [b](head.md#nothing) [c](nothing.md) [d](https://x.y/#z)"
+    assert lost_links(DOCS / "index.md", text) == ["head.md#nothing", "nothing.md"]
+
+
 def test_pip_lines_install_what_there_is():
     """No index has jaxppo yet, so extras are installed in a checkout; there, each is one of pyproject.toml."""
     with (DOCS.parent / "pyproject.toml").open("rb") as file:
