@@ -40,7 +40,7 @@ class SampleArrays(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Of a set of rewards for each sample; all 0 for an empty set."""
+    """Size, mean and spread of a set of rewards for each sample; all 0 for an empty set."""
 
     size: Float[Array, " N"]
     mean: Float[Array, " N"]

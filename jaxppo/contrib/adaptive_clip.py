@@ -139,7 +139,7 @@ def _per_shard(axes: ShardAxes, static: tuple[Any, ...], *arrays: Any) -> tuple[
 def _advantages_and_ratio(
     config: PolicyLossConfig, log_probs: jax.Array, batch: RolloutBatch
 ) -> tuple[jax.Array, jax.Array]:
-    """Of the loss tokens, NaN where one breaks a rule."""
+    """The advantages and the ratios of the loss tokens, NaN where one breaks a rule."""
     tokens = LossTokens.of(batch)
     advantages = tokens.read(FINITE, batch.advantages)
     new = tokens.read(LOG_PROBS, log_probs)
