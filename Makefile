@@ -9,7 +9,7 @@ export JAX_PLATFORMS ?= cpu
 export TPU_SKIP_MDS_QUERY ?= 1
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 
-.PHONY: train train-real test tests quick nightly processor lint types docs docs-examples bench dist clean
+.PHONY: train train-real test tests quick nightly processor lint types docs site docs-examples bench dist clean
 
 $(READY): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; name a Python >= 3.11: make PYTHON=python3.12" >&2; exit 2; }
@@ -93,7 +93,10 @@ docs-examples: $(READY)
 	QUICK_COMPILES=1 $(RUN) -m pytest -n 2 --dist worksteal -p tests.support.doctest_names --doctest-modules --ignore=jaxppo/sharding jaxppo sharding README.md CONTRIBUTING.md docs --doctest-glob='*.md'
 
 # The pages at build/docs/index.html: every example runs, figures are drawn, and a warning is an error.
-docs: docs-examples
+docs: docs-examples site
+
+# The pages alone, for a look at what you write.
+site: $(READY)
 	$(PIP) --group docs
 	$(RUN) docs/figures.py
 	$(RUN) -m sphinx -W --keep-going -E -q -c docs . build/docs
