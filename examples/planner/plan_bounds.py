@@ -90,7 +90,8 @@ def _divisors(n: int) -> list[int]:
 
 
 def _divides(work: Work, c: Candidate) -> bool:
-    sizes, shards = work.sizes, {None: 1, "fsdp": c.fsdp, "tensor": c.tp}
+    sizes = work.sizes
+    shards = {None: 1, "fsdp": c.fsdp, "tensor": c.tp}
     if sizes.heads % c.tp or sizes.kv_heads % c.tp or work.row_length % c.cp or c.dp * c.fsdp > work.rows:
         return False
     parameters = sizes.parameters.values()
@@ -139,18 +140,27 @@ def bound(work: Work, c: Candidate) -> Bound:
       >>> found.held // 2**20, found.compute < found.expected
       (1469, True)
     """
-    sizes, chip, K = work.sizes, work.device, c.micro_batches
-    L, H, D = sizes.layers, sizes.hidden_size, sizes.head_dim
-    rows, own = c.rows(work), work.row_length // c.cp
+    sizes = work.sizes
+    chip = work.device
+    K = c.micro_batches
+    L = sizes.layers
+    H = sizes.hidden_size
+    D = sizes.head_dim
+    rows = c.rows(work)
+    own = work.row_length // c.cp
     tokens = K * rows * own  # of a device's shards in a whole step
-    of_layers, whole = _parameters(sizes, c, layers=True), _parameters(sizes, c)
+    of_layers = _parameters(sizes, c, layers=True)
+    whole = _parameters(sizes, c)
     scores = tokens * work.row_length * sizes.heads // c.tp * L
-    products, update = least_flops(work, c) / chip.flops, 6 * 4 * whole / chip.bandwidth
+    products = least_flops(work, c) / chip.flops
+    update = 6 * 4 * whole / chip.bandwidth
 
     def ring(size: float, n: int) -> float:
         return size * (n - 1) / n / (chip.link * (2 if n >= chip.wraps else 1))
 
-    hidden, gathered = 2 * tokens * H, 2 * whole * c.fsdp  # bytes, of bf16
+    # bytes, of bf16
+    hidden = 2 * tokens * H
+    gathered = 2 * whole * c.fsdp
     sums = 2 * L * ring(hidden, c.tp)  # over the tensor axis, once a layer
     least = 4 * sums + ring(2 * whole * c.fsdp, c.dp * c.fsdp * c.cp)
     least += min(ring(gathered, c.fsdp), ring(hidden * c.fsdp, c.fsdp))
@@ -170,8 +180,11 @@ def bound(work: Work, c: Candidate) -> Bound:
 
 def least_flops(work: Work, c: Candidate) -> float:
     """Operations of a step's matrix products on one device, with the head in one pass."""
-    sizes, tokens = work.sizes, c.micro_batches * c.rows(work) * work.row_length // c.cp
-    L, H, D = sizes.layers, sizes.hidden_size, sizes.head_dim
+    sizes = work.sizes
+    tokens = c.micro_batches * c.rows(work) * work.row_length // c.cp
+    L = sizes.layers
+    H = sizes.hidden_size
+    D = sizes.head_dim
     matrices = H * (2 * sizes.heads * D + 2 * sizes.kv_heads * D + 3 * sizes.mlp_size)
     # the last product of a layer is not computed again: nothing in the backward needs its result
     of_a_token = L * (_RECOMPUTED * matrices - H * sizes.mlp_size) + _OF_HEAD * H * sizes.vocab_size

@@ -43,14 +43,17 @@ class Found:
 
     @property
     def ms(self) -> float:
-        return sum(self.times[kind] for kind in KINDS) if self.times else math.inf
+        if not self.times:
+            return math.inf
+        return sum(self.times[kind] for kind in KINDS)
 
 
 class Compilers:
     """Processes that compile, one for each candidate: one that crashes or is stopped does not affect the others."""
 
     def __init__(self, work: Work, workers: int) -> None:
-        self._work, self._workers = work, workers
+        self._work = work
+        self._workers = workers
         self._running: dict[Connection, tuple[Candidate, Any]] = {}
 
     def __enter__(self) -> Compilers:
@@ -105,13 +108,16 @@ def compile_candidate(work: Work, c: Candidate) -> dict[str, Any]:
     jax.config.update("jax_platforms", "cpu")  # do not take a real TPU of this machine
     jax.config.update("jax_enable_compilation_cache", False)  # a cached program has no estimates of time
     memory = None if c.memory is None else int(c.memory * GIB)
-    tokens, rows = work.row_length // c.cp, c.rows(work)
+    tokens = work.row_length // c.cp
+    rows = c.rows(work)
     try:
         parallel = pod_head.described_mesh(c.mesh, work.topology)
         parts, found = held(TrainStep(work.sizes, tokens, parallel, rows, c.micro_batches, memory, c.trees))
     except (ValueError, jax.errors.JaxRuntimeError) as error:
         return {"needed": None, "times": {}, "refused": str(error).splitlines()[0]}
-    times = {kind: getattr(found.time, kind) for kind in (*KINDS, "overlapped")} if found and found.time else {}
+    times = {}
+    if found and found.time:
+        times = {kind: getattr(found.time, kind) for kind in (*KINDS, "overlapped")}
     refused = "" if found else "out of memory"
     return {"needed": sum(parts.values()), "times": times, "refused": refused, "seconds": time.monotonic() - start}
 
@@ -132,14 +138,17 @@ class Kept:
     def __enter__(self) -> Kept:
         whole = not self._path.exists() or read_bytes(self._path)[-1:] in (b"", b"\n")
         self._file = self._path.open("a")
-        self._file.write("" if whole else "\n")
+        if not whole:
+            self._file.write("\n")
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._file.close()
 
     def key(self, c: Candidate) -> str:
-        work = self._work | ({} if c.trees else {"saved": None})
+        work = dict(self._work)
+        if not c.trees:
+            work["saved"] = None
         given = json.dumps([work, dataclasses.asdict(c), self._versions], sort_keys=True)
         return hashlib.sha256(given.encode()).hexdigest()
 

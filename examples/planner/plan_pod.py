@@ -18,7 +18,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from examples.planner.pod_sizes import HEADS, MODELS, HeadSizes
@@ -51,6 +51,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--workers", type=_count, default=os.cpu_count() or 1, help="plans that are compiled at the same time")
     add("--cache", type=Path, default=Path("runs/plans"), help="folder that keeps what a search compiled")
     args = parser.parse_args(arguments)
+    _check(parser, args)
+    return args
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the program where arguments do not go together."""
     sizes = (args.hidden_size, args.vocab_size)
     if (args.model is None) == (None in sizes) or (args.model and sizes != (None, None)):
         parser.error("model: expected --model, or --hidden-size and --vocab-size")
@@ -63,7 +69,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if args.search and args.step_tokens % args.row_length:
         rows = f"a multiple of the {args.row_length} of --row-length"
         parser.error(f"argument --step-tokens: got {args.step_tokens}, expected {rows}")
-    return args
 
 
 def _count(text: str) -> int:
@@ -147,10 +152,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"plan_pod: the compiler refused the program: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
     print(f"{args.model or head}, {args.tokens} tokens a shard, {args.dtype}, {args.mesh} on {args.topology}")
-    chosen = (f"{name} {' '.join(along)}" for name, along in links(parallel.mesh).items() if along)
-    print("" if args.topology.startswith("h100") else f"placed along links: {'; '.join(chosen)}\n")
+    print(_placement(args.topology, links(parallel.mesh)))
     print(text)
     return 0
+
+
+def _placement(topology: str, along_links: Mapping[str, Sequence[str]]) -> str:
+    """Along which links the axes of a mesh lie; nothing for GPUs."""
+    if topology.startswith("h100"):
+        return ""
+    chosen = (f"{name} {' '.join(along)}" for name, along in along_links.items() if along)
+    return f"placed along links: {'; '.join(chosen)}\n"
 
 
 if __name__ == "__main__":

@@ -63,11 +63,14 @@ def work_of(args: argparse.Namespace) -> Work:
 
 def limits(search: Search, found: Found) -> str:
     """What takes most of a plan's time, and whether memory is short."""
-    total, free = found.ms, _free(search, found)
+    total = found.ms
+    free = _free(search, found)
     kind = max(KINDS, key=found.times.__getitem__)
     name = "sums over devices" if kind == "collectives" else f"compute ({kind})"
-    memory = ", memory" if free < _TIGHT * search.work.device.memory / GIB else ""
-    return f"{name} {found.times[kind] / total:.0%}{memory}"
+    limit = f"{name} {found.times[kind] / total:.0%}"
+    if free < _TIGHT * search.work.device.memory / GIB:
+        limit += ", memory"
+    return limit
 
 
 def _free(search: Search, found: Found) -> float:
@@ -77,7 +80,8 @@ def _free(search: Search, found: Found) -> float:
 
 def table(search: Search) -> str:
     """A summary of the search, and a line for each of the best plans."""
-    work, tried = search.work, search.found.values()
+    work = search.work
+    tried = search.found.values()
     to_compile, unlikely = search.open()
     too_large = sum(not search.fits(f) for f in tried)
     lines = [
@@ -86,11 +90,14 @@ def table(search: Search) -> str:
         f"{too_large} of which do not fit",
     ]
     lines += sorted({f"refused: {f.refused}" for f in tried if f.needed is None})
-    lines += [f"the search is not finished: {len(to_compile)} plans may be faster"] if to_compile else []
-    lines += [f"not compiled: {len(unlikely)} plans that are expected to be slower"] if unlikely else []
+    if to_compile:
+        lines.append(f"the search is not finished: {len(to_compile)} plans may be faster")
+    if unlikely:
+        lines.append(f"not compiled: {len(unlikely)} plans that are expected to be slower")
     lines += ["", "ms / step  products  elementwise  copies   sums  beside   GiB   free  limited by"]
     for f in search.best:
-        t, copies = f.times, f.times["copies"] + f.times["kernels"]
+        t = f.times
+        copies = f.times["copies"] + f.times["kernels"]
         lines.append(f"{f.candidate}")
         lines.append(
             f"{f.ms:9.0f} {t['products']:9.0f} {t['elementwise']:12.0f} {copies:7.0f} {t['collectives']:6.0f} "
@@ -102,7 +109,8 @@ def table(search: Search) -> str:
 def draw(search: Search, path: Path) -> None:
     """Draws the times of the best plans by kind, and the time and memory of all plans that fit."""
     matplotlib.use("Agg")
-    best, fitting = search.best, [f for f in search.found.values() if search.fits(f)]
+    best = search.best
+    fitting = [f for f in search.found.values() if search.fits(f)]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4), width_ratios=(3, 2), layout="constrained")
     at: Any = [0.0] * len(best)
     for kind in KINDS:

@@ -26,7 +26,8 @@ class Search:
     """
 
     def __init__(self, work: Work, memories: Iterable[float] = ()) -> None:
-        self.work, self.memories = work, tuple(memories)
+        self.work = work
+        self.memories = tuple(memories)
         bounds = {c: bound(work, c) for c in candidates(work)}
         self.considered = len(bounds)
         self._order = sorted((c for c in bounds if self._may_fit(bounds[c])), key=lambda c: bounds[c].expected)
@@ -69,7 +70,8 @@ class Search:
 
     def open(self) -> tuple[list[Candidate], list[Candidate]]:
         """Candidates that are not compiled: those to compile next, and those that only the guess leaves out."""
-        limit, ratios = self.limit, self._ratios()
+        limit = self.limit
+        ratios = self._ratios()
         any_plan = min(ratios.values(), default=1.0)
         left = {
             c: self.bound(c).expected * ratios.get(_shares(c), any_plan)
@@ -85,7 +87,8 @@ class Search:
         found: dict[tuple[int, int, bool], float] = {}
         for f in self.found.values():
             if f.times:
-                ratio, shares = f.ms / self.bound(f.candidate).expected, _shares(f.candidate)
+                ratio = f.ms / self.bound(f.candidate).expected
+                shares = _shares(f.candidate)
                 found[shares] = min(ratio, found.get(shares, math.inf))
         return found
 
@@ -129,5 +132,6 @@ def run(search: Search, folder: Path, *, minutes: float = math.inf, workers: int
 
 
 def _show(bar: tqdm[None], search: Search, left: int) -> None:
-    bar.total, bar.n = len(search.found) + left, len(search.found)
+    bar.total = len(search.found) + left
+    bar.n = len(search.found)
     bar.set_postfix_str(f"best {search.best[0].ms:.0f} ms" if search.best else "")

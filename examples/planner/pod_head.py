@@ -93,7 +93,8 @@ class Step:
     @property
     def arguments(self) -> tuple[Any, Any, RolloutBatch]:
         """Hidden states, kernel and batch."""
-        parallel, sizes = self.parallel, self.sizes
+        parallel = self.parallel
+        sizes = self.sizes
         shape = (parallel.data_size, self.tokens * parallel.context_size)
 
         def described(dims: tuple[int, ...], dtype: Any, spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:

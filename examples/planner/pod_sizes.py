@@ -17,12 +17,17 @@ class HeadSizes:
 
     @property
     def layout(self) -> Literal["hv", "vh"]:
-        return "vh" if self.tied else "hv"
+        if self.tied:
+            return "vh"
+        return "hv"
 
     @property
     def kernel_shape(self) -> tuple[int, int]:
-        H, V = self.hidden_size, self.vocab_size
-        return (V, H) if self.tied else (H, V)
+        H = self.hidden_size
+        V = self.vocab_size
+        if self.tied:
+            return (V, H)
+        return (H, V)
 
 
 # From the models' published configs; Gemma 3 dropped the soft-cap that Gemma 2 has.
@@ -53,10 +58,12 @@ class ModelSizes:
     @property
     def parameters(self) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
         """Each parameter's shape, and which axes shard its dimensions. A parameter of layers has a leading axis L."""
-        L, H, D = self.layers, self.hidden_size, self.head_dim
+        L = self.layers
+        H = self.hidden_size
+        D = self.head_dim
         wide = (None, "fsdp", "tensor")
         found: dict[str, Any] = {
-            "embed": ((self.vocab_size, H), ("tensor", "fsdp") if self.tied else ("fsdp", "tensor")),
+            "embed": ((self.vocab_size, H), ("fsdp", "tensor")),
             "q": ((L, H, self.heads * D), wide),
             "k": ((L, H, self.kv_heads * D), wide),
             "v": ((L, H, self.kv_heads * D), wide),
@@ -68,7 +75,11 @@ class ModelSizes:
             **dict.fromkeys(("q_norm", "k_norm"), ((L, D), (None, None))),
             "norm": ((H,), (None,)),
         }
-        return found if self.tied else found | {"head": ((H, self.vocab_size), ("fsdp", "tensor"))}
+        if self.tied:
+            found["embed"] = ((self.vocab_size, H), ("tensor", "fsdp"))
+        else:
+            found["head"] = ((H, self.vocab_size), ("fsdp", "tensor"))
+        return found
 
 
 # From the models' published configs.

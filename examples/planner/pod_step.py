@@ -77,23 +77,29 @@ class TrainStep:
     @property
     def batch(self) -> RolloutBatch:
         """One micro-batch `[R, T]`, or all of them `[K, R, T]`."""
-        parallel, K = self.parallel, self.micro_batches
+        parallel = self.parallel
+        K = self.micro_batches
         lead = (K,) if K > 1 else ()
-        R, T = self.rows * parallel.data_size, self.tokens * parallel.context_size
+        R = self.rows * parallel.data_size
+        T = self.tokens * parallel.context_size
 
         def described(dtype: Any, width: int, spec: P) -> jax.ShapeDtypeStruct:
             return self._describe((*lead, R, width), dtype, P(*(None for _ in lead), *spec))
 
         ids, x = (described(dtype, T, parallel.tokens_spec) for dtype in (jnp.int32, jnp.float32))
         one = described(jnp.int32, 2 if self.trees else 1, parallel.rows_spec)
-        given: dict[str, Any] = {"advantages": x, "old_log_probs": x, "parents": one if self.trees else None}
-        given["micro_batches"] = K if lead else None
+        given: dict[str, Any] = {"advantages": x, "old_log_probs": x}
+        if self.trees:
+            given["parents"] = one
+        if lead:
+            given["micro_batches"] = K
         layout = {"context_layout": parallel.context_layout, "context_shards": parallel.context_size}
         return RolloutBatch(ids, ids, ids, ids, x, one, **given, **layout)
 
     def hidden(self, params: dict[str, jax.Array], batch: RolloutBatch) -> jax.Array:
         """Final hidden states `[R, T, H]`."""
-        sizes, per_layer = self.sizes, {}
+        sizes = self.sizes
+        per_layer = {}
         for name, (_, roles) in sizes.parameters.items():
             if roles[0] is None and len(roles) > 1:
                 per_layer[name] = params[name]
@@ -114,7 +120,8 @@ class TrainStep:
 
     def _attention(self, x: jax.Array, p: dict[str, jax.Array], angles: Any, batch: RolloutBatch) -> jax.Array:
         """Causal attention. Keys and values are gathered over the context axis, whatever its layout."""
-        sizes, shards = self.sizes, self.parallel.context_size
+        sizes = self.sizes
+        shards = self.parallel.context_size
         R, T = x.shape[:2]
 
         def split(y):
@@ -223,7 +230,9 @@ class Fit:
 
     @property
     def fits(self) -> bool | None:
-        return None if self.available is None else self.step is not None and self.needed <= self.available
+        if self.available is None:
+            return None
+        return self.step is not None and self.needed <= self.available
 
     def __str__(self) -> str:
         def size(what, n):
@@ -234,7 +243,8 @@ class Fit:
         verdict = {None: "memory unknown", True: "it fits", False: "it does not fit"}[self.fits]
         of = "" if self.available is None else f" of {self.available / GIB:.0f} GiB"
         lines += [f"{size('in all', self.needed)}{of}: {verdict}", ""]
-        whole, part = self.step and self.step.time, self.loss.time
+        whole = self.step and self.step.time
+        part = self.loss.time
         if whole and part:
             for what, time in (("the whole step", whole), ("the loss on its own, of it", part)):
                 lines.append(f"{what:<44}{time.compute:9.2f} ms computing, {time.collectives:.2f} ms in collectives")
@@ -256,7 +266,8 @@ def refused_bytes(error: jax.errors.JaxRuntimeError) -> int | None:
 
 def held(step: TrainStep) -> tuple[dict[str, int], Audit | None]:
     """Bytes that a device must hold, by what they are for, and the audit of the step, None if it does not fit."""
-    parts, rest = step.bytes_held, "activations, gradients and other temporaries"
+    parts = step.bytes_held
+    rest = "activations, gradients and other temporaries"
     try:
         found = audit(step.jitted, *step.arguments)
     except jax.errors.JaxRuntimeError as error:

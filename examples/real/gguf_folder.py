@@ -84,7 +84,8 @@ def config_of(fields: Mapping[str, Any], tied: bool) -> dict[str, Any]:
     def of(name: str) -> Any:
         return fields[f"llama.{name}"]
 
-    heads, width = of("attention.head_count"), of("embedding_length")
+    heads = of("attention.head_count")
+    width = of("embedding_length")
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -112,10 +113,12 @@ def tokenizer_of(fields: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     kind = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if kind != ("gpt2", "smollm"):
         raise ValueError(f"path: got a tokenizer {kind}, expected ('gpt2', 'smollm'), which splits as SmolLM2 does")
-    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    tokens = fields["tokenizer.ggml.tokens"]
+    kinds = fields["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    digits, letters = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([digits, letters])
     made.decoder = decoders.ByteLevel()
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]

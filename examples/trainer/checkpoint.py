@@ -126,7 +126,8 @@ class Checkpoints:
             raise ValueError(f"--resume: got no checkpoint in {self.folder}, expected one")
         if step is not None and step not in steps:
             raise ValueError(f"--resume: got {step}, expected one of the checkpoints {', '.join(map(str, steps))}")
-        step = steps[-1] if step is None else step
+        if step is None:
+            step = steps[-1]
         try:
             notes = self._check(step)
             try:
@@ -147,11 +148,7 @@ class Checkpoints:
     def _check(self, step: int) -> dict[str, Any]:
         """The notes of a checkpoint; raises ValueError unless it is whole, and of this run."""
         folder = self.folder / str(step)
-        for path in (folder, *folder.rglob("*")):
-            if path.is_symlink():
-                raise ValueError(f"got {path}, a link, expected a checkpoint whose files lie in it")
-            if not path.is_file() and not path.is_dir():  # such as a pipe, which would block
-                raise ValueError(f"got {path}, no regular file, {_WHOLE}")
+        _check_regular(folder)
         has_sums = (folder / SUMS).is_file()  # a newer format may have its digests elsewhere
         if has_sums:
             check_sums(folder)
@@ -159,18 +156,13 @@ class Checkpoints:
             info = self._manager.restore(step, args=ocp.args.Composite(info=ocp.args.JsonRestore()))["info"]
         except Exception:  # of a stranger's folder, as above
             info = {}
-        info = info if isinstance(info, dict) else {}
-        found = info.get("format")
-        if not _is_count(found) or found != FORMAT or not has_sums:
-            if _is_count(found) and found > FORMAT:
-                newer = "a newer program wrote it"
-                raise ValueError(
-                    f"got a checkpoint of a newer format, {found}, in {folder}, expected {FORMAT}: {newer}"
-                )
-            raise ValueError(f"got {folder}, {_WHOLE} of format {FORMAT}, with {SUMS}")
+        if not isinstance(info, dict):
+            info = {}
+        _check_format(folder, info.get("format"), has_sums)
         if not _is_count(found := info.get("step")) or found != step:
             raise ValueError(f"got {folder}, a copy of the checkpoint of step {found}, expected that of {step}")
-        identity, notes = info.get("identity"), info.get("notes")
+        identity = info.get("identity")
+        notes = info.get("notes")
         if not isinstance(identity, dict) or not isinstance(notes, dict):
             raise ValueError(f"got {folder} without the identity and the notes of a run, {_WHOLE}")
         for name, expected in self.identity.items():
@@ -184,9 +176,29 @@ class Checkpoints:
         return {name: notes[name] for name in NOTES}
 
 
+def _check_regular(folder: Path) -> None:
+    """Raises ValueError where a folder holds something else than files and folders."""
+    for path in (folder, *folder.rglob("*")):
+        if path.is_symlink():
+            raise ValueError(f"got {path}, a link, expected a checkpoint whose files lie in it")
+        if not path.is_file() and not path.is_dir():  # such as a pipe, which would block
+            raise ValueError(f"got {path}, no regular file, {_WHOLE}")
+
+
+def _check_format(folder: Path, found: Any, has_sums: bool) -> None:
+    """Raises ValueError unless a checkpoint has this program's format, and digests."""
+    if _is_count(found) and found > FORMAT:
+        newer = "a newer program wrote it"
+        raise ValueError(f"got a checkpoint of a newer format, {found}, in {folder}, expected {FORMAT}: {newer}")
+    if not _is_count(found) or found != FORMAT or not has_sums:
+        raise ValueError(f"got {folder}, {_WHOLE} of format {FORMAT}, with {SUMS}")
+
+
 def steps_in(folder: Path) -> list[int]:
     """The steps of the checkpoints in a folder, in their order."""
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
 
 def _files(folder: Path) -> list[str]:

@@ -85,13 +85,15 @@ class Run:
 
 def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None) -> Run:
     """Everything up to the first step, a checkpoint loaded if `--resume` asks for it; raises on any bad argument."""
-    resume, anew = args.resume, args.overwrite
+    resume = args.resume
+    anew = args.overwrite
     if args.restartable:  # all processes see the same, since none has saved a checkpoint yet
         resume = NEWEST if steps_in(args.out / "checkpoints") else None
         anew = resume is None
     if resume is None and not anew:
         _check_no_run(args.out)
-    devices = _devices(args) if devices is None else devices
+    if devices is None:
+        devices = _devices(args)
     loss = _loss(args)
     batch_size = args.prompts * args.samples
     task, config, parallel, graphdef, params = (_load if args.model else _create)(args, devices)
@@ -100,10 +102,7 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
     sampler = make_sampler(graphdef, config, parallel, *lengths, task.tokenizer.ends, task.common)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate, b2=0.95))
     learner = Learner(graphdef, config, parallel, loss, optimizer, args.updates, min(args.explain, batch_size))
-    # with fewer questions held out, the run would go on to train on some of them
-    identity = {"task": args.task, "shots": args.shots, "seed": args.seed, "held_out": args.held_out}
-    identity |= {"train_layers": args.train_layers, "reference": args.kl_coef > 0, **dataclasses.asdict(config)}
-    identity |= {} if frozen is None else {"frozen": fingerprint(frozen)}
+    identity = _identity(args, config, frozen)
     rollouts = Rollouts(task, sampler, parallel, batch_size)
     if anew:
         _clear(args.out)
@@ -114,6 +113,16 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
     if resume is not None:
         run.load(None if resume == NEWEST else resume)
     return run
+
+
+def _identity(args: argparse.Namespace, config: Config, frozen: nnx.State | None) -> dict[str, Any]:
+    """What a checkpoint must have been saved with, so that this run may go on from it."""
+    # with fewer questions held out, the run would go on to train on some of them
+    identity = {"task": args.task, "shots": args.shots, "seed": args.seed, "held_out": args.held_out}
+    identity |= {"train_layers": args.train_layers, "reference": args.kl_coef > 0, **dataclasses.asdict(config)}
+    if frozen is not None:
+        identity["frozen"] = fingerprint(frozen)
+    return identity
 
 
 def _devices(args: argparse.Namespace) -> Sequence[jax.Device]:
@@ -138,8 +147,11 @@ def _loss(args: argparse.Namespace) -> PolicyLossConfig:
 
 def _mesh(args: argparse.Namespace, devices: Sequence[jax.Device], heads: int) -> ParallelMesh:
     """The mesh that was asked for, or one for so many devices and key-value heads."""
-    cube = len(devices) == 8 and heads % 2 == 0
-    mesh = args.mesh or ("dp=2,cp=2,tp=2" if cube else f"dp={len(devices)},cp=1,tp=1")
+    mesh = args.mesh
+    if not mesh and len(devices) == 8 and heads % 2 == 0:
+        mesh = "dp=2,cp=2,tp=2"
+    elif not mesh:
+        mesh = f"dp={len(devices)},cp=1,tp=1"
     return make_parallel_mesh(mesh, context_layout=args.context_layout, devices=devices)
 
 
@@ -275,7 +287,8 @@ def train(run: Run, args: argparse.Namespace) -> None:
         run.save()
         run.checkpoints.wait()  # so that a run with metrics has a checkpoint to go on from
     settings = settings_of(run.learner.parallel, vars(args), run.learner.model)
-    first, explains = processes.is_first(), args.explain > 0
+    first = processes.is_first()
+    explains = args.explain > 0
     with Report(args.out, args.steps, run.step, settings, explains) if first else processes.Silent() as report:
         while run.step < args.steps and not run.stops():
             numbers = grpo_step(run, args)
@@ -328,7 +341,8 @@ def _begin_to_end(args: argparse.Namespace, asked: list[str]) -> int:
     if asked and run.step < args.steps:
         print(f"stopped by {asked[0]} after step {run.step} of {args.steps} and saved; --resume goes on")
         return TRY_AGAIN if args.restartable else 0
-    before, after = run.accuracy_after_sft, run.rollouts.held_out_accuracy(run.state.variables)
+    before = run.accuracy_after_sft
+    after = run.rollouts.held_out_accuracy(run.state.variables)
     assert before is not None
     print(f"held-out accuracy: {before:.1%} {_before(args)}, {after:.1%} after GRPO ({after - before:+.1%})")
     print(f"{time.perf_counter() - began:.0f} s; metrics.jsonl, reward.png and checkpoints in {args.out}")

@@ -64,7 +64,9 @@ class TrainState:
 
 
 def _variables(params: Any, frozen: Any) -> tuple[Any, ...]:
-    return (params,) if frozen is None else (params, frozen)
+    if frozen is None:
+        return (params,)
+    return (params, frozen)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -205,11 +207,8 @@ class Learner:
             ref_log_probs=self._reference(state, batch),
             advantages=advantages.spread(by_sample, batch, parallel=self.parallel),
         )
-        if self.loss.loss.selects is not None:
-            assert old is not None
-            key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-            selected = covariance_mask(old, batch, self.loss, key, self.parallel)
-            batch = dataclasses.replace(batch, extras={"selected": selected})
+        if old is not None:
+            batch = self._with_selected(state, batch, old)
 
         def loss_of(params: nnx.State) -> Any:
             hidden, head = self._head(_variables(params, state.frozen), batch)
@@ -224,9 +223,7 @@ class Learner:
 
         begin = (state.params, state.optimizer)
         (params, optimizer), (metrics, explained) = lax.scan(update, begin, length=self.updates)
-        ratios = {name: metrics.pop(name)[-1] for name in _OF_RATIOS if name in metrics}
-        metrics = {name: x.sum() if name == "skipped" else x[0] for name, x in metrics.items()}
-        metrics |= {f"{name}_last_update": x for name, x in ratios.items() if self.updates > 1}
+        metrics = _of_updates(metrics, self.updates)
         if old is not None:
             mismatch = finalize_metrics(mismatch_metrics(batch, parallel=self.parallel))
             metrics |= {f"mismatch_{name}": mismatch[name] for name in _OF_SAMPLER}
@@ -239,6 +236,14 @@ class Learner:
         state = dataclasses.replace(state, params=params, optimizer=optimizer, step=state.step + 1)
         return self._pin(state), metrics, chosen
 
+    def _with_selected(self, state: TrainState, batch: RolloutBatch, old: TokenStats) -> RolloutBatch:
+        """The batch with the tokens that the loss selects, if it does so."""
+        if self.loss.loss.selects is None:
+            return batch
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        selected = covariance_mask(old, batch, self.loss, key, self.parallel)
+        return dataclasses.replace(batch, extras={"selected": selected})
+
     def _reference(self, state: TrainState, batch: RolloutBatch) -> jax.Array | None:
         if state.reference is None:
             return None
@@ -247,3 +252,12 @@ class Learner:
     def _pin(self, state: TrainState) -> TrainState:
         """The state with the shardings that it started with, so that the next step is not compiled again."""
         return lax.with_sharding_constraint(state, self.shardings(state))
+
+
+def _of_updates(metrics: Metrics, updates: int) -> Metrics:
+    """The metrics of a step from those of its updates, `[updates]` each."""
+    ratios = {name: metrics.pop(name)[-1] for name in _OF_RATIOS if name in metrics}
+    of_step = {name: x.sum() if name == "skipped" else x[0] for name, x in metrics.items()}
+    if updates > 1:
+        of_step |= {f"{name}_last_update": x for name, x in ratios.items()}
+    return of_step

@@ -62,14 +62,19 @@ class Projection(nnx.Module):
 
     def __call__(self, x: Float[Array, "R T I"]) -> Float[Array, "R T O"]:
         y = x @ jax.lax.with_sharding_constraint(self.kernel[...].astype(self.dtype), self.gathered)
-        return y if self.bias is None else y + self.bias[...].astype(self.dtype)[None, None]
+        if self.bias is None:
+            return y
+        return y + self.bias[...].astype(self.dtype)[None, None]
 
 
 class SelfAttention(nnx.Module):
     def __init__(self, config: LlamaConfig, parallel: ParallelMesh, rngs: nnx.Rngs):
-        width, head_dim = config.width, config.head_dim
+        width = config.width
+        head_dim = config.head_dim
         self.head_dim = head_dim
-        queries, keys, given = config.heads * head_dim, config.kv_heads * head_dim, (config, parallel, rngs)
+        queries = config.heads * head_dim
+        keys = config.kv_heads * head_dim
+        given = (config, parallel, rngs)
         self.q_proj = Projection((width, queries), True, config.qkv_bias, *given)
         self.k_proj = Projection((width, keys), True, config.qkv_bias, *given)
         self.v_proj = Projection((width, keys), True, config.qkv_bias, *given)
@@ -82,7 +87,8 @@ class SelfAttention(nnx.Module):
     def __call__(self, x: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
         q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x)))
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         mixed = attend(rotate(q, angles), rotate(k, angles), v)
         return self.o_proj(mixed.reshape(*x.shape[:2], -1))
 
@@ -128,7 +134,9 @@ class Llama(nnx.Module):
     @property
     def head(self) -> nnx.Linear | nnx.Embed:
         """The head that turns hidden states into logits."""
-        return self.embed_tokens if self.lm_head is None else self.lm_head
+        if self.lm_head is None:
+            return self.embed_tokens
+        return self.lm_head
 
     def __call__(
         self, tokens: Int[Array, "R T"], positions: Int[Array, "R T"], attend: Attend | Sequence[Attend]
@@ -148,7 +156,11 @@ class Llama(nnx.Module):
 
     def logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
         """The sampler's logits, in float32."""
-        kernel = self.head.embedding[...].T if isinstance(self.head, nnx.Embed) else self.head.kernel[...]
+        head = self.head
+        if isinstance(head, nnx.Embed):
+            kernel = head.embedding[...].T
+        else:
+            kernel = head.kernel[...]
         return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
@@ -172,7 +184,8 @@ def rotary_angles(positions: Int[Array, "R T"], head_dim: int, rope: Rope) -> Fl
 def rotate(x: Float[Array, "R T N D"], angles: Float[Array, "R T 1 D/2"]) -> Float[Array, "R T N D"]:
     """Pairs (x_i, x_(i + D/2)) turned by their angle, in float32."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos = jnp.cos(angles)
+    sin = jnp.sin(angles)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
@@ -210,7 +223,9 @@ def load_model(folder: Path, config: LlamaConfig, parallel: ParallelMesh) -> tup
     }
     # early folders hold the rates of the positions, which config.json says too
     ignored = {name for name in weights.shapes if name.endswith(".rotary_emb.inv_freq")}
-    _check_shapes(weights.shapes, expected, ignored | ({"lm_head.weight"} if config.tied else set()))
+    if config.tied:
+        ignored.add("lm_head.weight")
+    _check_shapes(weights.shapes, expected, ignored)
     placed = list(zip(names, leaves, jax.tree.leaves(shardings), strict=True))
     for (name, _), (_, leaf), sharding in placed:
         try:
@@ -229,12 +244,17 @@ def _published_name(path: tuple[Any, ...]) -> tuple[str, bool]:
     """A parameter's name in the files, and whether the file holds it transposed."""
     *modules, kind = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
     name = ".".join([*modules, "bias" if kind == "bias" else "weight"])
-    return name if modules[0] == "lm_head" else f"model.{name}", kind == "kernel"
+    if modules[0] != "lm_head":
+        name = f"model.{name}"
+    return name, kind == "kernel"
 
 
 def _check_shapes(got: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], ignored: set[str]) -> None:
     def some(names: list[str]) -> str:
-        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        listed = ", ".join(names[:3])
+        if len(names) > 3:
+            listed += f" and {len(names) - 3} more"
+        return listed
 
     if missing := [name for name in expected if name not in got]:
         raise ValueError(f"--model: got no tensor {some(missing)}, which config.json asks for")

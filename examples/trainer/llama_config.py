@@ -75,14 +75,16 @@ class LlamaConfig:
         for name, allowed in _ONLY.items():
             if (got := settings.found.get(name, allowed[0])) not in allowed:
                 raise settings.error(name, got, repr(allowed[0]))
-        heads, kv_heads = settings.count("num_attention_heads"), settings.count("num_key_value_heads")
+        heads = settings.count("num_attention_heads")
+        kv_heads = settings.count("num_key_value_heads")
         if heads % kv_heads:
             raise settings.error("num_key_value_heads", kv_heads, f"a divisor of {heads}")
         kinds = settings.found.get("layer_types") or []
         strange = [x for x in kinds if x != "full_attention"][:1] if isinstance(kinds, list) else kinds
         if strange:
             raise settings.error("layer_types", strange, "'full_attention'")
-        vocab, width = settings.count("vocab_size"), settings.count("hidden_size")
+        vocab = settings.count("vocab_size")
+        width = settings.count("hidden_size")
         biased = settings.flag("attention_bias")
         dtype = "dtype" if "dtype" in settings.found else "torch_dtype"
         return cls(

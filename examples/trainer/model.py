@@ -76,7 +76,9 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, parallel: ParallelMesh, rngs: nnx.Rngs):
         tensor = parallel.logits_spec[2]
-        width, heads, head_dim = config.width, config.heads, config.head_dim
+        width = config.width
+        heads = config.heads
+        head_dim = config.head_dim
         linear: dict[str, Any] = {"use_bias": False, "rngs": rngs}
         self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
         self.qkv = nnx.LinearGeneral(

@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from examples.trainer.chat_template import Worked, asked_as, plainly
 from examples.trainer.files import read_text
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _FLOATS = {"F32", "BF16", "F16"}
 
 
@@ -70,7 +71,8 @@ class FolderTokenizer:
                 raise ValueError(f"--model: got eos_token_id {end}, expected the id of a token in {path}")
         self.size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._asked, end = asked_as(folder, list(texts.values()), read_json)
-        self.ends, self.worked = tuple(ends), list(worked)
+        self.ends = tuple(ends)
+        self.worked = list(worked)
         self.end = next(i for i, text in texts.items() if text == end)
 
     def encode(self, text: str) -> list[int]:
@@ -110,7 +112,8 @@ class Weights:
                     )
             names = sorted(set(index.values()))
         elif (folder / _SINGLE).is_file():
-            index, names = None, [_SINGLE]
+            index = None
+            names = [_SINGLE]
         else:
             raise ValueError(f"--model: got {folder}, expected {_SINGLE} or {_INDEX} in it")
         files = {name: _open(folder / name) for name in names}

@@ -28,7 +28,8 @@ def signals() -> Iterator[list[str]]:
         interrupts = 0
         with mine:
             while found := mine.recv(64):
-                before, interrupts = interrupts, interrupts + found.count(signal.SIGINT)
+                before = interrupts
+                interrupts = interrupts + found.count(signal.SIGINT)
                 if interrupts > 1:
                     # no file that a run resumes from is half-written: each is renamed into place when it is whole
                     os._exit(128 + signal.SIGINT)

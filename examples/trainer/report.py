@@ -207,7 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = args.run
     try:
         run = load_run(folder)
-        beside, tokens = load_run(args.beside) if args.beside else None, load_tokens(folder)
+        beside = load_run(args.beside) if args.beside else None
+        tokens = load_tokens(folder)
         if tokens is None:
             (folder / "tokens.html").unlink(missing_ok=True)  # of an older run
         else:

@@ -113,13 +113,15 @@ def load_run(folder: Path) -> Run:
         settings = json.loads(read_text(folder / "settings.json", errors="replace"))
     except (OSError, ValueError, RecursionError):
         settings = {}
-    settings = settings if isinstance(settings, dict) else {}
+    if not isinstance(settings, dict):
+        settings = {}
     path = folder / "samples.jsonl"
-    texts = {record["step"]: record.get("samples") for record in (read_records(path) if path.is_file() else ())}
+    texts = {}
+    if path.is_file():
+        texts = {record["step"]: record.get("samples") for record in read_records(path)}
     samples = {step: texts[step] for step in sorted(texts) if isinstance(texts[step], list)}
-    return Run(
-        folder.resolve().name, [by_step[step] for step in sorted(by_step)], lines - len(found), settings, samples
-    )
+    records = [by_step[step] for step in sorted(by_step)]
+    return Run(folder.resolve().name, records, lines - len(found), settings, samples)
 
 
 def page(run: Run, beside: Run | None = None, tokens: bool = False) -> str:
@@ -133,7 +135,9 @@ def page(run: Run, beside: Run | None = None, tokens: bool = False) -> str:
         charts.append(_chart(run, title, about, curves, beside))
     charts += [_chart(run, name, "", [name], beside) for name in names if name not in shown]
     steps = [record["step"] for record in run.records]
-    told = f"{len(steps)} steps, {steps[0]} to {steps[-1]}" if steps else "no step yet"
+    told = "no step yet"
+    if steps:
+        told = f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
     if run.left_out:
         told += f"; {run.left_out} lines of metrics.jsonl are no records"
     if beside is not None:
@@ -159,15 +163,20 @@ def page(run: Run, beside: Run | None = None, tokens: bool = False) -> str:
 
 def title_of(run: Run) -> str:
     """The run's name, and what tells it from other runs."""
-    found = run.settings.get("arguments")
-    arguments = found if isinstance(found, Mapping) else {}
+    arguments = run.settings.get("arguments")
+    if not isinstance(arguments, Mapping):
+        return run.name
     told = [f"{name} {_text(arguments[name])}" for name in _TELLING if arguments.get(name) is not None]
-    return f"{run.name}: {', '.join(told)}" if told else run.name
+    if not told:
+        return run.name
+    return f"{run.name}: {', '.join(told)}"
 
 
 def _series(run: Run, name: str) -> tuple[list[int], list[float], list[int]]:
     """The steps and values of one name, with NaN for values that are not finite, and the steps of those."""
-    steps, values, lost = [], [], []
+    steps = []
+    values = []
+    lost = []
     for record, numbers in zip(run.records, run.numbers, strict=True):
         if name in record:
             steps.append(record["step"])
@@ -184,40 +193,56 @@ def _chart(run: Run, title: str, about: str, names: Sequence[str], beside: Run |
         return f"<figure>{heading}<p>not recorded in this run</p></figure>"
     figure = Figure(figsize=(5, 2.6), layout="constrained")
     axis = figure.subplots()
-    notes, drawn = [], []
+    notes = []
+    drawn = []
     for number, name in enumerate(names):
         colour = f"C{number % 10}"
         steps, values, lost = _series(run, name)
         finite = [x for x in values if math.isfinite(x)]
-        other = [x for x in _series(beside, name)[1] if math.isfinite(x)] if beside else []
+        other_steps, other_values, _ = _series(beside, name) if beside else ([], [], [])
+        other = [x for x in other_values if math.isfinite(x)]
         if len(steps) > 1 and not lost and len({f"{x:.4g}" for x in (*finite, *other)}) == 1:
             notes.append(f"<p>{html.escape(name)} is {finite[0]:.4g} in every step</p>")
             continue
         drawn += finite + other
-        if beside and other:
-            axis.plot(*_series(beside, name)[:2], ":", color=colour, linewidth=0.9)
+        if other:
+            axis.plot(other_steps, other_values, ":", color=colour, linewidth=0.9)
         # labels and titles are text that matplotlib must not read as formulas
         axis.plot(
             steps, values, marker="." if len(steps) < 30 else None, label=plain(name), color=colour, linewidth=1.3
         )
         for step in lost[:200]:
             axis.axvline(step, color="#b42318", linewidth=0.6, alpha=0.6)
-        if lost:
-            some = ", ".join(map(str, lost[:5])) + (", ..." if len(lost) > 5 else "")
-            notes.append(f'<p class="warn">{html.escape(name)} is no finite number in {len(lost)} steps: {some}</p>')
+        notes += _note_of_lost(name, lost)
     if not axis.lines:
         return f"<figure>{heading}{''.join(notes)}</figure>"
-    sizes = [abs(x) for x in drawn if x]
-    if sizes and max(sizes) > min(sizes) * 10**_DECADES:
-        if min(drawn) >= 0:
-            axis.set_yscale("log", nonpositive="mask")
-        else:  # linear around 0, and a log axis each way
-            axis.set_yscale("symlog", linthresh=max(min(sizes), max(sizes) * 10**-_MOST_DECADES))
-    axis.set_xlabel("GRPO step")
-    axis.grid(alpha=0.3)
+    _set_axis(axis, drawn)
     if len(names) > 1:
         figure.legend(loc="outside upper left", ncols=2, fontsize=7, frameon=False)
     return f"<figure>{heading}{_svg(figure, title)}{''.join(notes)}</figure>"
+
+
+def _note_of_lost(name: str, steps: Sequence[int]) -> list[str]:
+    """A note on the steps in which a value is not finite; none where there is no such step."""
+    if not steps:
+        return []
+    some = ", ".join(map(str, steps[:5]))
+    if len(steps) > 5:
+        some += ", ..."
+    return [f'<p class="warn">{html.escape(name)} is no finite number in {len(steps)} steps: {some}</p>']
+
+
+def _set_axis(axis: Any, values: Sequence[float]) -> None:
+    """A grid and the label of steps; and a log axis for values that span many decades."""
+    axis.set_xlabel("GRPO step")
+    axis.grid(alpha=0.3)
+    sizes = [abs(x) for x in values if x]
+    if not sizes or max(sizes) <= min(sizes) * 10**_DECADES:
+        return
+    if min(values) >= 0:
+        axis.set_yscale("log", nonpositive="mask")
+    else:  # linear around 0, and a log axis each way
+        axis.set_yscale("symlog", linthresh=max(min(sizes), max(sizes) * 10**-_MOST_DECADES))
 
 
 def plain(text: str) -> str:
@@ -276,7 +301,9 @@ def _table(value: Any) -> str:
 def _text(value: Any) -> str:
     if isinstance(value, float) and math.isfinite(value):
         return f"{value:.4g}"
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
 
 
 def _mesh(mesh: Any) -> str:

@@ -64,7 +64,8 @@ class Rollouts:
         read = [question for question in questions for _ in range(reads)]
         prompts = np.array([q.prompt + [Tokenizer.pad] * (width - len(q.prompt)) for q in read], np.int32)
         lengths = np.array([len(q.prompt) for q in read], np.int32)
-        rows, everywhere = self.parallel.sharding(rows_spec(self.parallel)), self.parallel.sharding(P())
+        rows = self.parallel.sharding(rows_spec(self.parallel))
+        everywhere = self.parallel.sharding(P())
         placed = _place((prompts, lengths, np.float32(temperature)), (rows, rows, everywhere))
         key = jax.device_put(key, everywhere)
         sampled = self.sampler(variables, *placed[:2], key, placed[2], copies // reads)
@@ -163,7 +164,8 @@ class Packer:
 
     def _trees(self, samples: Sequence[Sample], copies: int) -> RolloutBatch:
         """A row has room for whole groups: as many as there are, or as `_ROW` holds, and two at least."""
-        task, each = self.task, self.batch_size // self.parallel.data_size  # samples of a shard
+        task = self.task
+        each = self.batch_size // self.parallel.data_size  # samples of a shard
         common, prompt, response = (
             _round_up(n, 2 * self.parallel.context_size)  # the layout may pad every segment
             for n in (task.common, task.prompt_length - task.common + 1, task.response_length + 1)

@@ -75,19 +75,11 @@ def make_sampler(
     )
     tensor = parallel.logits_spec[2]
 
-    def place(x: jax.Array, *dims: Any) -> jax.Array:
-        return lax.with_sharding_constraint(x, parallel.sharding(P(*rows, *dims)))
-
-    def place_one(x: jax.Array, *dims: Any) -> jax.Array:
-        """A single row, which all shards of the data hold."""
-        return lax.with_sharding_constraint(x, parallel.sharding(P(None, *dims)))
+    place = _placing(parallel, *rows)
+    place_one = _placing(parallel, None)  # a single row, which all shards of the data hold
 
     def start(lengths: jax.Array, place: Place) -> Cache:
-        slots = jnp.arange(prompt_length + response_length)[None]
-        empty = jnp.zeros((*lengths.shape, slots.size, config.kv_heads, config.head_dim), config.dtype)
-        positions = jnp.where(slots < prompt_length, slots, lengths[:, None] + slots - prompt_length)
-        segments = (slots < lengths[:, None]).astype(jnp.int32)
-        return Cache(((place(empty, None, tensor, None),) * 2,) * config.layers, segments, positions)
+        return _empty_cache(config, prompt_length, response_length, lengths, place, tensor)
 
     def read(model: Model, prompts: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Cache]:
         """The hidden states `[B, 1, H]` of the prompts' last tokens, and their keys and values."""
@@ -95,25 +87,9 @@ def make_sampler(
         if common:
             begun = start(jnp.full(1, common, jnp.int32), place_one)
             _, begun = _extend(model, begun, prompts[:1, :common], 0, place_one, tensor)
-            copied = [
-                tuple(place(jnp.repeat(x, len(lengths), 0), None, tensor, None) for x in kv) for kv in begun.layers
-            ]
-            cache = cache._replace(layers=tuple(copied))
+            cache = cache._replace(layers=_copies(begun, len(lengths), place, tensor))
         hidden, cache = _extend(model, cache, prompts[:, common:], common, place, tensor)
         return jnp.take_along_axis(hidden, lengths[:, None, None] - 1 - common, axis=1), cache
-
-    def choose(model: Model, hidden: jax.Array, key: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The token `[B]` that follows hidden states `[B, 1, H]`, and its log-prob."""
-        logits = place(model.logits(hidden[:, 0]), None)
-        logits = jnp.where(jnp.arange(config.padded_vocab) < config.vocab_size, logits, -jnp.inf)
-        scale = jnp.where(temperature > 0, temperature, 1)
-        noise = jnp.where(temperature > 0, jax.random.gumbel(key, logits.shape), 0)
-        token = jnp.argmax(logits / scale + noise, axis=-1)
-        head = Head.of(model.head, vocab_size=config.vocab_size)
-        stats = log_probs_from_hidden(
-            hidden, head, token[:, None], parallel=by_row, temperature=scale, deterministic=True
-        )
-        return token, stats.log_probs[:, 0]
 
     @partial(jax.jit, static_argnums=5)
     def sample(
@@ -129,7 +105,8 @@ def make_sampler(
 
         def step(carry: Any, i: jax.Array) -> Any:
             hidden, cache, done = carry
-            token, log_prob = choose(model, hidden, jax.random.fold_in(key, i), temperature)
+            logits = place(model.logits(hidden[:, 0]), None)
+            token, log_prob = _choose(model, config, hidden, logits, jax.random.fold_in(key, i), temperature, by_row)
             emitted = Responses(jnp.where(done, Tokenizer.pad, token), jnp.where(done, 0.0, log_prob), ~done)
             cache = cache._replace(segments=cache.segments.at[:, prompt_length + i].set(1))
             hidden, cache = _extend(model, cache, token[:, None], prompt_length + i, place, tensor)
@@ -140,6 +117,57 @@ def make_sampler(
         return jax.tree.map(lambda x: x.T, emitted)
 
     return sample
+
+
+def _placing(parallel: ParallelMesh, rows: Any) -> Place:
+    """Puts the rows of arrays over these axes, and their other dimensions over the given ones."""
+
+    def place(x: jax.Array, *dims: Any) -> jax.Array:
+        return lax.with_sharding_constraint(x, parallel.sharding(P(rows, *dims)))
+
+    return place
+
+
+def _copies(cache: Cache, count: int, place: Place, tensor: Any) -> tuple[Any, ...]:
+    """The keys and values of a single row for so many rows."""
+
+    def copies(x: jax.Array) -> jax.Array:
+        return place(jnp.repeat(x, count, 0), None, tensor, None)
+
+    return tuple((copies(keys), copies(values)) for keys, values in cache.layers)
+
+
+def _empty_cache(
+    config: Config, prompt_length: int, response_length: int, lengths: jax.Array, place: Place, tensor: Any
+) -> Cache:
+    """Room for keys and values of prompts of these lengths and their responses, with the segments of the prompts."""
+    slots = jnp.arange(prompt_length + response_length)[None]
+    empty = jnp.zeros((*lengths.shape, slots.size, config.kv_heads, config.head_dim), config.dtype)
+    positions = jnp.where(slots < prompt_length, slots, lengths[:, None] + slots - prompt_length)
+    segments = (slots < lengths[:, None]).astype(jnp.int32)
+    layer = (place(empty, None, tensor, None),) * 2
+    return Cache((layer,) * config.layers, segments, positions)
+
+
+def _choose(
+    model: Model,
+    config: Config,
+    hidden: jax.Array,
+    logits: jax.Array,
+    key: jax.Array,
+    temperature: jax.Array,
+    parallel: ParallelMesh,
+) -> tuple[jax.Array, jax.Array]:
+    """The token `[B]` that follows hidden states `[B, 1, H]` with these logits, and its log-prob."""
+    logits = jnp.where(jnp.arange(config.padded_vocab) < config.vocab_size, logits, -jnp.inf)
+    scale = jnp.where(temperature > 0, temperature, 1)
+    noise = jnp.where(temperature > 0, jax.random.gumbel(key, logits.shape), 0)
+    token = jnp.argmax(logits / scale + noise, axis=-1)
+    head = Head.of(model.head, vocab_size=config.vocab_size)
+    stats = log_probs_from_hidden(
+        hidden, head, token[:, None], parallel=parallel, temperature=scale, deterministic=True
+    )
+    return token, stats.log_probs[:, 0]
 
 
 def _extend(

@@ -32,7 +32,8 @@ class Spikes:
     """
 
     def __init__(self, folder: Path, deviations: float | None, window: int = 32):
-        self.folder, self.deviations = folder, deviations
+        self.folder = folder
+        self.deviations = deviations
         self._losses: deque[float] = deque(maxlen=window)
 
     def look(self, step: int, loss: float, batch: RolloutBatch) -> Path | None:
@@ -41,7 +42,8 @@ class Spikes:
             return None
         spike = not math.isfinite(loss)
         if not spike and len(self._losses) >= 4:
-            mean, deviation = statistics.fmean(self._losses), statistics.pstdev(self._losses)
+            mean = statistics.fmean(self._losses)
+            deviation = statistics.pstdev(self._losses)
             spike = abs(loss - mean) > self.deviations * deviation
         if math.isfinite(loss):
             self._losses.append(loss)

@@ -36,20 +36,24 @@ class Tokenizer:
       'Spell: no.'
     """
 
-    pad, end = 0, 1
+    pad = 0
+    end = 1
     ends = (end,)
 
     def __init__(self, opening: str, closing: str):
-        self.opening, self.closing = opening, closing
+        self.opening = opening
+        self.closing = closing
         self.pieces = ["", "", opening, closing, *string.printable[:95], "\n"]
         self.ids = {piece: i for i, piece in enumerate(self.pieces[4:], start=4)}
         self.size = len(self.pieces)
 
     def encode(self, text: str) -> list[int]:
-        head, tail = bool(self.opening) and text.startswith(self.opening), False
+        head = bool(self.opening) and text.startswith(self.opening)
+        tail = False
         text = text.removeprefix(self.opening)
         if self.closing and text.endswith(self.closing):
-            text, tail = text.removesuffix(self.closing), True
+            text = text.removesuffix(self.closing)
+            tail = True
         if strange := {*text} - {*self.ids}:
             raise ValueError(
                 f"--task: got {min(strange)!r} in a text, expected printable ASCII, or a model's tokenizer"
@@ -96,7 +100,9 @@ class Task:
         response_length: int | None = None,
     ):
         make = streams_of(name)
-        self.stream, unseen, probe = make(seed + 2), make(1), make(0)
+        self.stream = make(seed + 2)
+        unseen = make(1)
+        probe = make(0)
         probes = [probe[i] for i in range(512)]
         if tokenizer is not None:
             tokenizer.worked = [(entry["question"], entry["answer"]) for entry in probes[:shots]]
@@ -111,7 +117,8 @@ class Task:
 
     def _common(self, prompts: Sequence[list[int]]) -> int:
         """The number of tokens that all prompts begin with; 0 where it is too small to be worth a pass of its own."""
-        first, last = min(prompts), max(prompts)
+        first = min(prompts)
+        last = max(prompts)
         most = min(map(len, prompts)) - 1
         same = [a == b for a, b in zip(first[:most], last[:most], strict=True)]
         count = [*same, False].index(False)
@@ -226,6 +233,7 @@ def _made_for(texts: Sequence[str]) -> Tokenizer:
 
 
 def _common_start(texts: Sequence[str]) -> str:
-    first, last = min(texts), max(texts)
+    first = min(texts)
+    last = max(texts)
     same = [a == b for a, b in zip(first, last, strict=False)]
     return first[: [*same, False].index(False)]

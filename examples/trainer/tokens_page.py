@@ -84,11 +84,15 @@ def load_tokens(folder: Path) -> Tokens | None:
 
 def _sample(record: Mapping[str, Any]) -> dict[str, Any] | None:
     """What the page shows of a record; None if it is none of a sample."""
-    step, number, tokens = record["step"], record.get("sample_id"), record.get("tokens")
+    step = record["step"]
+    number = record.get("sample_id")
+    tokens = record.get("tokens")
     if not (_is_id(step) and _is_id(number) and isinstance(tokens, list) and all(map(_is_id, tokens))):
         return None
     size = len(tokens)
-    mask, reasons, text = record.get("loss_mask"), record.get("reason"), record.get("text", [""] * size)
+    mask = record.get("loss_mask")
+    reasons = record.get("reason")
+    text = record.get("text", [""] * size)
     if not (_are(mask, size, _is_finite) and _are(reasons, size, _is_text) and _are(text, size, _is_text)):
         return None
     values = {
@@ -96,7 +100,9 @@ def _sample(record: Mapping[str, Any]) -> dict[str, Any] | None:
         for name, numbers in record.items()
         if name not in _OF_TOKENS and _are(numbers, size, lambda x: x is None or _is_finite(x))
     }
-    reward, group, before = record.get("reward"), record.get("group_id"), record.get("before")
+    reward = record.get("reward")
+    group = record.get("group_id")
+    before = record.get("before")
     return {
         "step": step,
         "id": number,
