@@ -139,7 +139,7 @@ def accepted_samples(
     if not isinstance(config, OffPolicyConfig):
         raise TypeError(f"config: got {type(config).__name__}, expected OffPolicyConfig")
     config = dataclasses.replace(config, opsm_delta=None, batch_normalize=False)
-    accepted = on_rows("accepted_samples", _accepted_samples, parallel, batch, {}, static=config, of_samples=True)
+    accepted = on_rows("accepted_samples", _accepted_samples, parallel, batch, {}, static=config, per_sample=True)
     if readable(accepted):
         got = "a loss mask or log-probs that break a rule of a loss"
         check("batch", got, not np.isnan(accepted).any(), "none: batch.validate(vocab_size) names the first entry")

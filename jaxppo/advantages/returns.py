@@ -273,7 +273,7 @@ def last_values(
     """
     tokens = {"values": values}
     samples = {"truncated": truncated}
-    return on_rows("last_values", _last_values, parallel, batch, tokens, samples, of_samples=True)
+    return on_rows("last_values", _last_values, parallel, batch, tokens, samples, per_sample=True)
 
 
 @of_rows

@@ -32,9 +32,9 @@ def on_rows(
     *,
     optional: Collection[str] = (),
     static: Hashable = None,
-    of_samples: bool = False,
+    per_sample: bool = False,
 ) -> Any:
-    """The per-shard fn(axes, [static,] *tokens, *samples, *numbers, batch): `[R, T]`, or `[R, S]` with `of_samples`.
+    """The per-shard fn(axes, [static,] *tokens, *samples, *numbers, batch): `[R, T]`, or `[R, S]` with `per_sample`.
 
     `fn` is decorated with `of_rows`. Batch and arrays are checked here; the arrays named in `optional` may be None.
     """
@@ -57,7 +57,7 @@ def on_rows(
         inputs: list[Any] = [batch_specs.loss_mask] * len(tokens)
         inputs += [batch_specs.sample_ids] * len(samples)
         inputs += [P()] * len(numbers)
-        result = batch_specs.sample_ids if of_samples else batch_specs.loss_mask
+        result = batch_specs.sample_ids if per_sample else batch_specs.loss_mask
         return [*inputs, batch_specs], result
 
     arguments = {**tokens, **samples, **numbers, "batch": batch}

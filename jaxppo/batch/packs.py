@@ -21,7 +21,7 @@ from jaxppo.batch.rows import (
     check_row_array,
     layout_of,
     marked,
-    of_whole_rows,
+    on_whole_rows,
     taken,
     wrong_values,
 )
@@ -65,7 +65,7 @@ def rows_of_packs(
     # on the host, so that packs of any number of tokens and sequences share a program
     inputs = {name: _widened(name, x, row_length - N, num_segments - S) for name, x in inputs.items()}
     options = (aligned, multiple, places)
-    return of_whole_rows("RolloutBatch.from_cu_seqlens", _unpacked, row_length, inputs, options, parallel)
+    return on_whole_rows("RolloutBatch.from_cu_seqlens", _unpacked, row_length, inputs, options, parallel)
 
 
 def _one_row(name: str, x: Any, flat: bool) -> Any:

@@ -90,7 +90,7 @@ def padded_rows(
         raise TypeError(f"pad_id: got {pad_id!r}, expected an integer")
     masks = ("completion_mask", "prompt_mask", "attention_mask")
     check_on_host(lambda x: _wrong_padded(np, x, pad_id), inputs, ("prompt_ids", "completion_ids", *masks))
-    return of_whole_rows("RolloutBatch.from_padded", _padded, P + C, inputs, (pad_id, places), parallel)
+    return on_whole_rows("RolloutBatch.from_padded", _padded, P + C, inputs, (pad_id, places), parallel)
 
 
 def _wrong_padded(xp: Any, x: Mapping[str, Any], pad_id: int | None) -> Wrong:
@@ -204,7 +204,7 @@ def placed_rows(
         columns = num_segments if what in PER_SEGMENT else T
         check_row_array(what, x, ((R, columns),))
     check_on_host(lambda x: _wrong_rows(np, x), inputs, ("segment_ids", "loss_mask"))
-    return of_whole_rows(name, _placed, T, inputs, (num_segments, places), parallel)
+    return on_whole_rows(name, _placed, T, inputs, (num_segments, places), parallel)
 
 
 def _placed(
@@ -276,7 +276,7 @@ def check_row_array(name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> N
         check_array(name, x)
 
 
-def of_whole_rows(
+def on_whole_rows(
     name: str,
     fn: Callable[..., dict[str, Array]],
     length: int,

@@ -57,7 +57,7 @@ class View:
         """`[R, S]`, the segments that a row has; on the host only."""
         return self["lengths"] > 0
 
-    def of_segments(self, name: str) -> Any:
+    def spread(self, name: str) -> Any:
         """`[R, T]`, the value of each position's sequence; anything on padding."""
         index = self.xp.clip(self["segment_ids"], 1, self.num_segments) - 1
         return self.xp.take_along_axis(self[name], index, axis=1)
@@ -92,7 +92,7 @@ def _without_rollout(view: View, x: Any) -> Any:
     if "rollout_ids" not in view.arrays:
         return None
     if x is view["loss_mask"]:
-        return view.counts & (view["segment_ids"] > 0) & (view.of_segments("rollout_ids") < 0)
+        return view.counts & (view["segment_ids"] > 0) & (view.spread("rollout_ids") < 0)
     return (x < 0) & (view["sample_ids"] >= 0)
 
 
@@ -109,7 +109,7 @@ def _of_another_step(view: View, counted: Any) -> Any:
 def _without_sample(view: View, mask: Any) -> Any:
     if "parents" not in view.arrays:
         return None
-    return view.counts & (view["segment_ids"] > 0) & (view.of_segments("sample_ids") < 0)
+    return view.counts & (view["segment_ids"] > 0) & (view.spread("sample_ids") < 0)
 
 
 def _not_finite(view: View, x: Any) -> Any:
@@ -303,7 +303,7 @@ OF_INPUTS = (
     Rule(
         "sample_rewards",
         "finite rewards of samples with loss, since they say what is desirable",
-        lambda view, _: view.counts & ~view.xp.isfinite(view.of_segments("sample_rewards")),
+        lambda view, _: view.counts & ~view.xp.isfinite(view.spread("sample_rewards")),
     ),
     *(Rule(name, rule.expected + more, _breaks(rule)) for name, (rule, more) in PER_TOKEN.items()),
     *(

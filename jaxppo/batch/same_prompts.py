@@ -56,8 +56,8 @@ def check_groups_of_hosts(known: Prompts) -> None:
     seen: dict[int, set[tuple[int, ...]]] = {}
     for begins in _gathered(own_begins, 3):
         for group in np.unique(begins[:, 0]).tolist():
-            of_group = set(map(tuple, begins[begins[:, 0] == group].tolist()))
-            same = not of_group.isdisjoint(seen.setdefault(group, of_group))
+            in_group = set(map(tuple, begins[begins[:, 0] == group].tolist()))
+            same = not in_group.isdisjoint(seen.setdefault(group, in_group))
             got = f"{group} for different prompts on several hosts"
             check("group_id", got, same, f"{_EXPECTED}; add an offset of its own on each host")
 

@@ -26,8 +26,8 @@ _OF_SCALED_ADVANTAGES = (PPO, GSPO, CISPO, Reinforce)  # losses that a weight ti
 
 def asked_for(algo_config: Any) -> dict[str, Any]:
     """The corrections that a config of Tunix asks for, by the names of its options."""
-    given = {name: getattr(algo_config, name, None) for name in ("sampler_is", "sampler_rs", _THRESHOLD)}
-    return {name: value for name, value in given.items() if value is not None}
+    options = {name: getattr(algo_config, name, None) for name in ("sampler_is", "sampler_rs", _THRESHOLD)}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def left_to_loss(algo_config: Any, train_example: Any) -> dict[str, Any]:
