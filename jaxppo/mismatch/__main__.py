@@ -39,14 +39,7 @@ def read(path: str | Path) -> Arrays:
     """The arrays of a file by name; an .npy is `log_probs`, and a mask of numbers is bool. Nothing is unpickled."""
     check(str(path), "no file", Path(path).is_file(), _FILE)  # a pipe would block
     try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as parts:
-                _check_size(sum(part.file_size for part in parts.infolist()))
-        # a map of the file is refused if the file is shorter than its header says; an .npz is not mapped
-        loaded = np.load(path, allow_pickle=False, mmap_mode="r")
-        arrays = {"log_probs": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
-        # numpy stores a dtype that it does not know, such as bfloat16, as raw bytes
-        arrays = {name: x.view(ml_dtypes.bfloat16) if x.dtype == "V2" else x for name, x in arrays.items()}
+        arrays = _load(path)
     except Exception as error:  # the readers of a damaged file raise many kinds
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         if "allow_pickle" in reason:  # numpy takes what it does not know for a pickle, and advises to load it
@@ -61,6 +54,21 @@ def read(path: str | Path) -> Arrays:
     return arrays
 
 
+def _load(path: str | Path) -> Arrays:
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            _check_size(sum(member.file_size for member in archive.infolist()))
+    # a map of the file is refused if the file is shorter than its header says; an .npz is not mapped
+    loaded = np.load(path, allow_pickle=False, mmap_mode="r")
+    if isinstance(loaded, np.ndarray):
+        loaded = {"log_probs": loaded}
+    arrays: Arrays = dict(loaded)
+    for name, x in arrays.items():
+        if x.dtype == "V2":  # numpy stores a dtype that it does not know, such as bfloat16, as raw bytes
+            arrays[name] = x.view(ml_dtypes.bfloat16)
+    return arrays
+
+
 def _check_size(size: int) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > memory:
@@ -69,15 +77,25 @@ def _check_size(size: int) -> None:
 
 def _check_names(role: str, arrays: Arrays, hidden: bool) -> None:
     """Raises unless a file holds the arrays that a comparison reads from it, and no others."""
-    needs, may = (["hidden", "kernel"], ["bias"]) if hidden else (["log_probs"], [])
+    required = ["log_probs"]
+    optional = []
+    if hidden:
+        required = ["hidden", "kernel"]
+        optional = ["bias"]
     if role == "trainer":
-        needs += ["targets"] * hidden
-        may += ["where", "positions", "temperature" if hidden else "entropy"]
-    expected = f"expected {', '.join(needs)}" + (f", and none but {', '.join(may)} beside them" if may else " alone")
-    if missing := [name for name in needs if name not in arrays]:
-        raise ValueError(f"{role}: got no {missing[0]} among {', '.join(arrays) or 'no arrays'}, {expected}")
-    if odd := [name for name in arrays if name not in (*needs, *may)]:
-        raise ValueError(f"{role}: got {', '.join(odd)}, {expected}")
+        optional += ["where", "positions"]
+        if hidden:
+            required += ["targets"]
+            optional += ["temperature"]
+        else:
+            optional += ["entropy"]
+    expected = f"{', '.join(required)} alone"
+    if optional:
+        expected = f"{', '.join(required)}, and none but {', '.join(optional)} beside them"
+    for name in required:
+        check(role, f"no {name} among {', '.join(arrays) or 'no arrays'}", name in arrays, expected)
+    others = [name for name in arrays if name not in (*required, *optional)]
+    check(role, ", ".join(others), not others, expected)
 
 
 def compare(
@@ -89,29 +107,44 @@ def compare(
         _check_names(role, arrays, hidden)
     if not hidden:
         return TokenMismatch(trainer["log_probs"], sampler["log_probs"], trainer.get("entropy"))
-    targets, where, temperature = trainer["targets"], trainer.get("where"), trainer.get("temperature", np.float32(1))
+    targets = trainer["targets"]
     check("trainer: targets", f"shape {targets.shape}", targets.ndim in (1, 2), "[R, T] or [N]")
+    rows = (1, *targets.shape)[-2:]
 
-    def in_rows(what: str, x: Any, hidden: bool = False) -> Any:
-        """An array of tokens as `[R, T, ...]`."""
-        expected = f"{targets.shape} of targets, and H" if hidden else f"that of targets, {targets.shape}"
-        check(what, f"shape {x.shape}", (x.shape[:-1] if hidden else x.shape) == targets.shape, expected)
-        return x.reshape(*(1, *targets.shape)[-2:], *x.shape[targets.ndim :])
+    def trainer_rows(name: str) -> Any:
+        """An array of the trainer's tokens as `[R, T]`."""
+        x = trainer[name]
+        check(f"trainer: {name}", f"shape {x.shape}", x.shape == targets.shape, f"that of targets, {targets.shape}")
+        return x.reshape(rows)
 
-    def model(role: str, arrays: Arrays) -> tuple[Array, Head]:
-        head = Head(jnp.asarray(arrays["kernel"]), jax.tree.map(jnp.asarray, arrays.get("bias")), layout=layout)
-        return jnp.asarray(in_rows(f"{role}: hidden", arrays["hidden"], hidden=True)), head
+    def hidden_rows(role: str, arrays: Arrays) -> Array:
+        x = arrays["hidden"]
+        good = x.shape[:-1] == targets.shape
+        check(f"{role}: hidden", f"shape {x.shape}", good, f"{targets.shape} of targets, and H")
+        return jnp.asarray(x.reshape(*rows, x.shape[-1]))
 
-    scalar = temperature.ndim == 0
-    found = token_mismatch(
-        *model("trainer", trainer),
-        *model("sampler", sampler),
-        in_rows("trainer: targets", targets),
+    def head_of(arrays: Arrays) -> Head:
+        return Head(jnp.asarray(arrays["kernel"]), jax.tree.map(jnp.asarray, arrays.get("bias")), layout=layout)
+
+    temperature: Any = trainer.get("temperature", np.float32(1))
+    if temperature.ndim == 0:
+        temperature = float(temperature)
+    else:
+        temperature = jnp.asarray(trainer_rows("temperature"))
+    where = None
+    if "where" in trainer:
+        where = trainer_rows("where")
+    tokens = token_mismatch(
+        hidden_rows("trainer", trainer),
+        head_of(trainer),
+        hidden_rows("sampler", sampler),
+        head_of(sampler),
+        trainer_rows("targets"),
         rounded_to=rounded_to,
-        temperature=float(temperature) if scalar else jnp.asarray(in_rows("trainer: temperature", temperature)),
-        where=None if where is None else in_rows("trainer: where", where),
+        temperature=temperature,
+        where=where,
     )
-    return jax.tree.map(lambda x: x.reshape(targets.shape), found)
+    return jax.tree.map(lambda x: x.reshape(targets.shape), tokens)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -132,13 +165,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--json", action="store_true", help="all figures, as JSON")
     args = parser.parse_args(arguments)
     try:
-        trainer, sampler = read(args.trainer), read(args.sampler)
+        trainer = read(args.trainer)
+        sampler = read(args.sampler)
         tokens = compare(trainer, sampler, layout=args.layout, rounded_to=args.rounded_to)
-        where, positions = trainer.get("where"), trainer.get("positions")
-        found = mismatch_report(tokens, where=where, positions=positions, bins=args.bins)
+        where = trainer.get("where")
+        report = mismatch_report(tokens, where=where, positions=trainer.get("positions"), bins=args.bins)
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
-    print(json.dumps(dataclasses.asdict(found)) if args.json else found)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(report)))
+    else:
+        print(report)
 
 
 if __name__ == "__main__":

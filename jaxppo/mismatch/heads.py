@@ -95,7 +95,9 @@ def _logit_error(work: Work, local: Local, has_bias: bool, unit: float, magnitud
     call = work.call
     terms = len(work.features) - has_bias  # the kernel's, and an adapter's
     names = call.axes.tensor
-    counts = True if local.counts is None else local.counts
+    counts: jax.Array | bool = True
+    if local.counts is not None:
+        counts = local.counts
     rows = work.order.take_back(work.features[:terms])
     total = jnp.zeros_like(magnitude)
     for k, x in enumerate(rows):
@@ -112,7 +114,9 @@ def _logit_error(work: Work, local: Local, has_bias: bool, unit: float, magnitud
     total *= call.transform.scale**2
     if local.tokens.temperature is not None:
         total /= local.tokens.temperature**2
-    of_logits = 2.0**-8 if call.transform.dtype == "bfloat16" else F32_UNIT
+    of_logits = F32_UNIT
+    if call.transform.dtype == "bfloat16":
+        of_logits = 2.0**-8
     return jnp.sqrt(total + 2 * (of_logits * magnitude) ** 2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,17 +81,18 @@ def mismatch_metrics(
     Names and conventions: verl's rollout correction, https://verl.readthedocs.io/en/latest/algo/rollout_corr.html;
     token_mult_prob_error and the divergence of Jensen and Shannon: NeMo-RL
     """
-    batch, trainer, expected = (
-        checked(batch, reader="mismatch_metrics"),
-        trainer_log_probs,
-        "f32[R, T] to compare sampler and trainer",
-    )
+    batch = checked(batch, reader="mismatch_metrics")
+    expected = "f32[R, T] to compare sampler and trainer"
     needed("batch.rollout_log_probs", batch.rollout_log_probs, expected)
-    if trainer is None:
-        trainer = needed("batch.old_log_probs", batch.old_log_probs, expected)
-    check_array("trainer_log_probs", trainer, batch.loss_mask.shape, "the batch's [R, T]")
-    args = {"trainer_log_probs": trainer, "batch": batch}
-    return shard_call("mismatch_metrics", _per_shard, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], P()))
+    if trainer_log_probs is None:
+        trainer_log_probs = needed("batch.old_log_probs", batch.old_log_probs, expected)
+    check_array("trainer_log_probs", trainer_log_probs, batch.loss_mask.shape, "the batch's [R, T]")
+    args = {"trainer_log_probs": trainer_log_probs, "batch": batch}
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
+        return [p.tokens_spec, batch.specs(p)], P()
+
+    return shard_call("mismatch_metrics", _per_shard, parallel, args, specs)
 
 
 def _per_shard(axes: ShardAxes, trainer: jax.Array, batch: RolloutBatch) -> Metrics:
@@ -98,9 +100,10 @@ def _per_shard(axes: ShardAxes, trainer: jax.Array, batch: RolloutBatch) -> Metr
     mask = tokens.mask
     trainer = tokens.read(LOG_PROBS, trainer, impossible=True)
     rollout = tokens.read(SAMPLED, batch.rollout_log_probs, impossible=True)
-    rows = dataclasses.replace(axes, context=(), fsdp=())  # per-sequence values are the same on all context shards
-    of_sequences = _sequence_terms(trainer, rollout, mask, batch.segments(axes))
-    return reduce_metrics(axes, _token_terms(trainer - rollout, mask)) | reduce_metrics(rows, of_sequences)
+    data_axes = dataclasses.replace(axes, context=(), fsdp=())  # all context shards have the same sequence values
+    sequence_terms = _sequence_terms(trainer, rollout, mask, batch.segments(axes))
+    token_metrics = reduce_metrics(axes, _token_terms(trainer - rollout, mask))
+    return token_metrics | reduce_metrics(data_axes, sequence_terms)
 
 
 def _token_terms(d: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Terms:
@@ -128,12 +131,15 @@ def _sequence_terms(
     trainer: Float[Array, "R T"], rollout: Float[Array, "R T"], mask: Float[Array, "R T"], segments: Segments
 ) -> Terms:
     counts = (segments.sum(mask) > 0).astype(jnp.float32)
-    log_ppl = {name: -segments.mean(x, mask) for name, x in (("trainer", trainer), ("rollout", rollout))}
-    gap = log_ppl["trainer"] - log_ppl["rollout"]
+    trainer_log_ppl = -segments.mean(trainer, mask)
+    rollout_log_ppl = -segments.mean(rollout, mask)
+    gap = trainer_log_ppl - rollout_log_ppl
     total = _bounded(segments.sum(trainer - rollout))
     by_sequence = {
-        **{f"{name}_log_ppl": x for name, x in log_ppl.items()},
-        **{f"{name}_ppl": jnp.exp(jnp.minimum(x, MAX_LOG_PPL)) for name, x in log_ppl.items()},
+        "trainer_log_ppl": trainer_log_ppl,
+        "rollout_log_ppl": rollout_log_ppl,
+        "trainer_ppl": jnp.exp(jnp.minimum(trainer_log_ppl, MAX_LOG_PPL)),
+        "rollout_ppl": jnp.exp(jnp.minimum(rollout_log_ppl, MAX_LOG_PPL)),
         "log_ppl_diff": gap,
         "log_ppl_abs_diff": jnp.abs(gap),
         "ppl_ratio": jnp.exp(_bounded(gap)),

@@ -9,20 +9,26 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxppo.base.arrays import MAX_LOG_PROB, MAX_SAMPLED, check, check_alike, check_count, check_number
+from jaxppo.base.arrays import MAX_LOG_PROB, MAX_SAMPLED, check, check_alike, check_count, check_number, check_type
 from jaxppo.base.kl import MAX_LOG_RATIO
 from jaxppo.mismatch.tokens import TokenMismatch
 from jaxppo.sharding import multihost
 
-Parts = tuple[dict[str, float], ...]
+Ranges = tuple[dict[str, float], ...]  # the figures of each range of positions or entropies
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 MOST_BINS = 1000
 _BEYOND = 6.0
+
+
+def _quantile(q: float) -> str:
+    return f"abs_q{100 * q:g}"
+
+
 _NAMES = {
     "mean": "mean of d",
     "abs_mean": "mean of |d|",
     "abs_max": "max of |d|",
-    **{f"abs_q{100 * q:g}": f"{100 * q:g}% of |d| are below" for q in QUANTILES},
+    **{_quantile(q): f"{100 * q:g}% of |d| are below" for q in QUANTILES},
     "kl": "KL(sampler || trainer)",
     "reverse_kl": "KL(trainer || sampler)",
     "total_variation": "total variation",
@@ -52,16 +58,17 @@ class MismatchReport:
     not_finite: int
     exact: bool
     figures: dict[str, float]
-    by_position: Parts
-    by_entropy: Parts
+    by_position: Ranges
+    by_entropy: Ranges
 
     def __str__(self) -> str:
         lines = [f"{'tokens':44}{self.tokens}", f"{'more, whose log-probs are not finite':44}{self.not_finite}"]
         lines += [f"{text:44}{self.figures[name]:.6g}" for name, text in _NAMES.items() if name in self.figures]
         if not self.exact:
             lines.append("KL and total variation are estimates from the sampled tokens")
-        for title, parts in (("position", self.by_position), ("entropy", self.by_entropy)):
-            lines += ["", *_table(title, parts)] if parts else []
+        for title, ranges in (("position", self.by_position), ("entropy", self.by_entropy)):
+            if ranges:
+                lines += ["", *_table(title, ranges)]
         return "\n".join(lines)
 
 
@@ -103,28 +110,18 @@ def mismatch_report(
     """
     check_count("bins", bins, least=1)
     check_number("bins", bins, most=MOST_BINS)
-    if not isinstance(tokens, TokenMismatch):
-        raise TypeError(f"tokens: got {type(tokens).__name__}, expected TokenMismatch")
-    found = {f.name: getattr(tokens, f.name) for f in dataclasses.fields(tokens)}
-    arrays = {name: x for name, x in (found | {"where": where, "positions": positions}).items() if x is not None}
-    check_alike(arrays)
-    shape = tokens.log_probs.shape
-    check("log_probs", f"shape {shape}", shape != (), "[R, T] or [N]")
-    host: dict[str, Any] = {name: np.asarray(x) for name, x in jax.device_get(multihost.whole(arrays)).items()}
-    positions_of = host.pop("positions", np.broadcast_to(np.arange(shape[-1]), shape))
-    counts = host.pop("where", np.ones(shape, bool)) > 0
-    values = {name: x[counts].astype(np.float64) for name, x in host.items()}
-    for name, most in (("log_probs", MAX_LOG_PROB), ("rollout_log_probs", MAX_SAMPLED)):
-        above = values[name][values[name] > most]
-        expected = f"log-probs of at most {most}, which probabilities are not"
-        check(name, above.max(initial=most), above.size == 0, expected)
+    check_type("tokens", tokens, isinstance(tokens, TokenMismatch), "TokenMismatch")
+    values, token_positions = _on_host(tokens, where, positions)
+    _check_log_probs("log_probs", values["log_probs"], MAX_LOG_PROB)
+    _check_log_probs("rollout_log_probs", values["rollout_log_probs"], MAX_SAMPLED)
     finite = np.isfinite(values["log_probs"]) & np.isfinite(values["rollout_log_probs"])
     check("log_probs", f"{finite.size} that count and none that is finite", bool(finite.any()), "at least 1")
     values = {name: x[finite] for name, x in values.items()}
-    by_token, at = _by_token(values), positions_of[counts][finite]
-    edges = np.unique(np.linspace(at.min(), at.max() + 1, bins + 1).astype(np.int64))
-    by_position = _in_ranges(by_token, at, edges[1:-1])
-    by_entropy: Parts = ()
+    token_positions = token_positions[finite]
+    by_token = _by_token(values)
+    edges = np.linspace(token_positions.min(), token_positions.max() + 1, bins + 1).astype(np.int64)
+    by_position = _in_ranges(by_token, token_positions, np.unique(edges)[1:-1])
+    by_entropy: Ranges = ()
     if "entropy" in values:
         inner = np.quantile(values["entropy"], np.linspace(0, 1, bins + 1)[1:-1])
         by_entropy = _in_ranges(by_token, values["entropy"], inner)
@@ -132,41 +129,82 @@ def mismatch_report(
     return MismatchReport(count, finite.size - count, "kl" in values, _figures(by_token), by_position, by_entropy)
 
 
+def _on_host(
+    tokens: TokenMismatch, where: Bool[Array, "..."] | None, positions: Int[Array, "..."] | None
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The values of the tokens that count, in f64 by name, and their positions."""
+    arrays = {field.name: getattr(tokens, field.name) for field in dataclasses.fields(tokens)}
+    arrays |= {"where": where, "positions": positions}
+    arrays = {name: x for name, x in arrays.items() if x is not None}
+    check_alike(arrays)
+    shape = tokens.log_probs.shape
+    check("log_probs", f"shape {shape}", shape != (), "[R, T] or [N]")
+    host: dict[str, Any] = {name: np.asarray(x) for name, x in jax.device_get(multihost.whole(arrays)).items()}
+    token_positions = host.pop("positions", np.broadcast_to(np.arange(shape[-1]), shape))
+    counts = host.pop("where", np.ones(shape, bool)) > 0
+    values = {name: x[counts].astype(np.float64) for name, x in host.items()}
+    return values, token_positions[counts]
+
+
+def _check_log_probs(name: str, log_probs: np.ndarray, most: float) -> None:
+    above = log_probs[log_probs > most]
+    expected = f"log-probs of at most {most}, which probabilities are not"
+    check(name, above.max(initial=most), above.size == 0, expected)
+
+
 def _by_token(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The values of each token; the figures are their means and quantiles."""
     d = values["log_probs"] - values["rollout_log_probs"]
     bounded = np.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     grown = np.expm1(bounded)
-    found = {"d": d, "kl": grown - bounded, "reverse_kl": bounded * (grown + 1) - grown}
-    found["total_variation"] = np.abs(grown) / 2
-    return found | {name: x for name, x in values.items() if name in _NAMES or name == "rounding"}
+    estimates = {
+        "d": d,
+        "kl": grown - bounded,
+        "reverse_kl": bounded * (grown + 1) - grown,
+        "total_variation": np.abs(grown) / 2,
+    }
+    exact = {name: x for name, x in values.items() if name in _NAMES or name == "rounding"}
+    return estimates | exact
 
 
 def _figures(by_token: dict[str, np.ndarray]) -> dict[str, float]:
     d = by_token["d"]
-    found = {"mean": d.mean(), "abs_mean": np.abs(d).mean(), "abs_max": np.abs(d).max(), "rms": np.sqrt((d**2).mean())}
-    found |= {f"abs_q{100 * q:g}": x for q, x in zip(QUANTILES, np.quantile(np.abs(d), QUANTILES), strict=True)}
-    found |= {name: by_token[name].mean() for name in _NAMES if name in by_token}
+    distance = np.abs(d)
+    figures = {
+        "mean": d.mean(),
+        "abs_mean": distance.mean(),
+        "abs_max": distance.max(),
+        "rms": np.sqrt((d**2).mean()),
+    }
+    for q in QUANTILES:
+        figures[_quantile(q)] = np.quantile(distance, q)
+    for name in _NAMES:
+        if name in by_token:
+            figures[name] = by_token[name].mean()
     if "rounding" in by_token:
-        found["rounding_rms"] = np.sqrt((by_token["rounding"] ** 2).mean())
-        found["beyond_rounding"] = (np.abs(d) > _BEYOND * by_token["rounding"]).mean()
-    return {name: float(x) for name, x in found.items()}
+        rounding = by_token["rounding"]
+        figures["rounding_rms"] = np.sqrt((rounding**2).mean())
+        figures["beyond_rounding"] = (distance > _BEYOND * rounding).mean()
+    return {name: float(x) for name, x in figures.items()}
 
 
-def _in_ranges(by_token: dict[str, np.ndarray], of: np.ndarray, inner: np.ndarray) -> Parts:
+def _in_ranges(by_token: dict[str, np.ndarray], quantity: np.ndarray, inner: np.ndarray) -> Ranges:
     """The figures of each range of a quantity, between these inner edges. Ranges without tokens are left out."""
-    which, parts = np.searchsorted(inner, of, "right"), []
-    for i in np.unique(which):
-        inside = which == i
-        ends = {"low": float(of[inside].min()), "high": float(of[inside].max()), "tokens": int(inside.sum())}
-        parts.append(ends | _figures({name: x[inside] for name, x in by_token.items()}))
-    return tuple(parts)
+    ranges = []
+    index = np.searchsorted(inner, quantity, "right")
+    for i in np.unique(index):
+        inside = index == i
+        low = float(quantity[inside].min())
+        high = float(quantity[inside].max())
+        figures = _figures({name: x[inside] for name, x in by_token.items()})
+        ranges.append({"low": low, "high": high, "tokens": int(inside.sum())} | figures)
+    return tuple(ranges)
 
 
-def _table(title: str, parts: Parts) -> list[str]:
-    names = [name for name in _IN_TABLES if name in parts[0]]
+def _table(title: str, ranges: Ranges) -> list[str]:
+    names = [name for name in _IN_TABLES if name in ranges[0]]
     lines = [f"{title:>20}" + "".join(f"{name:>17}" for name in names)]
-    for part in parts:
-        low, high = f"{part['low']:.4g}", f"{part['high']:.4g}"
-        lines.append(f"{low + ' to ' + high:>20}" + "".join(f"{part[name]:>17.5g}" for name in names))
+    for figures in ranges:
+        ends = f"{figures['low']:.4g} to {figures['high']:.4g}"
+        lines.append(f"{ends:>20}" + "".join(f"{figures[name]:>17.5g}" for name in names))
     return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxppo.base.arrays import KINDS, check, check_array, check_count, check_type, needed
-from jaxppo.base.metrics import CompositeTerm, Metrics, Terms, means, reduce_metrics, share
+from jaxppo.base.metrics import CompositeTerm, Metrics, Term, Terms, means, reduce_metrics, share
 from jaxppo.batch.extras import Extra, extra_of
 from jaxppo.batch.host import as_integers, from_bytes, scalar
 from jaxppo.batch.loss_tokens import LossTokens
@@ -55,29 +54,38 @@ def routed_experts(rows: Any, tokens: int, *, layers: int | None = None, top_k: 
 
     Ma et al. 2025, rollout routing replay, https://arxiv.org/abs/2510.11370
     """
-    tokens, layers, top_k = map(scalar, (tokens, layers, top_k))
+    tokens = scalar(tokens)
     check_count("tokens", tokens, least=1)
     if isinstance(rows, str | bytes):
-        sizes: Any = layers, top_k
-        for what, size in zip(("layers", "top_k"), sizes, strict=True):
-            check_count(what, size, least=1)
-        flat = from_bytes("rows", rows)
-        good = flat.size % math.prod(sizes) == 0
-        check("rows", f"{flat.size} numbers", good, f"a multiple of layers * top_k, {sizes}")
-        rows = flat.reshape(-1, *sizes)
-    found = as_integers("rows", rows, least=-1, rank=3)
+        rows = _from_bytes(rows, scalar(layers), scalar(top_k))
+    experts = as_integers("rows", rows, least=-1, rank=3)
     expected = f"[{tokens - 1}, layers, k] or [{tokens}, layers, k] for {tokens} tokens"
-    check("rows", f"shape {found.shape}", len(found) in (tokens - 1, tokens), expected)
-    absent = found == -1
+    check("rows", f"shape {experts.shape}", len(experts) in (tokens - 1, tokens), expected)
+    absent = experts == -1
     partly = absent.any(axis=-1) & ~absent.all(axis=-1)
-    ordered = np.sort(found, axis=-1)
-    twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != -1)).any(axis=-1)
-    for what, bad in (("-1 in a part of a row", partly), ("one expert twice", twice)):
-        if bad.any():
-            at = tuple(np.argwhere(bad)[0].tolist())
-            raise ValueError(f"rows: got {what} at {at}, expected k experts, or -1 in all k")
-    missing = np.full((tokens - len(found), *found.shape[1:]), -1)
-    return Extra(np.concatenate([found, missing]).astype(np.int32), at="input", fill=-1)
+    _check_nowhere("-1 in a part of a row", partly)
+    ordered = np.sort(experts, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != -1)
+    _check_nowhere("one expert twice", twice.any(axis=-1))
+    unread = np.full((tokens - len(experts), *experts.shape[1:]), -1)
+    return Extra(np.concatenate([experts, unread]).astype(np.int32), at="input", fill=-1)
+
+
+def _from_bytes(rows: str | bytes, layers: Any, top_k: Any) -> Any:
+    """`[n, layers, k]` from the bytes of int32."""
+    check_count("layers", layers, least=1)
+    check_count("top_k", top_k, least=1)
+    flat = from_bytes("rows", rows)
+    good = flat.size % (layers * top_k) == 0
+    check("rows", f"{flat.size} numbers", good, f"a multiple of layers * top_k, {(layers, top_k)}")
+    return flat.reshape(-1, layers, top_k)
+
+
+def _check_nowhere(what: str, bad: Any) -> None:
+    """Raises where a choice of a token and layer, `bool[n, layers]`, is bad."""
+    if bad.any():
+        first = tuple(np.argwhere(bad)[0].tolist())
+        raise ValueError(f"rows: got {what} at {first}, expected k experts, or -1 in all k")
 
 
 def routing_metrics(
@@ -124,39 +132,51 @@ def routing_metrics(
     check_array(f"batch.extras[{name!r}]", sampled, kind=KINDS["ids"])
     check(f"batch.extras[{name!r}]", f"shape {sampled.shape}", sampled.ndim == 4, "[R, T, layers, k]")
     check_array("own", own, sampled.shape, f"that of {name!r}", KINDS["ids"])
-    gaps = {"log_probs": log_probs, "replayed_log_probs": replayed_log_probs}
-    if any(x is not None for x in gaps.values()):
-        for what, x in gaps.items():
-            of = needed(what, x, "both log-probs, with replay and without")
-            check_array(what, of, batch.loss_mask.shape, "the batch's [R, T]", KINDS["trainer_log_probs"])
+    both = {"log_probs": log_probs, "replayed_log_probs": replayed_log_probs}
+    if log_probs is not None or replayed_log_probs is not None:
+        for what, x in both.items():
+            array = needed(what, x, "both log-probs, with replay and without")
+            check_array(what, array, batch.loss_mask.shape, "the batch's [R, T]", KINDS["trainer_log_probs"])
         needed("batch.rollout_log_probs", batch.rollout_log_probs, "f32[R, T] for the gaps")
-    args = {"own": own, **gaps, "batch": batch}
-    return shard_call(
-        "routing_metrics", _per_shard, parallel, args, lambda p: ([*[p.tokens_spec] * 3, batch.specs(p)], P()), name
-    )
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
+        return [p.tokens_spec, p.tokens_spec, p.tokens_spec, batch.specs(p)], P()
+
+    args = {"own": own, **both, "batch": batch}
+    return shard_call("routing_metrics", _per_shard, parallel, args, specs, name)
 
 
 def _per_shard(
     axes: ShardAxes, name: str, own: Array, log_probs: Array | None, replayed: Array | None, batch: RolloutBatch
 ) -> Metrics:
-    sampled, inside = batch.extras[name], (batch.segment_ids > 0).astype(jnp.float32)
-    there = jnp.where((sampled != -1).all(axis=-1), inside[..., None], 0)  # [R, T, L]
-    missed = ~(sampled[..., :, None] == own[..., None, :]).any(axis=-1)
-    of_choices = missed.astype(jnp.float32).mean(axis=-1)
+    sampled = batch.extras[name]
+    no_padding = (batch.segment_ids > 0).astype(jnp.float32)
+    has_row = jnp.where((sampled != -1).all(axis=-1), no_padding[..., None], 0)  # [R, T, L]
+    missed = ~(sampled[..., :, None] == own[..., None, :]).any(axis=-1)  # [R, T, L, k]
+    missed_share = missed.astype(jnp.float32).mean(axis=-1)
     terms: Terms = {}
     for layer in range(sampled.shape[2]):
-        weight = there[..., layer]
-        terms[f"layer_{layer}_choices_differ"] = (of_choices[..., layer], weight, "mean")
+        weight = has_row[..., layer]
+        terms[f"layer_{layer}_choices_differ"] = (missed_share[..., layer], weight, "mean")
         terms[f"layer_{layer}_tokens_differ"] = (missed[..., layer, :].any(axis=-1), weight, "mean")
-    some = there.sum(axis=-1)
-    all_layers = (of_choices * there).sum(axis=-1) / jnp.maximum(some, 1)
-    terms["choices_differ"] = (all_layers, some, "mean")
-    terms["missing_rows"] = (some == 0, inside, "mean")
+    layers = has_row.sum(axis=-1)
+    over_layers = (missed_share * has_row).sum(axis=-1) / jnp.maximum(layers, 1)
+    terms["choices_differ"] = (over_layers, layers, "mean")
+    terms["missing_rows"] = (layers == 0, no_padding, "mean")
     if log_probs is not None and replayed is not None:
-        tokens = LossTokens.of(batch)
-        sampler = tokens.read(SAMPLED, batch.rollout_log_probs)
-        first, second = (jnp.abs(tokens.read(LOG_PROBS, x) - sampler) for x in (log_probs, replayed))
-        terms |= means({"log_prob_gap": first, "log_prob_gap_replayed": second}, tokens.mask)
-        parts = {"part": (first - second, tokens.mask, "mean"), "whole": (first, tokens.mask, "mean")}
-        terms["gap_explained"] = CompositeTerm(parts, share)  # type: ignore[arg-type]
+        terms |= _gap_terms(log_probs, replayed, batch)
     return reduce_metrics(axes, terms)
+
+
+def _gap_terms(log_probs: Array, replayed: Array, batch: RolloutBatch) -> Terms:
+    """The distances of the trainer's log-probs from the sampler's, without replay and with it."""
+    tokens = LossTokens.of(batch)
+    sampler = tokens.read(SAMPLED, batch.rollout_log_probs)
+    gap = jnp.abs(tokens.read(LOG_PROBS, log_probs) - sampler)
+    replayed_gap = jnp.abs(tokens.read(LOG_PROBS, replayed) - sampler)
+    explained: dict[str, Term] = {
+        "part": (gap - replayed_gap, tokens.mask, "mean"),
+        "whole": (gap, tokens.mask, "mean"),
+    }
+    terms = means({"log_prob_gap": gap, "log_prob_gap_replayed": replayed_gap}, tokens.mask)
+    return terms | {"gap_explained": CompositeTerm(explained, share)}

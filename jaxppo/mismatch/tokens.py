@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -113,19 +113,22 @@ def token_mismatch(
         where=where,
         options=options,
     )
-    compared: Comparison = shard_call(
-        "token_mismatch",
-        _per_shard,
-        parallel,
-        {"hidden": trainer.inputs, "rollout_hidden": sampler.inputs},
-        lambda p: ([trainer.specs, sampler.specs], p.tokens_spec),
-        (DivergenceCall(trainer.call, sampler.call, (), 0.5), _UNITS[rounded_to]),
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
+        return [trainer.specs, sampler.specs], p.tokens_spec
+
+    call = DivergenceCall(trainer.call, sampler.call, (), 0.5)
+    inputs = {"hidden": trainer.inputs, "rollout_hidden": sampler.inputs}
+    compared: Comparison = shard_call("token_mismatch", _per_shard, parallel, inputs, specs, (call, _UNITS[rounded_to]))
+    log_probs_of = partial(
+        log_probs_from_hidden, targets=targets, parallel=parallel, temperature=temperature, where=where
     )
-    common = partial(log_probs_from_hidden, targets=targets, parallel=parallel, temperature=temperature, where=where)
-    of_rollout: HeadOptions = {**options, "hidden_spec": rollout_hidden_spec}
-    stats = common(hidden, head, entropy="metric", **options)
-    rollout = common(rollout_hidden, rollout_head, **of_rollout)
+    rollout_options: HeadOptions = {**options, "hidden_spec": rollout_hidden_spec}
+    stats = log_probs_of(hidden, head, entropy="metric", **options)
+    rollout = log_probs_of(rollout_hidden, rollout_head, **rollout_options)
     least = jnp.minimum(stats.log_probs, rollout.log_probs)
+    # the f32 sum over the vocabulary is rounded, too, however likely the token
+    rounding = -2 * jnp.expm1(least) * compared.logit_error + 16 * F32_UNIT * (1 - least)
     return TokenMismatch(
         log_probs=stats.log_probs,
         rollout_log_probs=rollout.log_probs,
@@ -134,10 +137,10 @@ def token_mismatch(
         reverse_kl=compared.reverse_kl,
         total_variation=compared.total_variation,
         same_top=compared.same_top,
-        # the f32 sum over the vocabulary is rounded, too, however likely the token
-        rounding=-2 * jnp.expm1(least) * compared.logit_error + 16 * F32_UNIT * (1 - least),
+        rounding=rounding,
     )
 
 
 def _per_shard(axes: ShardAxes, static: tuple[DivergenceCall, float], trainer: Inputs, rollout: Inputs) -> Comparison:
-    return comparison_of_tokens(*static, trainer, rollout)
+    call, unit = static
+    return comparison_of_tokens(call, unit, trainer, rollout)
