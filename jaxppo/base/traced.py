@@ -53,61 +53,63 @@ def take_arrays(config: Config, coefficients: Sequence[str] = ()) -> tuple[Confi
     0: other numbers then compile nothing new.
     """
     arrays: dict[str, jax.Array] = {}
-
-    def mark(path: tuple[str, ...], x: Any) -> Any:
+    static: dict[Path, Any] = {}
+    for path, x in leaves(config).items():
         if ".".join(path) in coefficients:
-            x = 0.0 if is_zero(x) else jnp.asarray(x, jnp.float32)
-        if not isinstance(x, jax.Array):
-            return x
-        name = name_of(path)
-        name = ".".join(path) if name in arrays else name
-        arrays[name] = x
-        return _Place(name)
-
-    return map_leaves(config, mark), arrays
-
-
-def name_of(path: Path) -> str:
-    """The name of a field at this path: within a field "field.name", as in "kl.coef", without "loss" and "config"."""
-    return ".".join(part for part in path if part not in ("loss", "config", "own"))
+            if is_zero(x):
+                static[path] = 0.0
+                continue
+            x = jnp.asarray(x, jnp.float32)
+        if isinstance(x, jax.Array):
+            name = name_of(path)
+            if name in arrays:
+                name = ".".join(path)
+            arrays[name] = x
+            static[path] = _Place(name)
+    return with_leaves(config, static), arrays
 
 
 def put_arrays(config: Config, arrays: Mapping[str, jax.Array]) -> Config:
     """The inverse of `take_arrays`."""
-    return map_leaves(config, lambda _, x: arrays[x.name] if isinstance(x, _Place) else x)
+    return with_leaves(config, {path: arrays[x.name] for path, x in leaves(config).items() if isinstance(x, _Place)})
 
 
-def numbers_of_tokens(x: Any, path: Path = ()) -> dict[Path, ByToken]:
-    """The marks of numbers of tokens in the dataclasses and tuples of x, by their paths."""
-    if isinstance(x, ByToken):
-        return {path: x}
-    parts: dict[str, Any] = {}
+def name_of(path: Path) -> str:
+    """The name of a field at this path: within a field "field.name", as in "kl.coef", without "loss" and "config"."""
+    return ".".join(name for name in path if name not in ("loss", "config", "own"))
+
+
+def numbers_of_tokens(config: Any) -> dict[Path, ByToken]:
+    """The marks of numbers of tokens, by their paths."""
+    return {path: x for path, x in leaves(config, whole=(ByToken,)).items() if isinstance(x, ByToken)}
+
+
+def leaves(x: Any, path: Path = (), whole: tuple[type, ...] = ()) -> dict[Path, Any]:
+    """What stands in the dataclasses and tuples of x, by path; objects of the classes `whole` are not taken apart."""
     if isinstance(x, tuple):
         parts = {str(i): part for i, part in enumerate(x)}
-    elif dataclasses.is_dataclass(x):
+    elif dataclasses.is_dataclass(x) and not isinstance(x, (_Place, *whole)):
         parts = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
-    found: dict[Path, ByToken] = {}
+    else:
+        return {path: x}
+    found: dict[Path, Any] = {}
     for name, part in parts.items():
-        found |= numbers_of_tokens(part, (*path, name))
+        found |= leaves(part, (*path, name), whole)
     return found
 
 
-def at_path(x: Any, path: Path) -> Any:
-    """What stands at this path of dataclasses and tuples."""
-    for name in path:
-        x = x[int(name)] if isinstance(x, tuple) else getattr(x, name)
-    return x
-
-
-def put_numbers(x: Any, numbers: Mapping[Path, Any], replace: Replace, path: Path = ()) -> Any:
-    """x with these numbers at their paths, by `dataclasses.replace`, which checks them, or by `replaced`."""
-    if path in numbers:
-        return numbers[path]
+def with_leaves(x: Any, changed: Mapping[Path, Any], replace: Replace | None = None, path: Path = ()) -> Any:
+    """x with other values at these paths, by `dataclasses.replace`, which checks them, or by default by `replaced`."""
+    if path in changed:
+        return changed[path]
     if isinstance(x, tuple):
-        return tuple(put_numbers(part, numbers, replace, (*path, str(i))) for i, part in enumerate(x))
-    within = sorted({its[len(path)] for its in numbers if its[: len(path)] == path})
-    changed = {name: put_numbers(getattr(x, name), numbers, replace, (*path, name)) for name in within}
-    return replace(x, **changed) if changed else x
+        return tuple(with_leaves(part, changed, replace, (*path, str(i))) for i, part in enumerate(x))
+    depth = len(path)
+    names = sorted({other[depth] for other in changed if other[:depth] == path})
+    if not names:
+        return x
+    fields = {name: with_leaves(getattr(x, name), changed, replace, (*path, name)) for name in names}
+    return (replace or replaced)(x, **fields)
 
 
 def replaced(x: Config, **changed: Any) -> Config:
@@ -116,13 +118,3 @@ def replaced(x: Config, **changed: Any) -> Config:
     for name, value in changed.items():
         object.__setattr__(new, name, value)
     return new
-
-
-def map_leaves(x: Any, fn: Any, path: Path = ()) -> Any:
-    """x with `fn(path, leaf)` in place of each leaf of its dataclasses and tuples, without their constructors."""
-    if isinstance(x, tuple):
-        return tuple(map_leaves(part, fn, (*path, str(i))) for i, part in enumerate(x))
-    if not dataclasses.is_dataclass(x) or isinstance(x, _Place):
-        return fn(path, x)
-    names = [field.name for field in dataclasses.fields(x)]
-    return replaced(x, **{name: map_leaves(getattr(x, name), fn, (*path, name)) for name in names})

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxppo.base.arrays import check, needed
-from jaxppo.base.traced import map_leaves
+from jaxppo.base.traced import leaves, with_leaves
 from jaxppo.batch.reads import at_most_one
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
@@ -136,15 +136,12 @@ class ScoreCentering(OfConfig, OfIds):
         def flat(x: PerId) -> Float[Array, "R TK"]:
             return lax.stop_gradient(x).reshape(R, T * K)
 
-        def of_ids(_: Any, x: Any) -> Any:
-            if getattr(x, "ndim", 0) != 2:
-                return x
-            return jnp.repeat(x, K, axis=-1)  # a number of each token
-
         new = flat(log_p)
         old = flat(log_p if self.config.ratio_to == "current" else log_q)
         of_each_id = flat(jnp.repeat(advantages[..., None], K, -1))
-        loss = map_leaves(self.config.loss, of_ids)
+        # a number of each token is one of each of its ids
+        by_token = {path: x for path, x in leaves(self.config.loss).items() if getattr(x, "ndim", 0) == 2}
+        loss = with_leaves(self.config.loss, {path: jnp.repeat(x, K, axis=-1) for path, x in by_token.items()})
 
         def loss_at(x: Float[Array, "R TK"], advantages: Float[Array, "R TK"]) -> Float[Array, ""]:
             result = loss(x, old, advantages, mask=jnp.ones_like(x), segments=segments)

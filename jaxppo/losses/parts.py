@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxppo.base.arrays import KINDS, Coefficient, check, check_array, check_count, check_field, check_type, needed
-from jaxppo.base.traced import (
-    ByToken,
-    Path,
-    at_path,
-    is_frozen,
-    map_leaves,
-    name_of,
-    numbers_of_tokens,
-    put_numbers,
-    replaced,
+from jaxppo.base.arrays import (
+    KINDS,
+    ArrayKind,
+    Coefficient,
+    check,
+    check_array,
+    check_count,
+    check_field,
+    check_type,
+    needed,
 )
+from jaxppo.base.traced import ByToken, Path, is_frozen, leaves, name_of, numbers_of_tokens, with_leaves
 from jaxppo.batch.extras import check_name, extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.hooks import check_attributes
@@ -65,10 +65,14 @@ class Part(Loss):
     equals: int | None = None
 
     def __post_init__(self) -> None:
-        check_attributes(as_token_loss(self.loss))
-        of = self.loss.loss if isinstance(self.loss, PolicyLossConfig) else self.loss
-        if isinstance(of, PolicyLoss) and of.selects is not None:
-            raise ValueError(f"loss: got {of}, expected one that selects no tokens of the step")
+        token_loss = as_token_loss(self.loss)
+        check_attributes(token_loss)
+        policy_loss = self.loss
+        if isinstance(policy_loss, PolicyLossConfig):
+            policy_loss = policy_loss.loss
+        if isinstance(policy_loss, PolicyLoss) and policy_loss.selects is not None:
+            raise ValueError(f"loss: got {policy_loss}, expected one that selects no tokens of the step")
+        object.__setattr__(self, "loss", token_loss)
         check_field(self, "coef")
         if self.equals is not None:
             check_count("equals", self.equals)
@@ -76,6 +80,12 @@ class Part(Loss):
         for what in ("mask", "weights"):
             if getattr(self, what) is not None:
                 check_name(what, getattr(self, what))
+
+    @property
+    def token_loss(self) -> TokenLoss[Any]:
+        """The loss, which the constructor has made one of tokens."""
+        assert isinstance(self.loss, TokenLoss)
+        return self.loss
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -88,36 +98,46 @@ class Part(Loss):
         if not marks:
             return loss
 
-        def checked_number(numbers: Mapping[Path, Array]) -> dict[Path, Array]:
-            made = put_numbers(loss, numbers, dataclasses.replace)
-            return {path: jnp.asarray(at_path(made, path), jnp.float32) for path in numbers}
+        def checked_numbers(numbers: Mapping[Path, Array]) -> dict[Path, Array]:
+            # a constructor takes a number, and knows what it may be beside the others
+            checked = leaves(with_leaves(loss, numbers, dataclasses.replace))
+            return {path: jnp.asarray(checked[path], jnp.float32) for path in numbers}
 
-        # where there is no loss the field's own number stands: that of the batch may be anything there
-        on, extras = batch.loss_mask > 0, batch.extras
-        given = {path: jnp.where(on, extras[x.extra].astype(jnp.float32), x.own) for path, x in marks.items()}
-        # a constructor takes a number, and knows what it may be beside the others
-        return put_numbers(loss, jax.vmap(jax.vmap(checked_number))(given), replaced)
+        counts = batch.loss_mask > 0
+        numbers = {}
+        for path, mark in marks.items():
+            # where there is no loss the field's own number stands: that of the batch may be anything there
+            number = batch.extras[mark.extra].astype(jnp.float32)
+            numbers[path] = jnp.where(counts, number, mark.own)
+        return with_leaves(loss, jax.vmap(jax.vmap(checked_numbers))(numbers))
 
     def numbers_in(self, loss: TokenLoss[Any]) -> dict[str, Array]:
         """The numbers of tokens of this part's loss, as `with_numbers` gives it, by the names of their fields."""
-        return {name_of(path): at_path(loss, path) for path in numbers_of_tokens(as_token_loss(self.loss))}
+        numbers = leaves(loss)
+        return {name_of(path): numbers[path] for path in numbers_of_tokens(self.loss)}
 
     def of(self, batch: RolloutBatch) -> RolloutBatch:
         """The batch as this part reads it."""
         for extra in self.extras:
             x = extra_of(batch, extra, "f32[R, T], a number for each token")
             check_array(f"batch.extras[{extra!r}]", x, batch.loss_mask.shape, "the batch's")
-        changed: dict[str, Any] = {}
-        for field, name in (("loss_mask", self.mask), ("loss_weights", self.weights)):
-            if name is None:
-                continue
-            chosen = field == "loss_mask" and self.equals is not None
-            expected = "i32[R, T] for equals of a part" if chosen else f"[R, T] for {field} of a part"
-            x, kind = extra_of(batch, name, expected), KINDS["ids" if chosen else field]
-            check_array(f"batch.extras[{name!r}]", x, batch.loss_mask.shape, "the batch's", kind)
-            given = jnp.where(x == self.equals, batch.loss_mask, 0) if chosen else x
-            changed[field] = given.astype(jnp.float32)
-        return dataclasses.replace(batch, **changed)
+        own: dict[str, Any] = {}
+        if self.mask is not None and self.equals is not None:
+            marks = _extra(batch, self.mask, "i32[R, T] for equals of a part", KINDS["ids"])
+            own["loss_mask"] = jnp.where(marks == self.equals, batch.loss_mask, 0).astype(jnp.float32)
+        elif self.mask is not None:
+            mask = _extra(batch, self.mask, "[R, T] for loss_mask of a part", KINDS["loss_mask"])
+            own["loss_mask"] = mask.astype(jnp.float32)
+        if self.weights is not None:
+            weights = _extra(batch, self.weights, "[R, T] for loss_weights of a part", KINDS["loss_weights"])
+            own["loss_weights"] = weights.astype(jnp.float32)
+        return dataclasses.replace(batch, **own)
+
+
+def _extra(batch: RolloutBatch, name: str, expected: str, kind: ArrayKind) -> Array:
+    extra = extra_of(batch, name, expected)
+    check_array(f"batch.extras[{name!r}]", extra, batch.loss_mask.shape, "the batch's", kind)
+    return extra
 
 
 def as_parts(loss: Any) -> dict[str, Part]:
@@ -128,7 +148,12 @@ def as_parts(loss: Any) -> dict[str, Part]:
     for name in loss:
         if not isinstance(name, str) or not name:
             raise TypeError(f"loss: got a part named {name!r}, expected a string")
-    return {name: x if isinstance(x, Part) else Part(x) for name, x in loss.items()}
+    parts = {}
+    for name, part in loss.items():
+        if not isinstance(part, Part):
+            part = Part(part)
+        parts[name] = part
+    return parts
 
 
 def as_token_loss(loss: Any) -> TokenLoss[Any]:
@@ -136,8 +161,11 @@ def as_token_loss(loss: Any) -> TokenLoss[Any]:
     expected = "a PolicyLossConfig, a policy loss, SFT() or another TokenLoss"
     check_type("loss", loss, isinstance(loss, OfPolicy | TokenLoss), expected)
     check_type("loss", loss, is_frozen(loss), "a frozen dataclass, whose numbers may be traced")
-    loss = PolicyLossConfig(loss) if isinstance(loss, PolicyLoss) else loss
-    return PolicyTokenLoss(loss) if isinstance(loss, PolicyLossConfig) else loss
+    if isinstance(loss, PolicyLoss):
+        loss = PolicyLossConfig(loss)
+    if isinstance(loss, PolicyLossConfig):
+        return PolicyTokenLoss(loss)
+    return loss
 
 
 def by_row(
@@ -172,16 +200,18 @@ def by_row(
       3.0
     """
     check_name("which", which)
-    numbers = {} if numbers is None else numbers
+    if numbers is None:
+        numbers = {}
     for what, x in (("losses", losses), ("numbers", numbers)):
         check_type(what, x, isinstance(x, Mapping), "them by the names of losses")
     check("losses", "none", bool(losses), "at least one")
     unknown = sorted(set(numbers) - set(losses))
     check("numbers", unknown, not unknown, f"names of losses, {sorted(losses)}")
-    found: dict[str, Part] = {}
-    for place, (name, given) in enumerate(losses.items()):
-        found[name] = Part(_with_marks(as_token_loss(given), numbers.get(name, {})), mask=which, equals=place)
-    return found
+    parts = {}
+    for place, (name, loss) in enumerate(losses.items()):
+        marked = _with_marks(as_token_loss(loss), numbers.get(name, {}))
+        parts[name] = Part(marked, mask=which, equals=place)
+    return parts
 
 
 def _with_marks(loss: TokenLoss[Any], extras: Mapping[str, str]) -> TokenLoss[Any]:
@@ -194,23 +224,21 @@ def _with_marks(loss: TokenLoss[Any], extras: Mapping[str, str]) -> TokenLoss[An
         check_type("numbers", field, isinstance(field, str), "names of fields, such as clip_low")
         check_name(f"numbers[{field!r}]", extra)
         path, own = _number(loss, field)
-        check(
-            "numbers", f"{field!r} for {name_of(path)}, which has one", path not in marks, "one extra for each number"
-        )
+        got = f"{field!r} for {name_of(path)}, which has one"
+        check("numbers", got, path not in marks, "one extra for each number")
         marks[path] = ByToken(own, extra)
     normalized = loss.off_policy is not None and loss.off_policy.batch_normalize
-    if normalized and any("off_policy" in path for path in marks):
-        raise ValueError("numbers: got one of off_policy, expected none with batch_normalize, a mean over all rows")
-    return put_numbers(loss, marks, replaced)
+    good = not normalized or not any("off_policy" in path for path in marks)
+    check("numbers", "one of off_policy", good, "none with batch_normalize, a mean over all rows")
+    return with_leaves(loss, marks)
 
 
 def _number(loss: Any, field: str) -> tuple[Path, Any]:
     """The whole path of a number, and the number: a policy loss is "config.loss" in the loss of a token."""
-    leaves: dict[Path, Any] = {}
-    map_leaves(loss, lambda path, x: leaves.setdefault(path, x))
+    numbers = leaves(loss)
     for before in ((), ("config",), ("config", "loss")):
         path = (*before, *field.split("."))
-        x = leaves.get(path)
+        x = numbers.get(path)
         if isinstance(x, int | float | np.generic | jax.Array) and not isinstance(x, bool | np.bool_):
             return path, x
     raise ValueError(f"numbers: got {field!r}, expected a number of {loss}, such as clip_low or kl.coef")
