@@ -42,6 +42,9 @@ def chunk_of_one_pass(call: HeadCall, local: Local) -> tuple[int, int] | None:
     if call.h_names:
         memory -= number * call.axes.size(call.h_names) * local.parameters[0].size
     memory -= 2 * number * N * H  # tokens in order and their gradients
+    messages = 0  # around a ring, behind the chunks: two more shares of the kernel's gradient
+    if call.profile.ring:
+        messages = 2 * H * V
     group = N
     most = call.profile.tokens
     if call.profile.group < N:
@@ -54,7 +57,7 @@ def chunk_of_one_pass(call: HeadCall, local: Local) -> tuple[int, int] | None:
         else:
             most = call.profile.tokens // 2  # so that several groups take little more memory than one
         room = memory - number * group * V - kernel
-        if room >= min(N, 4 * LEAST) * token:
+        if room >= max(min(N, 4 * LEAST) * token, messages):
             chunk = fitting(group, most, token, room)
             return chunk, -(-group // chunk) * chunk
         if group <= LEAST_GROUP or not call.profile.groups:

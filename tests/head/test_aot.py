@@ -274,6 +274,15 @@ def test_one_pass_in_its_bytes(memory, chunk):
 
 
 @pytest.mark.nightly
+def test_a_memory_that_the_messages_of_a_ring_do_not_fit():
+    """One pass would take 1.2 GiB, and its chunks alone would fit."""
+    parallel = sixteen(*CP4_TP4)
+    found = audit(policy(parallel, memory=GIB), *policy_arguments(parallel, 8192))
+    assert "two passes: one pass does not fit the memory" in found.notes
+    assert found.temp_bytes <= GIB
+
+
+@pytest.mark.nightly
 def test_a_sum_over_sixteen_devices_is_a_collective():
     parallel = sixteen((1, 16), ("cp", "tp"))
     found = audit(policy(parallel), *policy_arguments(parallel, 8192))
