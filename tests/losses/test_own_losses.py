@@ -198,7 +198,9 @@ def test_a_part_is_checked_where_it_is_made():
         Part(made(aggregation="mean"), coef=0.5)
 
 
-VALUES, STATES = jnp.asarray(BATCH.returns), States(HIDDEN[0] * 3, 0.1 * HIDDEN[0])
+ERRORS = 0.5 * np.sin(np.arange(BATCH.returns.size)).reshape(BATCH.returns.shape)  # a value without one has no gradient
+VALUES = jnp.asarray(BATCH.returns + ERRORS, jnp.float32)
+STATES = States(HIDDEN[0] * 3, 0.1 * HIDDEN[0])
 OURS = {
     "sft": (SFT(label_smoothing=0.1, z_loss=0.01), None),
     "dft": (SFT(dft=True, aggregation="rollout_mean"), None),
