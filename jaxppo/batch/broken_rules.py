@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jaxppo.batch.pairs import Pairs
 from jaxppo.batch.reads import rule_of
 from jaxppo.batch.rules import KNOWN, ON_DEVICE, RULES, View
 from jaxppo.batch.trees import starts
-from jaxppo.sharding import Segments, vary
+from jaxppo.sharding import Segments, ShardAxes, vary
 
 # `broken_rules` holds the numbers of the first 3 rules, 8 bits each: f32 holds such an integer
 BITS = 8
@@ -32,6 +32,15 @@ class Broken:
 
     numbers: tuple[int, ...]  # of the rules that this loss has, from 1
     counts: Float[Array, " n"]  # of each
+
+    def __add__(self, other: Broken) -> Broken:
+        """The counts of two lots of rules, or of arrays, together."""
+        numbers = tuple(sorted({*self.numbers, *other.numbers}))
+        counts = jnp.zeros(len(numbers), jnp.float32)
+        for broken in (self, other):
+            places = [numbers.index(number) for number in broken.numbers]
+            counts = counts.at[np.asarray(places, int)].add(broken.counts)
+        return Broken(numbers, counts)
 
     @property
     def any(self) -> Bool[Array, ""]:
@@ -89,10 +98,26 @@ def count_broken(
     existing["lasts"] = segments.spread(ends) - 1
     cut = bool(axes.unknown(segments.segment_ids))
     view = View(existing, segments.num_segments, real_last_targets, cut, vocab_size, jnp, adapters)
+    return _counted(view, axes, existing)
+
+
+def count_broken_tokens(arrays: Mapping[str, Array | None], checked: Collection[str], segments: Segments) -> Broken:
+    """Per-shard: `count_broken` of arrays of tokens alone, those that are `checked`, beside what their rules read."""
+    existing = {name: x for name, x in arrays.items() if x is not None}
+    unsound = [_not_finite(existing[name]) for name in checked if name not in KNOWN]
+    if unsound:
+        existing["another_array"] = functools.reduce(jnp.logical_or, unsound)
+    view = View(existing, segments.num_segments, True, False, None, jnp)
+    return _counted(view, segments.axes, {*checked, "another_array"})
+
+
+def _counted(view: View, axes: ShardAxes, checked: Collection[str]) -> Broken:
     counts: dict[int, Any] = {}
     for number, rule in enumerate(ON_DEVICE, 1):
-        for _, bad in rule.broken(view):
+        for _, bad in rule.broken(view, checked):
             counts[number] = counts.get(number, 0) + bad.sum(dtype=jnp.float32)
+    if not counts:
+        return Broken((), jnp.zeros(0, jnp.float32))
     own = vary(jnp.stack([*counts.values()]), axes.tokens)
     return Broken((*counts,), axes.psum(own, axes.tokens))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -71,10 +71,12 @@ class Rule:
     arrays: tuple[str, ...] = ()  # that it checks; by default the one of its own name
     structural: bool = False  # other rules are meaningful only if this one holds
 
-    def broken(self, view: View) -> Iterator[tuple[str, Any]]:
-        """The names of the checked arrays that exist, and where they break the rule."""
+    def broken(self, view: View, among: Collection[str] | None = None) -> Iterator[tuple[str, Any]]:
+        """The names of the checked arrays that exist, of those `among` these, and where they break the rule."""
+        if among is None:
+            among = view.arrays
         for name in self.arrays or (self.name,):
-            if name not in view.arrays:
+            if name not in view.arrays or name not in among:
                 continue
             bad = self.bad(view, view[name])
             if bad is not None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,31 +17,38 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import PER_SEGMENT, masked
+from jaxppo.base.arrays import PER_SEGMENT, check, check_type, masked
 from jaxppo.base.metrics import Metric, Metrics, reduce_metrics
 from jaxppo.base.traced import put_arrays, take_arrays
-from jaxppo.batch.broken_rules import Broken, count_broken
+from jaxppo.batch.broken_rules import Broken, count_broken, count_broken_tokens
 from jaxppo.batch.reads import LOG_PROBS, at_most_zero
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import HeadCall, Inputs
 from jaxppo.head.gradient import reduce_tokens, stats_of_tokens
 from jaxppo.losses.hooks import check_tokens, constants_of, loss_of_tokens, metrics_of, name_of, reads_of
-from jaxppo.losses.parts import ALONE, Part, as_token_loss
+from jaxppo.losses.parts import ALONE, Part
 from jaxppo.losses.token_loss import Reads, Step, masked_batch
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call, vary
 from jaxppo.step.aggregation import Normalizer, Parallel, step_normalizer, token_weights
 
-Found = tuple[Float[Array, ""], Metrics]
+LossAndMetrics = tuple[Float[Array, ""], Metrics]
 Normalizers = Normalizer | Mapping[str, Normalizer] | None
-Static = tuple[tuple[str, ...], tuple[Part, ...], HeadCall | None]  # the parts' names, and the parts without arrays
 Numbers = Mapping[str, Array]  # the traced numbers of a loss, and others of its call, by name
-OfHead = tuple[HeadCall, Inputs] | None  # None where statistics are given
+HeadInputs = tuple[HeadCall, Inputs] | None  # None where statistics are given
+
+
+class Static(NamedTuple):
+    """What is static in a call."""
+
+    names: tuple[str, ...]  # of the parts
+    parts: tuple[Part, ...]  # without their arrays
+    head: HeadCall | None  # None where statistics are given
 
 
 def call_parts(
     name: str,
     parts: Mapping[str, Part],
-    given: Mapping[str, Any],
+    arrays: Mapping[str, Any],
     specs: Callable[[ParallelMesh], tuple[Any, Any]],
     batch: RolloutBatch,
     parallel: Parallel,
@@ -51,64 +58,107 @@ def call_parts(
     numbers: Mapping[str, float | Array] | None = None,
     fn: Callable[..., Any] | None = None,
 ) -> Any:
-    """Calls `fn`, or `_of_parts`, on each device, with what is `given` by its name: statistics, or a head's inputs.
+    """Calls `fn`, or `_loss_of_parts`, on each device, with `arrays` by name: statistics, or a head's inputs.
 
-    `specs` are those of what is given and of the result; `numbers`, such as a coefficient, are read by rules only.
+    `specs` are those of the arrays and of the result; `numbers`, such as a coefficient, are read by rules only.
     """
-    static, traced = [], []
+    static = []
+    traced = []
     for which, part in parts.items():
-        of_tokens = as_token_loss(part.loss)
-        loss, its = take_arrays(of_tokens, of_tokens.coefficients)
+        loss, part_numbers = take_arrays(part.token_loss, part.token_loss.coefficients)
         if which != ALONE:
-            its |= {"part.coef": jnp.asarray(part.coef, jnp.float32)}
+            part_numbers["part.coef"] = jnp.asarray(part.coef, jnp.float32)
         static.append(dataclasses.replace(part, loss=loss, coef=1.0))
-        traced.append(its)
-    traced[0] |= {name: jnp.asarray(x, jnp.float32) for name, x in (numbers or {}).items()}
-    alone = ALONE in parts
-    by_name: Any = {ALONE: normalizer} if alone else normalizer
-    if normalizer is not None:
-        if not isinstance(by_name, Mapping) or not all(isinstance(x, Normalizer) for x in by_name.values()):
-            expected = "Normalizer or None" if alone else "Normalizers by the names of parts, or None"
-            raise TypeError(f"normalizer: got {type(normalizer).__name__}, expected {expected}")
-        if by_name.keys() != parts.keys():
-            raise ValueError(f"normalizer: got those of {sorted(by_name)}, expected one of each part, {sorted(parts)}")
-    normalizers = [None if normalizer is None else by_name[which] for which in parts]
-    args = {**given, "batch": batch, "normalizer": normalizers, "config": traced}
+        traced.append(part_numbers)
+    for number, x in (numbers or {}).items():
+        traced[0][number] = jnp.asarray(x, jnp.float32)
+    normalizers = _of_each_part(normalizer, parts)
+    args = {**arrays, "batch": batch, "normalizer": normalizers, "config": traced}
 
     def all_specs(p: ParallelMesh) -> tuple[list[Any], Any]:
-        own, result = specs(p)
-        return [own, batch.specs(p), [None if x is None else x.specs(p) for x in normalizers], P()], result
+        array_specs, result_specs = specs(p)
+        normalizer_specs = [None if x is None else x.specs(p) for x in normalizers]
+        return [array_specs, batch.specs(p), normalizer_specs, P()], result_specs
 
-    return shard_call(name, fn or _of_parts, parallel, args, all_specs, (tuple(parts), tuple(static), head))
+    return shard_call(name, fn or _loss_of_parts, parallel, args, all_specs, Static(tuple(parts), tuple(static), head))
 
 
-def _of_parts(
-    axes: ShardAxes, call: Static, given: Any, batch: RolloutBatch, normalizers: list[Any], numbers: list[Numbers]
-) -> Found:
+def _of_each_part(normalizer: Normalizers, parts: Mapping[str, Part]) -> list[Normalizer | None]:
+    """The normalizer of each part; raises unless there is one of each, or none."""
+    if normalizer is None:
+        return [None] * len(parts)
+    expected = "Normalizers by the names of parts, or None"
+    by_name: Any = normalizer
+    if ALONE in parts:
+        expected = "Normalizer or None"
+        by_name = {ALONE: normalizer}
+    good = isinstance(by_name, Mapping) and all(isinstance(x, Normalizer) for x in by_name.values())
+    check_type("normalizer", normalizer, good, expected)
+    good = by_name.keys() == parts.keys()
+    check("normalizer", f"those of {sorted(by_name)}", good, f"one of each part, {sorted(parts)}")
+    return [by_name[name] for name in parts]
+
+
+def _loss_of_parts(
+    axes: ShardAxes,
+    static: Static,
+    arrays: Any,
+    batch: RolloutBatch,
+    normalizers: Sequence[Normalizer | None],
+    numbers: Sequence[Numbers],
+) -> LossAndMetrics:
     """Per-shard: the loss and its metrics, from hidden states in one pass where that fits."""
-    names, parts, head = call
     numbers = lax.stop_gradient(numbers)
-    each, of_head = list(zip(parts, normalizers, numbers, strict=True)), None if head is None else (head, given)
-    known: list[Normalizer | None] = [None] * len(parts)
-    stats, total = given, None
-    if head is not None and all(as_token_loss(part.loss).token_local for part in parts):
-        before = [step_of(axes, *its, batch, None, of_head) for its in each]
-        by_token, shared = zip(*map(_known_before, before, numbers), strict=True)
-        total, stats = reduce_tokens(head, given, _OfTokens(parts), by_token, shared)
-        known = [step.normalizer for step in before]
-    elif head is not None:
-        with note("two passes: the loss of a token depends on others"):
-            stats = stats_of_tokens(axes, head, given)
-    # after one pass for the second time, to check the log-probs too
-    steps = [step_of(axes, *its, batch, stats, of_head, own) for its, own in zip(each, known, strict=True)]
-    if names == (ALONE,):
+    stats = arrays
+    inputs: HeadInputs = None
+    one_pass = False
+    if static.head is not None:
+        inputs = (static.head, arrays)
+        one_pass = all(part.token_loss.token_local for part in static.parts)
+        stats = None
+        if not one_pass:
+            with note("two passes: the loss of a token depends on others"):
+                stats = stats_of_tokens(axes, static.head, arrays)
+    steps = [
+        step_of(axes, part, normalizer, own, batch, stats, inputs)
+        for part, normalizer, own in zip(static.parts, normalizers, numbers, strict=True)
+    ]
+    total = None
+    if inputs is not None and one_pass:
+        total, stats = _one_pass(inputs, static.parts, steps, numbers)
+        steps = [_with_stats(step, stats) for step in steps]
+    if static.names == (ALONE,):
         return finish(steps[0], stats, total)
-    found = [finish(step, stats) for step in steps]
+    results = [finish(step, stats) for step in steps]
+    return _added(static.names, results, total, numbers)
+
+
+def _one_pass(
+    inputs: tuple[HeadCall, Inputs], parts: tuple[Part, ...], steps: Sequence[Step], numbers: Sequence[Numbers]
+) -> tuple[Float[Array, ""], Any]:
+    """The weighted sum of all losses of tokens, and the statistics, in one pass of the head."""
+    call, arrays = inputs
+    known = [_known_before(step, own) for step, own in zip(steps, numbers, strict=True)]
+    by_token = [tokens for tokens, _ in known]
+    shared = [whole for _, whole in known]
+    return reduce_tokens(call, arrays, _OfTokens(parts), by_token, shared)
+
+
+def _added(
+    names: Sequence[str],
+    results: Sequence[LossAndMetrics],
+    total: Float[Array, ""] | None,
+    numbers: Sequence[Numbers],
+) -> LossAndMetrics:
+    """The sum of the parts' losses, `total` where one pass has computed it already, and the metrics of all parts."""
     if total is None:
-        total = sum((its["part.coef"] * x for its, (x, _) in zip(numbers, found, strict=True)), jnp.float32(0))
-    for value, _ in found:  # also if all weights or coefficients are 0
-        total += jnp.where(jnp.isfinite(value), 0, jnp.nan)
-    metrics: Metrics = {f"{n}/{what}": x for n, (_, its) in zip(names, found, strict=True) for what, x in its.items()}
+        total = jnp.float32(0)
+        for own, (loss, _) in zip(numbers, results, strict=True):
+            total += own["part.coef"] * loss
+    metrics: Metrics = {}
+    for name, (loss, part_metrics) in zip(names, results, strict=True):
+        total += jnp.where(jnp.isfinite(loss), 0, jnp.nan)  # also if all weights or coefficients are 0
+        metrics |= {f"{name}/{what}": x for what, x in part_metrics.items()}
     return total, metrics | {"loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
 
 
@@ -119,70 +169,111 @@ def step_of(
     numbers: Numbers,
     batch: RolloutBatch,
     stats: Any,
-    head: OfHead = None,
-    known: Normalizer | None = None,
+    inputs: HeadInputs = None,
 ) -> Step:
     """Per-shard: weighs tokens and checks rules, with the statistics and the step's normalizer if there are any.
 
-    `numbers` are those that the loss and its factor depend on, `known` is the normalizer of an earlier `Step`.
+    `numbers` are those that the loss and its factor depend on. `stats` are None before the one pass of a head.
     """
-    loss = put_arrays(as_token_loss(part.loss), numbers)
+    loss = put_arrays(part.token_loss, numbers)
     batch = part.of(lax.stop_gradient(batch))  # everything that a loss reads from it is a constant
     names = loss.asks.extras
-    extras = batch.extras if names is None else {name: batch.extras[name] for name in (*names, *part.extras)}
-    batch = dataclasses.replace(batch, extras=extras)
+    if names is not None:
+        extras = {name: batch.extras[name] for name in (*names, *part.extras)}
+        batch = dataclasses.replace(batch, extras=extras)
     loss = part.with_numbers(loss, batch)
     segments = batch.segments(axes)
-    weighs = known or step_normalizer(batch, segments, normalizer, loss.aggregation, loss.off_policy)
+    denominators = step_normalizer(batch, segments, normalizer, loss.aggregation, loss.off_policy)
     reads = reads_of(loss, stats, batch, segments)
+    rule_reads = dict(reads)
     if loss.aggregation == "rollout_mean":
-        reads |= {"rollout_ids": batch.rollouts}
+        rule_reads["rollout_ids"] = batch.rollouts
         if batch.rollout_ids is None:
-            reads |= {"twice": jnp.isnan(weighs.denominators)}
-    broken = _broken_rules(batch, segments, normalizer, reads, {**numbers, **part.numbers_in(loss)}, head)
+            rule_reads["twice"] = jnp.isnan(denominators.denominators)
+    broken = _broken_rules(batch, segments, normalizer, rule_reads, {**numbers, **part.numbers_in(loss)}, inputs)
     capped = None
-    if (sampled := batch.rollout_log_probs) is not None:
-        capped, sampled = sampled > 0, at_most_zero(sampled)
-        batch = dataclasses.replace(batch, rollout_log_probs=sampled)
-    weights = token_weights(batch.loss_mask, segments, weighs, loss.aggregation_norm)
+    if batch.rollout_log_probs is not None:
+        capped = batch.rollout_log_probs > 0
+        batch = dataclasses.replace(batch, rollout_log_probs=at_most_zero(batch.rollout_log_probs))
+    weights = token_weights(batch.loss_mask, segments, denominators, loss.aggregation_norm)
     if batch.loss_weights is not None:
         weights *= masked(batch.loss_weights, batch.loss_mask)
-    left_out, mask = loss.left_out(stats, batch), batch.loss_mask
+    known = frozenset(name for name, x in reads.items() if x is not None)
+    step = Step(loss, batch, batch, segments, denominators, weights, broken, known, None, capped)
+    return _without_left_out(step, stats)
+
+
+def _with_stats(step: Step, stats: Any) -> Step:
+    """The step after one pass, which has given statistics: their rules are checked too, and tokens left out by them."""
+    reads = reads_of(step.loss, stats, step.whole_batch, step.segments)
+    new = {name for name, x in reads.items() if x is not None} - step.known
+    if new:
+        arrays = lax.stop_gradient({**reads, "loss_mask": step.whole_batch.loss_mask})
+        broken = step.broken + count_broken_tokens(arrays, new, step.segments)
+        step = dataclasses.replace(step, broken=broken)
+    return _without_left_out(step, stats)
+
+
+def _without_left_out(step: Step, stats: Any) -> Step:
+    """The step without the tokens that the loss leaves out, and with weights of NaN where a rule is broken."""
+    loss = step.loss
+    mask = step.whole_batch.loss_mask
+    weights = step.weights
+    left_out = loss.left_out(stats, step.whole_batch)
     if left_out is not None:  # the denominators still count all tokens
         check_tokens(f"{name_of(loss)}.left_out", left_out, mask.shape)
-        weights, mask = (jnp.where(left_out, 0, x) for x in (weights, mask))
-    batch = masked_batch(batch, mask)
+        weights = jnp.where(left_out, 0, weights)
+        mask = jnp.where(left_out, 0, mask)
     # NaN in the weights makes gradients NaN too; a factor of the summed losses would cost one more
     # multiplication of the kernel's gradient
-    weights = weights * jnp.where(broken.any, jnp.nan, 1)
-    return Step(loss, batch, segments, weighs, weights, broken, left_out, capped)
+    batch = masked_batch(step.whole_batch, mask)
+    weights = weights * jnp.where(step.broken.any, jnp.nan, 1)
+    return dataclasses.replace(step, batch=batch, weights=weights, left_out=left_out)
 
 
 def _broken_rules(
-    batch: RolloutBatch, segments: Segments, normalizer: Normalizer | None, reads: Reads, numbers: Numbers, head: OfHead
+    batch: RolloutBatch,
+    segments: Segments,
+    normalizer: Normalizer | None,
+    reads: Reads,
+    numbers: Numbers,
+    inputs: HeadInputs,
 ) -> Broken:
     names = ("segment_ids", "positions", "loss_mask", "sample_ids", "parents", "loss_weights")
     arrays = {name: getattr(batch, name) for name in names}
-    sizes: dict[str, int] = {}
-    if head is not None:
-        call, inputs = head
-        of_head = inputs._asdict() | inputs.tokens._asdict()
-        arrays |= {name: of_head[name] for name in ("targets", "nucleus_ids", "adapter_ids", "temperature")}
-        adapters = 0 if inputs.adapter_ids is None else inputs.lora_a.shape[-3]
-        sizes = {"vocab_size": call.vocab_size, "adapters": adapters}
+    vocab_size = None
+    adapters = 0
+    if inputs is not None:
+        call, head_arrays = inputs
+        vocab_size = call.vocab_size
+        tokens = head_arrays.tokens
+        arrays |= {"targets": tokens.targets, "nucleus_ids": tokens.nucleus_ids, "temperature": tokens.temperature}
+        arrays["adapter_ids"] = head_arrays.adapter_ids
+        if head_arrays.adapter_ids is not None:
+            adapters = head_arrays.lora_a.shape[-3]
     arrays |= reads
     if normalizer is not None:
-        own = [normalizer.tokens, normalizer.sequences, normalizer.weight_mean, normalizer.denominators]
+        sums = [normalizer.tokens, normalizer.sequences, normalizer.weight_mean, normalizer.denominators]
         arrays["normalizer"] = normalizer.counts
-        arrays["denominators"] = jnp.concatenate([x.reshape(-1) for x in own if x is not None])
+        arrays["denominators"] = jnp.concatenate([x.reshape(-1) for x in sums if x is not None])
     arrays, numbers = lax.stop_gradient((arrays, numbers))
-    return count_broken(arrays, numbers, segments, real_last_targets=batch.real_last_targets, **sizes)
+    return count_broken(
+        arrays,
+        numbers,
+        segments,
+        real_last_targets=batch.real_last_targets,
+        vocab_size=vocab_size,
+        adapters=adapters,
+    )
 
 
-def finish(step: Step, stats: Any, total: Float[Array, ""] | None = None) -> Found:
+def finish(step: Step, stats: Any, total: Float[Array, ""] | None = None) -> LossAndMetrics:
     """Per-shard: the loss, `total` where one pass has computed it already, and its metrics."""
-    loss, axes, mask = step.loss, step.segments.axes, step.batch.loss_mask
-    constants, seen = lax.stop_gradient(constants_of(loss, stats, step)), loss.seen(stats, mask)
+    loss = step.loss
+    axes = step.segments.axes
+    mask = step.batch.loss_mask
+    constants = lax.stop_gradient(constants_of(loss, stats, step))
+    seen = loss.seen(stats, mask)
     if total is None:
         losses = loss_of_tokens(loss, seen, step.batch, constants, step.segments)
         weighted = (jnp.where(mask > 0, losses, 0) * step.weights).sum()
@@ -212,21 +303,27 @@ class _OfTokens:
     parts: tuple[Part, ...]
 
     def __call__(self, stats: Any, per_token: Any, shared: Any) -> jax.Array:
-        found = []
         stats, per_token = jax.tree.map(lambda x: x[None], (stats, per_token))  # one row
-        for part, (batch, weights, constants), (by_segment, numbers) in zip(self.parts, per_token, shared, strict=True):
-            batch = dataclasses.replace(batch, **by_segment)
-            loss = part.with_numbers(put_arrays(as_token_loss(part.loss), numbers), batch)
-            left_out = loss.left_out(stats, batch)
-            if left_out is not None:
-                batch = masked_batch(batch, jnp.where(left_out, 0, batch.loss_mask))
-            segments = Segments(batch.segment_ids, batch.num_segments)
-            losses = loss_of_tokens(loss, loss.seen(stats, batch.loss_mask), batch, constants, segments)
-            losses = jnp.where(batch.loss_mask > 0, losses, 0) * weights
-            log_probs = loss.reads(stats, batch, segments).get("log_probs")
-            if log_probs is not None:
-                # the step's rules were checked without them; make the gradient NaN too, which a clip would stop
-                broken = (batch.loss_mask > 0) & LOG_PROBS.bad(log_probs, jnp)
-                losses += jnp.where(broken, jnp.nan, 0) * jnp.where(broken, stats.log_probs, 0)
-            found.append(losses[0])
-        return functools.reduce(jnp.add, found)
+        losses = []
+        for part, tokens, whole in zip(self.parts, per_token, shared, strict=True):
+            losses.append(self._of_part(part, stats, tokens, whole)[0])
+        return functools.reduce(jnp.add, losses)
+
+    def _of_part(self, part: Part, stats: Any, per_token: Any, shared: Any) -> jax.Array:
+        """f32[1, C], the weighted losses of one part."""
+        batch, weights, constants = per_token
+        by_segment, numbers = shared
+        batch = dataclasses.replace(batch, **by_segment)
+        loss = part.with_numbers(put_arrays(part.token_loss, numbers), batch)
+        left_out = loss.left_out(stats, batch)
+        if left_out is not None:
+            batch = masked_batch(batch, jnp.where(left_out, 0, batch.loss_mask))
+        segments = Segments(batch.segment_ids, batch.num_segments)
+        losses = loss_of_tokens(loss, loss.seen(stats, batch.loss_mask), batch, constants, segments)
+        losses = jnp.where(batch.loss_mask > 0, losses, 0) * weights
+        log_probs = loss.reads(stats, batch, segments).get("log_probs")
+        if log_probs is None:
+            return losses
+        # the step's rules were checked without them; make the gradient NaN too, which a clip would stop
+        broken = (batch.loss_mask > 0) & LOG_PROBS.bad(log_probs, jnp)
+        return losses + jnp.where(broken, jnp.nan, 0) * jnp.where(broken, stats.log_probs, 0)

@@ -54,10 +54,12 @@ class Step:
 
     loss: TokenLoss[Any]  # with the numbers that the batch brings, see `by_row`
     batch: RolloutBatch
+    whole_batch: RolloutBatch  # with the loss mask of the tokens that are left out too, and what stands elsewhere
     segments: Segments
     normalizer: Normalizer  # of the whole step
     weights: Float[Array, "R T"]  # of each token's loss; NaN where a rule is broken anywhere
     broken: Broken  # how often each rule is broken on all devices together
+    known: frozenset[str]  # the names of what the loss reads, whose rules are among these
     left_out: Bool[Array, "R T"] | None  # the tokens of the loss mask without a loss; None where none is left out
     capped: Bool[Array, "R T"] | None  # the tokens whose sampler's log-prob was above 0; None without the sampler's
 
