@@ -86,7 +86,7 @@ def assert_packing_invariant(
     usual = trial.hidden([before, trial.ours, after], length, own_layout)
     states = {
         "what is packed beside it": trial.hidden(
-            [other_before, trial.ours, other_after], length, own_layout, padding=2
+            [other_before, trial.ours, other_after], length, own_layout, padding=2, neighbour=other_after
         ),
         "its place in the row": trial.hidden([trial.ours, before, after], length, own_layout),
         "the row length": trial.hidden([before, trial.ours, after], 2 * length, own_layout),
@@ -137,15 +137,26 @@ class _Trial:
         self.ours = piece(2 * self.unit, 2 * self.unit)
         self.others = [piece(self.unit - 1, self.unit) for _ in range(4)]  # each ends in padding
 
-    def hidden(self, pieces: Sequence[Piece], length: int, layout: str, padding: int = 0) -> np.ndarray:
-        """The hidden states of our sample where the first row holds these pieces; `padding` seeds what pads rows."""
+    def hidden(
+        self,
+        pieces: Sequence[Piece],
+        length: int,
+        layout: str,
+        *,
+        padding: int = 0,
+        neighbour: Piece | None = None,
+    ) -> np.ndarray:
+        """The hidden states of our sample where the first row holds these pieces.
+
+        `padding` seeds what pads rows. The other rows hold a neighbour, by default always the same, and our sample.
+        """
         data_size = self.parallel.data_size if self.parallel else 1
         rows = 2 * data_size
         rng = np.random.default_rng((self.seed, padding))
         padding_ids = rng.integers(0, self.vocab_size, (rows, length), dtype=np.int32)
-        # the rows after the first hold these
-        beside = [self.others[2], self.ours]
-        batch, packed = _batch([pieces, *[beside] * (rows - 1)], padding_ids, layout, self.shards)
+        if neighbour is None:
+            neighbour = self.others[2]
+        batch, packed = _batch([pieces, *[[neighbour, self.ours]] * (rows - 1)], padding_ids, layout, self.shards)
         hidden = self.hidden_fn(self.params, _put(batch, self.parallel) if self.parallel else batch)
         good = hidden.ndim == 3 and hidden.shape[:2] == batch.tokens.shape
         check("hidden_fn", f"shape {hidden.shape}", good, f"{batch.tokens.shape} and the hidden size")

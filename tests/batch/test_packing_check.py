@@ -90,6 +90,14 @@ def of_all_rows(params, batch):
     return own * (1 + jnp.where(real, own, 0).sum() / jnp.where(real, 1.0, 0.0).sum())
 
 
+def of_the_next_row(params, batch):
+    """What leaks between rows alone, as from a batch that was reshaped in another order."""
+    own = right(params, batch)
+    real = (batch.segment_ids > 0)[..., None]
+    means = jnp.where(real, own, 0).sum(1, keepdims=True) / real.astype(own.dtype).sum(1, keepdims=True)
+    return own + jnp.roll(means, -1, axis=0)
+
+
 LAYOUTS = ("zigzag", "zigzag_per_segment", "striped")
 OF_LAYOUTS = {f"the context layout '{layout}'" for layout in LAYOUTS}
 FAULTS = {
@@ -98,6 +106,7 @@ FAULTS = {
     stretched_to_the_row: {"the row length"},
     in_physical_order: OF_LAYOUTS,
     of_all_rows: {"what is packed beside it"},
+    of_the_next_row: {"what is packed beside it"},
 }
 
 
