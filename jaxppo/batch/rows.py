@@ -195,6 +195,7 @@ def placed_rows(
             raise ValueError("num_segments: got None under jit, expected S, the most sequences that a row may hold")
         num_segments = max(1, int(np.max(np.asarray(ids))))
     check_count("num_segments", num_segments, least=1)
+    num_segments = int(num_segments)  # i64 of numpy would make sample ids i64 with x64
     if not isinstance(ids, jax.Array):  # losses check the range of ids on devices
         least = ids.min()
         most = int(ids.max())

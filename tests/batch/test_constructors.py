@@ -292,6 +292,13 @@ def test_padded_prompts_without_a_mask(padded):
     assert explain_broken_rules(found["broken_rules"].value) == [OF_CONSTRUCTORS]
 
 
+def test_sample_ids_are_i32_with_x64():
+    """They were i64 where num_segments is an integer of numpy."""
+    with jax.enable_x64(True):
+        batch = made("from_token_aligned", as_arrays(TOKEN_ALIGNED), num_segments=np.int64(2))
+        assert batch.sample_ids.dtype == jnp.int32
+
+
 def test_the_number_of_segments():
     arrays = as_arrays(TOKEN_ALIGNED)
     assert made("from_token_aligned", arrays, num_segments=None).num_segments == 2
