@@ -182,8 +182,8 @@ def loss_from_hidden(
       hidden, head, temperature, adapter_ids, **options: see `policy_loss_from_hidden`.
       batch: `[R, T]`, with the arrays that the loss reads, each valid where the mask of a part that reads it is 1.
       loss: a `PolicyLossConfig`, or a bare policy loss for a config of it; `SFT`, `ReferenceKL`, `TopKDistillation`,
-        `ScoreCentering`; a loss of `losses.preference`; a `TokenLoss` of your own; or several of these by name, for
-        their sum, each as a `Part` if it has a coefficient, a mask or weights of its own.
+        `contrib.score_centering.ScoreCentering`; a loss of `losses.preference`; a `TokenLoss` of your own; or several
+        of these by name, for their sum, each as a `Part` if it has a coefficient, a mask or weights of its own.
       parallel: the mesh; rows sharded over data, positions over context, the vocabulary over tensor. `ShardAxes` inside
         the caller's own `shard_map`, None on one device.
       normalizer: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its micro-batches; for
