@@ -91,8 +91,8 @@ def samples_of(trajectories):
     """One sample for each context: its turns, which continue one another."""
     samples = []
     for i, trajectory in enumerate(trajectories):
-        turns = [turn for context in trajectory["contexts"] for turn in context]
-        reasons = [turn["outputs"][0]["finish_reason"] for turn in turns]
+        last_turns = [context[-1] for context in trajectory["contexts"]]
+        reasons = [turn["outputs"][0]["finish_reason"] for turn in last_turns]
         reward = None if "abort" in reasons else trajectory["reward"]
         each = zip(trajectory["contexts"], trajectory["versions"], strict=True)
         for context, versions in each:

@@ -37,6 +37,7 @@ def sample_fields(
     for name in OF_OUTPUTS:
         if name in fields:
             raise TypeError(f"{name}: got {shown(fields[name])} beside an output, expected none: the output says it")
+    turns = _with_empty_entries(turns)
     _check_same_entries(turns)
     tokens = list(turns[0].prompt)
     start = len(tokens)
@@ -73,6 +74,18 @@ def _turns(output: Any, read: Callable[[str, Any], Turn]) -> list[Turn]:
     return turns
 
 
+def _with_empty_entries(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns, where one of no tokens has an empty entry of each kind that other turns have."""
+    found = list(turns)
+    for name, empty in (("log_probs", []), ("nucleus", TokenSets.empty(0)), ("versions", [])):
+        if all(getattr(turn, name) is None for turn in turns):
+            continue
+        for i, turn in enumerate(found):
+            if not turn.completion and getattr(turn, name) is None:
+                found[i] = turn._replace(**{name: empty})
+    return found
+
+
 def _check_same_entries(turns: Sequence[Turn]) -> None:
     """Raises where only some of the turns have an entry."""
     for name in ("log_probs", "nucleus", "versions"):
@@ -92,8 +105,9 @@ def _token_values(turns: Sequence[Turn], written: Sequence[int]) -> dict[str, An
         if turn.nucleus is not None:
             nucleus += [TokenSets.empty(count), turn.nucleus]
         if turn.versions is not None:
-            # what the environment wrote has the version of the token after it
-            versions += turn.versions[:1] * count + turn.versions
+            # what the environment wrote has the version of the token after it, or else of the one before
+            of_added = turn.versions[:1] or versions[-1:]
+            versions += of_added * count + turn.versions
     values: dict[str, Any] = {}
     if turns[0].log_probs is not None:
         values["rollout_log_probs"] = log_probs

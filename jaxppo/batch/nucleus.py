@@ -55,9 +55,13 @@ def pack_nucleus_ids(
     if width is not None:
         check_count("width", width, least=1)
     if recorded is None:
+        of_samples = []
         for i, sample in enumerate(samples):
-            needed(f"samples[{i}].nucleus", sample.nucleus, "the recorded ids of each token")
-        recorded = [sample.nucleus for sample in samples if sample.nucleus is not None]
+            nucleus = sample.nucleus
+            if sample.start == len(sample.tokens):  # it has no token that could have a nucleus
+                nucleus = TokenSets.empty(0)
+            of_samples.append(needed(f"samples[{i}].nucleus", nucleus, "the recorded ids of each token"))
+        recorded = of_samples
     if not isinstance(recorded, Sequence) or isinstance(recorded, str):
         raise TypeError(f"recorded: got {type(recorded).__name__}, expected the sets of each sample, or None")
     good = len(recorded) == len(samples)

@@ -337,7 +337,7 @@ def _placed_values(
     name: str, samples: Sequence[Sample], pieces: Sequence[Piece], packed: Packed, before_response: Sequence[int]
 ) -> np.ndarray | None:
     """`[R, T]`, the values of response tokens of all samples, packed in pieces; None where no sample has them."""
-    responses = _all_or_none(samples, name)
+    responses = _of_responses(samples, name)
     if responses is None:
         return None
     values = [() if p.shared else responses[p.sample] for p in pieces]
@@ -410,6 +410,15 @@ def extras_of(samples: Sequence[Sample]) -> dict[str, list[Extra]]:
 
 def _form(extra: Extra) -> tuple[str, float, tuple[int, ...]]:
     return extra.at, extra.fill, extra.values.shape[1:]
+
+
+def _of_responses(samples: Sequence[Sample], name: str) -> list[Any] | None:
+    """The values of each sample's response tokens; an empty response has none to lack. None if no sample has them."""
+    with_tokens = [sample for sample in samples if sample.start < len(sample.tokens)]
+    if _all_or_none(with_tokens or samples, name) is None:
+        return None
+    values = [getattr(sample, name) for sample in samples]
+    return [() if value is None else value for value in values]
 
 
 def _all_or_none(samples: Sequence[Sample], name: str) -> list[Any] | None:

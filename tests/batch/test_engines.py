@@ -308,6 +308,37 @@ def test_an_empty_completion_is_a_sample_without_loss():
     assert (sample.tokens, sample.start, sample.rollout_log_probs, sample.nucleus.tolist()) == (PROMPT, 3, [], [])
 
 
+def test_a_turn_without_tokens_has_no_log_probs_to_lack():
+    """A request that was aborted before its first token, beside others and alone."""
+    none = completion([], "abort", log_probs=False)
+    first = [request(PROMPT, none), request(PROMPT, completion(FIRST))]
+    sample = Sample.from_vllm(first)
+    assert (sample.tokens, sample.rollout_log_probs) == (PROMPT + FIRST, [-0.5, -1.5])
+    assert sample.mask.tolist() == [0, 0, 0, 1, 1]
+    three = [request(PROMPT, none), request(PROMPT, completion([21, 22, 23]))]
+    assert Sample.from_vllm(three, policy_versions=[8, 9]).policy_versions.tolist() == [9, 9, 9]
+    last = [request(PROMPT, completion(FIRST)), request(PROMPT + FIRST + TOOL, none)]
+    cut = Sample.from_vllm(last, truncated="mask")
+    assert (cut.tokens, cut.rollout_log_probs) == (PROMPT + FIRST + TOOL, [-0.5, -1.5, 0, 0, 0])
+    spans = [{"version": "8", "start": 0, "end": 2}]
+    last = [changed(sglang(PROMPT, FIRST, nucleus=[[21, 5], [22]]), weight_versions=spans)]
+    last.append(sglang(PROMPT + FIRST + TOOL, [], "abort", log_probs=False))
+    theirs = Sample.from_sglang(last, truncated="mask")
+    assert (theirs.rollout_log_probs, theirs.policy_versions) == ([-0.5, -1.5, 0, 0, 0], [8] * 5)
+    assert theirs.nucleus.tolist() == [[21, 5], [22], [], [], []]
+    alone = Sample.from_vllm(request(PROMPT, none), truncated="mask")
+    batch = RolloutBatch.from_samples([alone, sample], row_length=5, rows=2)
+    rows = [[0.0] * 5, [0, 0, -0.5, -1.5, 0]]
+    assert sorted(batch.rollout_log_probs.tolist()) == sorted(rows)
+    assert batch.loss_mask.sum() == 2
+    nuclei = [dataclasses.replace(sample, nucleus=[[21], [22, 7]]), alone]
+    packed = RolloutBatch.from_samples(nuclei, row_length=5, rows=2)
+    assert (pack_nucleus_ids(None, nuclei, packed) >= 0).sum() == 3
+    unasked = Sample.from_vllm(request(PROMPT, completion(FIRST, log_probs=False)))
+    for pair in ([alone, unasked], [dataclasses.replace(alone, rollout_log_probs=[]), unasked]):
+        assert RolloutBatch.from_samples(pair, row_length=5, rows=2).rollout_log_probs is None
+
+
 def changed(output, **entries):
     return output | {"meta_info": output["meta_info"] | entries}
 

@@ -192,6 +192,24 @@ def test_every_row_of_the_table(page):
         advantages.grpo(batch.rewards, **batch.groups)
 
 
+@pytest.mark.parametrize("of", ["page", "example"])
+def test_a_trajectory_that_was_aborted_and_resumed_has_its_reward(page, of):
+    """Rewards 1, 0 and 0.5 have the mean 0.5 and the deviation 0.5. Without the first: 0, -0.707 and 0.707."""
+    turn = page["turn"]
+    resumed = [turn([1, 2], [3], "abort"), turn([1, 2, 3], [4])]
+    each = [resumed], [[turn([1, 2], [5])]], [[turn([1, 2], [6])]]
+    versions = [[8, 9]], [[9]], [[9]]
+    trajectories = [page["trajectory"](*x) for x in zip(each, versions, [1.0, 0.0, 0.5], strict=True)]
+    samples_of = {"page": page["samples_of"], "example": agent.samples_of}[of]
+    samples = samples_of(trajectories)
+    assert [sample.reward for sample in samples] == [1.0, 0.0, 0.5]
+    assert samples[0].mask.tolist() == [0, 0, 1, 1]
+    batch = RolloutBatch.from_samples(samples, row_length=12)
+    found = np.asarray(advantages.grpo(batch.rewards, **batch.groups))
+    by_sample = [found[np.asarray(batch.sample_ids) == i].item() for i in range(3)]
+    np.testing.assert_allclose(by_sample, [1, -1, 0], rtol=1e-5, atol=1e-7)
+
+
 def test_a_step_of_the_example():
     """The loss of an update in two micro-batches, from its trajectories in float64: first turns are 3 updates old."""
     mesh = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
