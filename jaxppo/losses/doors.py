@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack, get_args
 
 import jax.numpy as jnp
@@ -19,10 +19,11 @@ from jaxppo.head.arguments import Pair, prepare_head
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.head import Entropy, Head, TokenStats
 from jaxppo.losses.compute import Normalizers, call_parts
-from jaxppo.losses.parts import OfPolicy, Parts, as_parts, as_token_loss
+from jaxppo.losses.parts import OfPolicy, Part, Parts, as_parts
 from jaxppo.losses.policy_tokens import check_config
 from jaxppo.losses.token_loss import Stats, TokenLoss
 from jaxppo.policy.config import PolicyLossConfig
+from jaxppo.sharding import ParallelMesh
 from jaxppo.step.aggregation import Normalizer, Parallel
 
 
@@ -115,8 +116,18 @@ def policy_loss_from_hidden(
       -1.0
     """
     check_config(config)
-    given = {"temperature": temperature, "nucleus_ids": nucleus_ids, "adapter_ids": adapter_ids, "options": options}
-    return from_hidden("policy_loss_from_hidden", (hidden, head), batch, config, parallel, normalizer, **given)
+    return _from_hidden(
+        "policy_loss_from_hidden",
+        (hidden, head),
+        batch,
+        config,
+        parallel,
+        normalizer,
+        temperature=temperature,
+        nucleus_ids=nucleus_ids,
+        adapter_ids=adapter_ids,
+        options=options,
+    )
 
 
 def loss_from_stats(
@@ -209,49 +220,103 @@ def loss_from_hidden(
       >>> round(float(loss), 4), round(float(metrics["imitation/nll"].value), 4)  # -1 + 0.5 log 4
       (-0.3069, 1.3863)
     """
-    given = {"temperature": temperature, "nucleus_ids": nucleus_ids, "adapter_ids": adapter_ids, "options": options}
-    return from_hidden("loss_from_hidden", (hidden, head), batch, loss, parallel, normalizer, **given)
+    return _from_hidden(
+        "loss_from_hidden",
+        (hidden, head),
+        batch,
+        loss,
+        parallel,
+        normalizer,
+        temperature=temperature,
+        nucleus_ids=nucleus_ids,
+        adapter_ids=adapter_ids,
+        options=options,
+    )
 
 
 def from_stats(
-    name: str, stats: Any, batch: RolloutBatch, loss: Any, parallel: Parallel, normalizer: Normalizers, **more: Any
+    name: str,
+    stats: Any,
+    batch: RolloutBatch,
+    loss: Any,
+    parallel: Parallel,
+    normalizer: Normalizers,
+    *,
+    numbers: Mapping[str, float | Array] | None = None,
+    fn: Callable[..., Any] | None = None,
 ) -> Any:
     """`loss_from_stats` under the name of another door; see `call_parts` for `numbers` and `fn`, one to `[R, T]`."""
-    batch, parts = checked(batch, reader=name), as_parts(loss)
+    batch = checked(batch, reader=name)
+    parts = as_parts(loss)
     for part in parts.values():
-        of, its_loss = part.of(batch), as_token_loss(part.loss)
-        its_loss.check(of)
-        its_loss.check_stats(stats, of)
-    given = {"stats": stats}, lambda p: (p.tokens_spec, p.tokens_spec if "fn" in more else P())
-    return call_parts(name, parts, *given, batch, parallel, normalizer, **more)
+        part_batch = part.of(batch)
+        part.token_loss.check(part_batch)
+        part.token_loss.check_stats(stats, part_batch)
+
+    def specs(p: ParallelMesh) -> tuple[Any, Any]:
+        if fn is None:
+            return p.tokens_spec, P()
+        return p.tokens_spec, p.tokens_spec
+
+    return call_parts(name, parts, {"stats": stats}, specs, batch, parallel, normalizer, numbers=numbers, fn=fn)
 
 
-def from_hidden(
-    name: str, states: Pair, batch: RolloutBatch, loss: Any, parallel: Parallel, normalizer: Normalizers, **given: Any
+def _from_hidden(
+    name: str,
+    states: Pair,
+    batch: RolloutBatch,
+    loss: Any,
+    parallel: Parallel,
+    normalizer: Normalizers,
+    *,
+    temperature: float | Array,
+    nucleus_ids: Int[Array, "R T K"] | None,
+    adapter_ids: Int[Array, " R"] | None,
+    options: HeadOptions,
 ) -> Any:
-    """`loss_from_hidden` under the name of another door; `given` are arguments of `prepare_head`."""
-    batch, parts = checked(batch, reader=name), as_parts(loss)
-    asked, masks = [], []
+    """`loss_from_hidden` under the name of another door."""
+    batch = checked(batch, reader=name)
+    parts = as_parts(loss)
+    asked = []
+    masks = []
     for which, part in parts.items():
-        of, its_loss, what = part.of(batch), as_token_loss(part.loss), f"loss[{which!r}]" if which else "loss"
-        if not its_loss.of_head:
-            raise TypeError(f"{what}: got {its_loss}, expected one of log-probs; loss_from_stats takes this one")
-        if given["nucleus_ids"] is not None and not its_loss.takes_nucleus:
-            raise ValueError(f"nucleus_ids: got some for {its_loss}, expected None but for the losses of a policy")
-        its_loss.check(of)
-        asked.append(its_loss.asks)
-        masks.append(of.loss_mask > 0)
-    names = sorted({x.ids for x in asked if x.ids is not None})
+        _check_reads_head(which, part, nucleus_ids)
+        part_batch = part.of(batch)
+        part.token_loss.check(part_batch)
+        asked.append(part.token_loss.asks)
+        masks.append(part_batch.loss_mask > 0)
+    names = sorted({asks.ids for asks in asked if asks.ids is not None})
     check("ids", f"{names} of several parts", len(names) <= 1, "one extra that they share")
+    ids = None
+    if names:
+        ids = extra_of(batch, names[0], "i32[R, T, K]")
     prepared = prepare_head(
         *states,
         batch.targets,
         parallel=parallel,
-        entropy=max((x.entropy for x in asked), key=get_args(Entropy).index),
-        logit_stats=[name for x in asked for name in x.logit_stats],
-        ids=extra_of(batch, names[0], "i32[R, T, K]") if names else None,
+        entropy=max((asks.entropy for asks in asked), key=get_args(Entropy).index),
+        logit_stats=[stat for asks in asked for stat in asks.logit_stats],
+        ids=ids,
         where=functools.reduce(jnp.logical_or, masks),
-        **given,
+        temperature=temperature,
+        nucleus_ids=nucleus_ids,
+        adapter_ids=adapter_ids,
+        options=options,
     )
-    of_head = {"head": prepared.inputs}, lambda p: (prepared.specs, P())
-    return call_parts(name, parts, *of_head, batch, parallel, normalizer, head=prepared.call)
+
+    def specs(p: ParallelMesh) -> tuple[Any, Any]:
+        return prepared.specs, P()
+
+    return call_parts(name, parts, {"head": prepared.inputs}, specs, batch, parallel, normalizer, head=prepared.call)
+
+
+def _check_reads_head(which: str, part: Part, nucleus_ids: Any) -> None:
+    """Raises where the loss of a part does not read log-probs, or not those that are renormalised over a nucleus."""
+    loss = part.token_loss
+    what = "loss"
+    if which:
+        what = f"loss[{which!r}]"
+    if not loss.of_head:
+        raise TypeError(f"{what}: got {loss}, expected one of log-probs; loss_from_stats takes this one")
+    if nucleus_ids is not None and not loss.takes_nucleus:
+        raise ValueError(f"nucleus_ids: got some for {loss}, expected None but for the losses of a policy")

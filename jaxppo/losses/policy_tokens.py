@@ -37,20 +37,25 @@ def check_config(config: PolicyLossConfig) -> None:
 def check_needed(batch: RolloutBatch, config: PolicyLossConfig) -> None:
     """Raises ValueError where the config asks for an array that the batch lacks."""
     needed("batch.advantages", batch.advantages, "f32[R, T] for every policy loss")
-    asks: dict[str, Set[str]] = {f"ratio_to={config.ratio_to!r}": {config.ratio_to}}
+    policies: dict[str, Set[str]] = {f"ratio_to={config.ratio_to!r}": {config.ratio_to}}
     if config.kl is not None:
-        asks[f"kl={config.kl}"] = config.kl.policies | ({"ref"} if config.penalises_kl else set())
+        policies[f"kl={config.kl}"] = config.kl.policies
+        if config.penalises_kl:
+            policies[f"kl={config.kl}"] = config.kl.policies | {"ref"}
     if config.off_policy is not None:
-        asks[f"off_policy={config.off_policy}"] = config.off_policy.policies
+        policies[f"off_policy={config.off_policy}"] = config.off_policy.policies
     for name in ("old", "ref", "rollout"):
-        if purposes := ", ".join(what for what, policies in asks.items() if name in policies):
-            needed(f"batch.{name}_log_probs", getattr(batch, f"{name}_log_probs"), f"f32[R, T] for {purposes}")
+        readers = [what for what, compared in policies.items() if name in compared]
+        if readers:
+            expected = f"f32[R, T] for {', '.join(readers)}"
+            needed(f"batch.{name}_log_probs", getattr(batch, f"{name}_log_probs"), expected)
 
 
 def old_log_probs(log_probs: Float[Array, "R T"], batch: RolloutBatch, config: PolicyLossConfig) -> Float[Array, "R T"]:
     """The log-probs in the denominator of the config's ratio, constants."""
-    name = BY_RATIO.get(config.ratio_to)
-    return lax.stop_gradient(log_probs if name is None else getattr(batch, name))
+    if config.ratio_to != "current":
+        log_probs = getattr(batch, BY_RATIO[config.ratio_to])
+    return lax.stop_gradient(log_probs)
 
 
 class Correction(NamedTuple):
@@ -79,16 +84,21 @@ class PolicyTokenLoss(OfConfig):
 
     @property
     def asks(self) -> Asks:
-        return Asks(entropy=self.config.entropy_mode, extras=(SELECTED,) if self.config.loss.selects else ())
+        if self.config.loss.selects:
+            return Asks(entropy=self.config.entropy_mode, extras=(SELECTED,))
+        return Asks(entropy=self.config.entropy_mode)
 
     @property
     def token_local(self) -> bool:
-        off = self.config.off_policy
-        given = off is None or "current" not in off.policies  # known before the log-probs
-        if off is not None and self.config.impossible_tokens == "leave_out":
-            given = given and off.token_local  # a token that is left out changes sequence statistics
-        of_sequences = self.config.kl is not None and self.config.kl.importance == "sequence"
-        return self.config.loss.token_local and given and not of_sequences
+        if self.config.kl is not None and self.config.kl.importance == "sequence":
+            return False
+        off_policy = self.config.off_policy
+        if off_policy is not None:
+            if "current" in off_policy.policies:  # the correction is not known before the log-probs
+                return False
+            if self.config.impossible_tokens == "leave_out" and not off_policy.token_local:
+                return False  # a token that is left out changes sequence statistics
+        return self.config.loss.token_local
 
     def check(self, batch: RolloutBatch) -> None:
         check_needed(batch, self.config)
@@ -110,73 +120,100 @@ class PolicyTokenLoss(OfConfig):
         """The loss tokens with log-prob -inf under a policy that the config compares."""
         if self.config.impossible_tokens == "nan":
             return None
-        old = batch.old_log_probs if "old" in self.config.policies else None
-        given = [x for x in (None if stats is None else stats.log_probs, old, batch.rollout_log_probs) if x is not None]
-        found = [(batch.loss_mask > 0) & jnp.isneginf(x) for x in given]
-        return functools.reduce(jnp.logical_or, found, jnp.zeros(batch.loss_mask.shape, bool))
+        compared = []
+        if stats is not None:
+            compared.append(stats.log_probs)
+        if "old" in self.config.policies and batch.old_log_probs is not None:
+            compared.append(batch.old_log_probs)
+        if batch.rollout_log_probs is not None:
+            compared.append(batch.rollout_log_probs)
+        impossible = [(batch.loss_mask > 0) & jnp.isneginf(x) for x in compared]
+        return functools.reduce(jnp.logical_or, impossible, jnp.zeros(batch.loss_mask.shape, bool))
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
         config = self.config
-        found: dict[str, Array | None] = {"advantages": batch.advantages, "selected": batch.extras.get(SELECTED)}
-        kl = config.kl if config.penalises_kl else None  # else it is a metric only
-        names = {config.ratio_to}.union(*(x.policies for x in (kl, config.off_policy) if x is not None))
-        compared = [*sorted(names - {"current"}), *([] if kl is None else ["ref"])]
-        of_policies = {f"{name}_log_probs": getattr(batch, f"{name}_log_probs") for name in compared}
+        reads: dict[str, Array | None] = {"advantages": batch.advantages, "selected": batch.extras.get(SELECTED)}
+        policies: set[str] = {config.ratio_to}
+        if config.off_policy is not None:
+            policies |= config.off_policy.policies
+        if config.kl is not None and config.penalises_kl:  # else it is a metric only
+            policies |= {*config.kl.policies, "ref"}
+        log_probs = {}
+        for policy in ("old", "rollout", "ref"):
+            if policy in policies:
+                log_probs[f"{policy}_log_probs"] = getattr(batch, f"{policy}_log_probs")
         if stats is not None:
-            of_policies["log_probs"] = stats.log_probs
-            found["entropy"] = stats.entropy if config.entropy_mode == "bonus" else None
+            log_probs["log_probs"] = stats.log_probs
+            if config.entropy_mode == "bonus":
+                reads["entropy"] = stats.entropy
         left_out = self.left_out(stats, batch)
         if left_out is not None:
-            of_policies = {name: jnp.where(left_out, 0, x) for name, x in of_policies.items()}
-        return found | of_policies
+            log_probs = {name: jnp.where(left_out, 0, x) for name, x in log_probs.items()}
+        return reads | log_probs
 
     def constants(self, stats: TokenStats | None, step: Step) -> Correction | None:
         """The off-policy correction, None without one."""
-        off_policy, batch, segments = self.config.off_policy, step.batch, step.segments
+        off_policy = self.config.off_policy
+        batch = step.batch
         if off_policy is None:
             return None
-        given = _policies(stats, batch), batch.advantages, batch.loss_mask, segments, off_policy
-        weights, values = off_policy_correction(*given, step.normalizer.weight_mean)
-        if off_policy.opsm_fraction == "response" and "opsm_clipfrac" in values:
-            values = values | {"opsm_clipfrac": values["opsm_clipfrac"] * _response_share(batch, segments)}
-        return Correction(weights, values)
+        weights, indicators = off_policy_correction(
+            _policies(stats, batch),
+            batch.advantages,
+            batch.loss_mask,
+            step.segments,
+            off_policy,
+            step.normalizer.weight_mean,
+        )
+        if off_policy.opsm_fraction == "response" and "opsm_clipfrac" in indicators:
+            share = _response_share(batch, step.segments)
+            indicators = indicators | {"opsm_clipfrac": indicators["opsm_clipfrac"] * share}
+        return Correction(weights, indicators)
 
     def reasons(self, stats: TokenStats, step: Step, constants: Correction | None) -> dict[str, Bool[Array, "R T"]]:
         """Why the policy loss does not move a token."""
-        off_policy, batch, advantages = self.config.off_policy, step.batch, step.batch.advantages
-        found: dict[str, Bool[Array, "R T"]] = {}
+        off_policy = self.config.off_policy
+        batch = step.batch
+        advantages = batch.advantages
+        reasons: dict[str, Bool[Array, "R T"]] = {}
         if off_policy is not None and constants is not None:
             policies = _policies(stats, batch)
-            found = left_out_by(policies, advantages, batch.loss_mask, step.segments, off_policy)
+            reasons = left_out_by(policies, advantages, batch.loss_mask, step.segments, off_policy)
             if off_policy.outside == "zero":
-                found["weight outside its bounds"] = constants.weights == 0
+                reasons["weight outside its bounds"] = constants.weights == 0
 
         def policy(log_probs: Float[Array, "R T"]) -> tuple[Float[Array, "R T"], Indicators]:
             return self._policy(log_probs, batch, None, step.segments)
 
         values, pull, indicators = jax.vjp(policy, stats.log_probs, has_aux=True)
         still = pull(step.weights + 0 * values)[0] == 0
-        found["advantage 0"] = still & (advantages == 0)
-        if (selected := batch.extras.get(SELECTED)) is not None:
-            found["selected"] = still & (selected > 0)
+        reasons["advantage 0"] = still & (advantages == 0)
+        selected = batch.extras.get(SELECTED)
+        if selected is not None:
+            reasons["selected"] = still & (selected > 0)
         if "clip_fraction_lower" in indicators:
-            found["dual clip"] = still & (indicators["clip_fraction_lower"] > 0)
-        return found | {"clipped above": still & (advantages > 0), "clipped below": still & (advantages < 0)}
+            reasons["dual clip"] = still & (indicators["clip_fraction_lower"] > 0)
+        return reasons | {"clipped above": still & (advantages > 0), "clipped below": still & (advantages < 0)}
 
     def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
-        config, entropy_coef = self.config, self.config.entropy_coef
-        found = {"policy": self._policy(stats.log_probs, batch, constants, segments)[0]}
+        config = self.config
+        policy, _ = self._policy(stats.log_probs, batch, constants, segments)
+        terms = {"policy": policy}
         if config.kl is not None and config.penalises_kl:
-            found["kl"] = config.kl.coef * reference_kl(config.kl, stats.log_probs, batch, segments)
-        if not is_zero(entropy_coef) and stats.entropy is not None:
-            found["entropy"] = -(entropy_coef * stats.entropy)
-        return found
+            terms["kl"] = config.kl.coef * reference_kl(config.kl, stats.log_probs, batch, segments)
+        if not is_zero(config.entropy_coef) and stats.entropy is not None:
+            terms["entropy"] = -(config.entropy_coef * stats.entropy)
+        return terms
 
     def metrics(self, stats: TokenStats, step: Step, constants: Correction | None) -> Terms:
-        config, batch, weights, mask = self.config, step.batch, step.weights, step.batch.loss_mask
+        config = self.config
+        batch = step.batch
+        mask = batch.loss_mask
 
         def reduced(x: Float[Array, "R T"]) -> Term:
-            return (x, mask, "mean") if config.metric_aggregation == "token_mean" else (x, weights, "sum")
+            if config.metric_aggregation == "token_mean":
+                return x, mask, "mean"
+            return x, step.weights, "sum"
 
         log_probs = stats.log_probs
         policy, indicators = self._policy(log_probs, batch, constants, step.segments)
@@ -187,40 +224,53 @@ class PolicyTokenLoss(OfConfig):
         ratio = jnp.exp(log_ratio(log_probs, old))
         compared = {"ppo_kl": old - log_probs, "ratio_mean": ratio}
         if batch.rollout_log_probs is not None:  # the sampler's difference from the trainer
-            apart = (old if config.ratio_to == "old" else log_probs) - batch.rollout_log_probs
+            trainer = log_probs
+            if config.ratio_to == "old":
+                trainer = old
+            apart = trainer - batch.rollout_log_probs
             compared |= {"sampler_log_prob_abs_diff": jnp.abs(apart), "sampler_k3": k3(apart)}
-        corrected = {} if constants is None else constants.values
-        found = {**indicators, **corrected, "kl": kl, "entropy": stats.entropy, **compared}
-        terms: Terms = {name: reduced(x) for name, x in found.items() if x is not None}
+        if constants is not None:
+            indicators = indicators | constants.values
+        values = {**indicators, "kl": kl, "entropy": stats.entropy, **compared}
+        terms: Terms = {name: reduced(x) for name, x in values.items() if x is not None}
         if config.clip_by_sign and "clip_fraction" in indicators:
-            for sign, of_sign in (("positive", batch.advantages > 0), ("negative", batch.advantages < 0)):
-                clipped = jnp.where(of_sign, indicators["clip_fraction"], 0)
-                parts = {"part": reduced(clipped), "whole": reduced(of_sign)}
-                terms[f"clip_fraction_{sign}"] = CompositeTerm(parts, share)
-        return terms | {
-            "pg_loss": (policy, weights, "sum"),
+            for sign, has_sign in (("positive", batch.advantages > 0), ("negative", batch.advantages < 0)):
+                clipped = jnp.where(has_sign, indicators["clip_fraction"], 0)
+                by_sign = {"part": reduced(clipped), "whole": reduced(has_sign)}
+                terms[f"clip_fraction_{sign}"] = CompositeTerm(by_sign, share)
+        terms |= {
+            "pg_loss": (policy, step.weights, "sum"),
             "ratio_min": (ratio, mask, "min"),
             "ratio_max": (ratio, mask, "max"),
             "effective_sample_size": CompositeTerm(moments(ratio, mask), effective_share),
-            **({} if step.capped is None else {"rollout_capped": (step.capped, mask, "sum")}),
         }
+        if step.capped is not None:
+            terms["rollout_capped"] = (step.capped, mask, "sum")
+        return terms
 
     def _policy(
         self, log_probs: Float[Array, "R T"], batch: RolloutBatch, correction: Correction | None, segments: Segments
     ) -> tuple[Float[Array, "R T"], Indicators]:
         """The corrected policy loss of each token, and the indicators of the config's loss."""
-        mask, selected = batch.loss_mask, batch.extras.get(SELECTED)
-        given = old_log_probs(log_probs, batch, self.config), batch.advantages
-        extra = {} if selected is None else {"selected": masked(selected, mask)}
         loss = self.config.loss
-        result = loss(log_probs, *given, mask=mask, segments=segments, **extra)
+        mask = batch.loss_mask
+        old = old_log_probs(log_probs, batch, self.config)
+        if SELECTED in batch.extras:
+            selected = masked(batch.extras[SELECTED], mask)
+            result = loss(log_probs, old, batch.advantages, mask=mask, segments=segments, selected=selected)
+        else:
+            result = loss(log_probs, old, batch.advantages, mask=mask, segments=segments)
         policy, indicators = checked_result(loss, result, mask.shape)
-        return policy if correction is None else policy * correction.weights, indicators
+        if correction is not None:
+            policy = policy * correction.weights
+        return policy, indicators
 
 
 def _policies(stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Float[Array, "R T"] | None]:
     """The log-probs of the policies that a correction may compare."""
-    current = None if stats is None else stats.log_probs
+    current = None
+    if stats is not None:
+        current = stats.log_probs
     return {"current": current, "old": batch.old_log_probs, "rollout": batch.rollout_log_probs}
 
 
@@ -240,7 +290,9 @@ def reference_kl(
     if kl.importance == "score":
         weight = jnp.exp(log_probs - lax.stop_gradient(log_probs))
     elif kl.importance != "none":
-        base = batch.old_log_probs if kl.compares == "current/old" else batch.rollout_log_probs
+        base = batch.rollout_log_probs
+        if kl.compares == "current/old":
+            base = batch.old_log_probs
         weight = ratio_at(kl.importance, log_probs, base, batch.loss_mask, segments)
     return kl_divergence(log_probs, batch.ref_log_probs, kl.estimator, weight)
 
@@ -270,7 +322,10 @@ class ReferenceKL(TokenLoss[TokenStats]):
         needed("batch.ref_log_probs", batch.ref_log_probs, f"f32[R, T] for {self}")
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
-        return {"log_probs": None if stats is None else stats.log_probs, "ref_log_probs": batch.ref_log_probs}
+        reads: dict[str, Array | None] = {"ref_log_probs": batch.ref_log_probs}
+        if stats is not None:
+            reads["log_probs"] = stats.log_probs
+        return reads
 
     def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
         return {"kl": reference_kl(KL(1.0, self.estimator), stats.log_probs, batch, segments)}

@@ -73,23 +73,27 @@ class SFT(TokenLoss[TokenStats]):
     def _in_loss(self) -> tuple[LogitStat, ...]:
         if not is_zero(self.label_smoothing):
             return "log_z", "mean_logit"
-        return () if is_zero(self.z_loss) else ("log_z",)
+        if not is_zero(self.z_loss):
+            return ("log_z",)
+        return ()
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
-        return {} if stats is None else {name: getattr(stats, name) for name in ("log_probs", *self._in_loss)}
+        if stats is None:
+            return {}
+        return {name: getattr(stats, name) for name in ("log_probs", *self._in_loss)}
 
     def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
-        found = {"nll": -stats.log_probs}
+        terms = {"nll": -stats.log_probs}
         if not is_zero(self.label_smoothing):
-            found["nll"] = (1 - self.label_smoothing) * found["nll"]
-            found["label_smoothing"] = self.label_smoothing * (stats.log_z - stats.mean_logit)
+            terms["nll"] = (1 - self.label_smoothing) * terms["nll"]
+            terms["label_smoothing"] = self.label_smoothing * (stats.log_z - stats.mean_logit)
         if not is_zero(self.z_loss):
-            found["z_loss"] = self.z_loss * stats.log_z**2
+            terms["z_loss"] = self.z_loss * stats.log_z**2
         if self.dft:
             probability = lax.stop_gradient(jnp.exp(stats.log_probs))
-            found = {name: probability * x for name, x in found.items()}
-        return found
+            terms = {name: probability * x for name, x in terms.items()}
+        return terms
 
     def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
-        found = {"nll": -stats.log_probs, "entropy": stats.entropy, "log_z": stats.log_z, "accuracy": stats.accuracy}
-        return means({name: x for name, x in found.items() if x is not None}, step.batch.loss_mask)
+        values = {"nll": -stats.log_probs, "entropy": stats.entropy, "log_z": stats.log_z, "accuracy": stats.accuracy}
+        return means({name: x for name, x in values.items() if x is not None}, step.batch.loss_mask)

@@ -120,8 +120,8 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
             how = f"log_probs_from_hidden(..., logit_stats={self.asks.logit_stats}) or from logits, for {self}"
             return check_stats(stats, shape, *self.asks.logit_stats, how=how)
         for path, x in jax.tree.leaves_with_path(stats):
-            what, own = f"stats{jax.tree_util.keystr(path)}", jnp.shape(x)
-            check(what, f"shape {own}", own[:2] == shape, f"{shape} and more, the batch's")
+            what = f"stats{jax.tree_util.keystr(path)}"
+            check(what, f"shape {jnp.shape(x)}", jnp.shape(x)[:2] == shape, f"{shape} and more, the batch's")
 
     def left_out(self, stats: Stats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
         """The loss tokens that the loss leaves out; None for none. `stats` are None before they are computed."""
@@ -133,7 +133,9 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
         A rule of each is that of its name, see `reads.PER_TOKEN`; an array under another name must be finite. Arrays
         that only metrics read are not among them, nor the sequences, the loss mask and its weights.
         """
-        return {"log_probs": stats.log_probs} if isinstance(stats, TokenStats) else {}
+        if isinstance(stats, TokenStats):
+            return {"log_probs": stats.log_probs}
+        return {}
 
     def constants(self, stats: Stats | None, step: Step) -> Any:
         """Per-shard: a pytree of `[R, T]` constants; `stats` are None, and not needed, if the loss is token-local."""
@@ -158,12 +160,20 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
 
 def for_each(number: Any) -> Any:
     """A number of a loss beside arrays `[R, T, K]`: one for each token gets a dimension of 1 for K."""
-    return number[..., None] if jnp.ndim(number) == 2 else number
+    if jnp.ndim(number) == 2:
+        return number[..., None]
+    return number
 
 
 def masked_arrays(tree: Any, mask: Float[Array, "R T"]) -> Any:
     """Arrays `[R, T, ...]`: floats in f32, 0 where the mask is 0, whatever was there; others are unchanged."""
-    return jax.tree.map(lambda x: masked(x, mask) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+    def masked_array(x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return masked(x, mask)
+        return x
+
+    return jax.tree.map(masked_array, tree)
 
 
 def masked_batch(batch: RolloutBatch, mask: Float[Array, "R T"]) -> RolloutBatch:

@@ -78,14 +78,17 @@ class Value(TokenLoss[Values]):
         check_array("values", stats, batch.loss_mask.shape, "the batch's [R, T]")
 
     def reads(self, stats: Values | None, batch: RolloutBatch, segments: Segments) -> Reads:
-        old = {} if self.clip is None else {"values": batch.values}
-        return {"new_values": stats, "returns": batch.returns, **old}
+        reads: dict[str, Array | None] = {"new_values": stats, "returns": batch.returns}
+        if self.clip is not None:
+            reads["values"] = batch.values
+        return reads
 
     def terms(self, stats: Values, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
         return {"value": self.factor * functools.reduce(jnp.maximum, self._errors(stats, batch))}
 
     def metrics(self, stats: Values, step: Step, constants: Any) -> Terms:
-        batch, mask = step.batch, step.batch.loss_mask
+        batch = step.batch
+        mask = batch.loss_mask
         terms = means({"value_mean": stats, "value_error": jnp.abs(stats - batch.returns)}, mask)
         if self.clip is None:
             return terms
@@ -94,15 +97,18 @@ class Value(TokenLoss[Values]):
             moved = clipped > plain
         else:
             moved = jnp.abs(stats - batch.values) > self.clip
-        by_token = self.metric_aggregation == "token_mean"
-        return terms | {"clip_fraction": (moved, mask, "mean") if by_token else (moved, step.weights, "sum")}
+        if self.metric_aggregation == "token_mean":
+            return terms | {"clip_fraction": (moved, mask, "mean")}
+        return terms | {"clip_fraction": (moved, step.weights, "sum")}
 
     def _errors(self, v: Values, batch: RolloutBatch) -> list[Values]:
         """The squares of the error v - G, and with a clip of that of the clipped values; tangents beyond `huber_delta`.
 
         Within the clip the second is exactly the first, so that it is never worse there.
         """
-        values = [v] if self.clip is None else [v, jnp.clip(v, batch.values - self.clip, batch.values + self.clip)]
+        values = [v]
+        if self.clip is not None:
+            values.append(jnp.clip(v, batch.values - self.clip, batch.values + self.clip))
         errors = [x - batch.returns for x in values]
         if self.huber_delta is None:
             return [error**2 for error in errors]
