@@ -119,8 +119,11 @@ def _per_shard(
 
 
 def _explained(step: Step, stats: Any, numbers: Numbers, batch: RolloutBatch) -> ExplainedTokens:
-    loss, mask, weights = step.loss, step.batch.loss_mask, step.weights * numbers.get("part.coef", 1)
-    constants, seen = constants_of(loss, stats, step), loss.seen(stats, mask)
+    loss = step.loss
+    mask = step.batch.loss_mask
+    weights = step.weights * numbers.get("part.coef", 1)
+    constants = constants_of(loss, stats, step)
+    seen = loss.seen(stats, mask)
 
     def contributed(stats: Any) -> tuple[Array, Losses]:
         terms = terms_of(loss, loss.seen(stats, mask), step.batch, constants, step.segments)

@@ -25,7 +25,9 @@ NORM = "sequence_mean_token_sum_norm"
 
 def name_of(loss: TokenLoss[Any]) -> str:
     """The class of a loss as the caller knows it."""
-    return type(loss.config.loss if isinstance(loss, OfConfig) else loss).__name__
+    if isinstance(loss, OfConfig):
+        return type(loss.config.loss).__name__
+    return type(loss).__name__
 
 
 def check_attributes(loss: TokenLoss[Any]) -> None:
@@ -47,7 +49,8 @@ def check_attributes(loss: TokenLoss[Any]) -> None:
 
 def constants_of(loss: TokenLoss[Any], stats: Any, step: Any) -> Any:
     """The loss's constants. Those of a token-local loss of a head must not need `stats`: one pass has none yet."""
-    what, local = f"{name_of(loss)}.constants", loss.token_local and loss.of_head
+    what = f"{name_of(loss)}.constants"
+    local = loss.token_local and loss.of_head
     try:
         found = loss.constants(None if local else stats, step)
     except AttributeError as error:
@@ -60,7 +63,8 @@ def constants_of(loss: TokenLoss[Any], stats: Any, step: Any) -> Any:
     if local:
         for path, x in jax.tree.leaves_with_path(found):
             where = f"{what}{jax.tree_util.keystr(path)}"
-            shape, expected = jnp.shape(x), step.batch.loss_mask.shape
+            shape = jnp.shape(x)
+            expected = step.batch.loss_mask.shape
             check(where, f"shape {shape}", shape[:2] == expected, f"{expected} and more, since the loss is token-local")
     return found
 
@@ -90,7 +94,8 @@ def loss_of_tokens(
 def metrics_of(loss: TokenLoss[Any], stats: Any, step: Any, constants: Any) -> Terms:
     """The loss's metrics, before they are reduced."""
     found = loss.metrics(stats, step, constants)
-    what, shape = f"{name_of(loss)}.metrics", step.batch.loss_mask.shape
+    what = f"{name_of(loss)}.metrics"
+    shape = step.batch.loss_mask.shape
     check_mapping(what, found, "(values, weights, how to reduce) by name")
     for name, term in found.items():
         for part, x in (term.parts if isinstance(term, CompositeTerm) else {"": term}).items():
@@ -114,7 +119,8 @@ def flags_of(what: str, found: Any, shape: Shape) -> dict[str, Any]:
 def reads_of(loss: TokenLoss[Any], stats: Any, batch: Any, segments: Segments) -> dict[str, Any]:
     """The arrays that the loss reads, by the names of their rules."""
     found = loss.reads(stats, batch, segments)
-    what, shape = f"{name_of(loss)}.reads", batch.loss_mask.shape
+    what = f"{name_of(loss)}.reads"
+    shape = batch.loss_mask.shape
     check_mapping(what, found, "arrays by the names of their rules")
     for name, x in found.items():
         if x is None:
@@ -130,7 +136,9 @@ def reads_of(loss: TokenLoss[Any], stats: Any, batch: Any, segments: Segments) -
 def check_mapping(what: str, found: Any, expected: str) -> None:
     """Raises TypeError unless this is a mapping."""
     if not isinstance(found, Mapping):
-        got = "an array" if isinstance(found, jax.Array) else type(found).__name__
+        got = type(found).__name__
+        if isinstance(found, jax.Array):
+            got = "an array"
         raise TypeError(f"{what}: got {got}, expected {expected}")
 
 

@@ -122,7 +122,8 @@ def mtp_loss(
     DeepSeek-V3, section 2.2, https://arxiv.org/abs/2412.19437
     """
     batch = checked(batch, reader="mtp_loss")
-    loss = MTP() if loss is None else loss
+    if loss is None:
+        loss = MTP()
     check_type("loss", loss, isinstance(loss, MTP), "MTP")
     depths = []
     for k, its_head in enumerate(heads_of(hidden, head, normalizers, loss), 1):
@@ -146,9 +147,12 @@ def sum_of_depths(
     decay: float = 1.0,
 ) -> tuple[Float[Array, ""], Metrics]:
     """coef times the mean over depths, which weigh decay^(k - 1), of a loss of their statistics; and named metrics."""
-    total, metrics = jnp.float32(0), Metrics()
+    total = jnp.float32(0)
+    metrics: Metrics = {}
     for k, (stats, batch) in enumerate(depths):
-        normalizer = None if normalizers is None else normalizers[k]
+        normalizer = None
+        if normalizers is not None:
+            normalizer = normalizers[k]
         value, found = from_stats(f"{prefix}_loss", stats, batch, loss, parallel, normalizer, numbers=numbers)
         total += decay**k * value
         metrics |= {f"{prefix}_{k + 1}_{name}": found[name] for name in names}
@@ -177,7 +181,10 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
       Array([[6, 0, 8, 0]], dtype=int32)
     """
     check_count("by", by)
-    extras, batch = batch.extras if isinstance(batch, RolloutBatch) else {}, checked(batch, stacked=True)
+    extras = {}
+    if isinstance(batch, RolloutBatch):
+        extras = batch.extras
+    batch = checked(batch, stacked=True)
     batch.check_layout(parallel)
     expected = f"at most {batch.mtp_depths}: RolloutBatch.from_samples(..., share_prefixes=True, mtp_depths=)"
     good = batch.parents is None or by <= batch.mtp_depths
@@ -190,7 +197,8 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
         inner = segment_ids > 0
         if not batch.real_last_targets:
             inner = shift_left(inner, parallel, 1, False, segment_ids, batch.num_segments)
-        gap, unsound = (mask > 0) & (later != positions + by), (loss_mask != 0) & ~inner
+        gap = (mask > 0) & (later != positions + by)
+        unsound = (loss_mask != 0) & ~inner
         return targets, jnp.where(gap | unsound, jnp.nan, mask), weights
 
     given = (batch.targets, batch.loss_mask, batch.positions, batch.segment_ids, batch.loss_weights)

@@ -53,32 +53,41 @@ class OfPairs(TokenLoss[Stats]):
 
     def reads(self, stats: Stats | None, batch: RolloutBatch, segments: Segments) -> Reads:
         rewards = {"sample_rewards": batch.rewards}
-        return {"pair_ids": batch.group_ids, **rewards} if self.paired else rewards
+        if self.paired:
+            return {"pair_ids": batch.group_ids, **rewards}
+        return rewards
 
     def terms(self, stats: Stats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
         x, pairs = self._read(stats, batch, segments)
         # with 0 * x the gradient is NaN where weights are NaN, for samples without a pair too
-        losses, of_samples = self.of_samples(x, batch, pairs), jax.tree.leaves(x)[0]
-        check_entries(f"{type(self).__name__}.of_samples", losses, of_samples.shape, "sample")
-        return {"preference": segments.spread(losses + 0 * of_samples)}
+        losses = self.of_samples(x, batch, pairs)
+        first = jax.tree.leaves(x)[0]
+        check_entries(f"{type(self).__name__}.of_samples", losses, first.shape, "sample")
+        return {"preference": segments.spread(losses + 0 * first)}
 
     def metrics(self, stats: Stats, step: Step, constants: Any) -> Terms:
-        spread, weights, rewards = step.segments.spread, step.weights, step.batch.rewards
+        spread = step.segments.spread
+        weights = step.weights
+        rewards = step.batch.rewards
         x, pairs = self._read(stats, step.batch, step.segments)
-        of_sides, chosen, terms = self.sides(x), rewards > 0, Terms()
+        by_sample = self.sides(x)
+        chosen = rewards > 0
+        terms: Terms = {}
         if pairs is not None:
             chosen = rewards == pairs.to_both(pairs.of_chosen(rewards))
-            ahead = pairs.of_chosen(of_sides["reward"]) - pairs.of_rejected(of_sides["reward"])
-            of_pairs = {"reward_margin": ahead, "accuracy": (ahead > 0).astype(jnp.float32)}
-            terms = means({name: spread(pairs.to_both(y)) for name, y in of_pairs.items()}, weights)
+            margin = pairs.of_chosen(by_sample["reward"]) - pairs.of_rejected(by_sample["reward"])
+            by_pair = {"reward_margin": margin, "accuracy": (margin > 0).astype(jnp.float32)}
+            terms = means({name: spread(pairs.to_both(y)) for name, y in by_pair.items()}, weights)
         is_chosen = spread(chosen.astype(jnp.float32))
-        for side, its in (("chosen", weights * is_chosen), ("rejected", weights * (1 - is_chosen))):
-            terms |= means({f"{side}_{name}": spread(y) for name, y in of_sides.items()}, its)
+        for side, side_weights in (("chosen", weights * is_chosen), ("rejected", weights * (1 - is_chosen))):
+            terms |= means({f"{side}_{name}": spread(y) for name, y in by_sample.items()}, side_weights)
         return terms
 
     def _read(self, stats: Stats, batch: RolloutBatch, segments: Segments) -> tuple[Any, Pairs | None]:
         tokens = segments.sum(batch.loss_mask)
-        pairs = Pairs.of(segments.axes, batch.group_ids, batch.rewards, tokens) if self.paired else None
+        pairs = None
+        if self.paired:
+            pairs = Pairs.of(segments.axes, batch.group_ids, batch.rewards, tokens)
         return self.of_batch(stats, batch, segments, tokens), pairs
 
 
@@ -121,8 +130,12 @@ class PreferenceLoss(OfPairs[TokenStats]):
 
     def log_ratio(self, x: Responses) -> Numbers:
         """The log-ratio of each response, or its log-prob without a reference; per token if `length_normalised`."""
-        total = x.log_ratio if self.reference else x.log_prob
-        return total / x.tokens if self.length_normalised else total
+        total = x.log_prob
+        if self.reference:
+            total = x.log_ratio
+        if self.length_normalised:
+            return total / x.tokens
+        return total
 
     def reward(self, x: Responses) -> Numbers:
         """The reward that the policy implies, for metrics and, in most losses, for the loss."""
@@ -137,16 +150,24 @@ class PreferenceLoss(OfPairs[TokenStats]):
             needed("batch.ref_log_probs", batch.ref_log_probs, f"f32[R, T] for {self}, see compute_log_probs")
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
-        found = {**super().reads(stats, batch, segments), "log_probs": None if stats is None else stats.log_probs}
-        return {**found, "ref_log_probs": batch.ref_log_probs} if self.reference else found
+        reads = {**super().reads(stats, batch, segments)}
+        if stats is not None:
+            reads["log_probs"] = stats.log_probs
+        if self.reference:
+            reads["ref_log_probs"] = batch.ref_log_probs
+        return reads
 
     def of_batch(self, stats: TokenStats, batch: RolloutBatch, segments: Segments, tokens: Numbers) -> Responses:
-        log_ratios = stats.log_probs - batch.ref_log_probs if self.reference else stats.log_probs
+        log_ratios = stats.log_probs
+        if self.reference:
+            log_ratios = stats.log_probs - batch.ref_log_probs
         return Responses(segments.sum(stats.log_probs), segments.sum(log_ratios), jnp.maximum(tokens, 1))
 
     def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
         terms = super().metrics(stats, step, constants)
-        return terms if stats.entropy is None else {**terms, "entropy": (stats.entropy, step.weights, "mean")}
+        if stats.entropy is not None:
+            terms["entropy"] = (stats.entropy, step.weights, "mean")
+        return terms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,5 +231,6 @@ def mean_log_prob(x: Responses) -> Numbers:
 
 def preferred(margin: Numbers, label_smoothing: Coefficient = 0.0) -> Numbers:
     """-log sigmoid(margin), where the label is wrong with the probability `label_smoothing`."""
-    right, wrong = jax.nn.log_sigmoid(margin), jax.nn.log_sigmoid(-margin)
+    right = jax.nn.log_sigmoid(margin)
+    wrong = jax.nn.log_sigmoid(-margin)
     return -(1 - label_smoothing) * right - label_smoothing * wrong

@@ -80,8 +80,11 @@ class DPO(PairLoss):
             check_field(self, "label_smoothing", most=0)
 
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
-        c, r, e = self.reward(chosen), self.reward(rejected), self.label_smoothing
-        right, wrong = jax.nn.log_sigmoid(c - r), jax.nn.log_sigmoid(r - c)
+        c = self.reward(chosen)
+        r = self.reward(rejected)
+        e = self.label_smoothing
+        right = jax.nn.log_sigmoid(c - r)
+        wrong = jax.nn.log_sigmoid(r - c)
         match self.link:
             case "sigmoid":
                 return preferred(c - r, e)
@@ -101,7 +104,8 @@ class DPO(PairLoss):
             case "sppo":
                 return (c - 0.5) ** 2 + (r + 0.5) ** 2
             case "discopop":  # the exponential is at most exp(20), as for ratios
-                share, exponential = jax.nn.sigmoid((c - r) / 0.05), jnp.exp(jnp.minimum(r - c, 20.0))
+                share = jax.nn.sigmoid((c - r) / 0.05)
+                exponential = jnp.exp(jnp.minimum(r - c, 20.0))
                 return (share - 1) * jax.nn.log_sigmoid(c - r) + share * exponential
 
 
@@ -224,7 +228,8 @@ class AOT(PairLoss):
         return preferred(self.reward(chosen) - self.reward(rejected), self.label_smoothing)
 
     def of_table(self, chosen: Responses, rejected: Responses, there: Bool[Array, " N"]) -> Float[Array, " N"]:
-        above, below = chosen.log_ratio, rejected.log_ratio
+        above = chosen.log_ratio
+        below = rejected.log_ratio
         if self.ranks == "pairs":
             # of the policy, and of the reference, whose log-prob is log_prob - log_ratio
             above = chosen.log_prob - rejected.log_prob

@@ -55,7 +55,8 @@ class KTO(PreferenceLoss):
 
     def of_samples(self, x: Responses, batch: RolloutBatch, pairs: Any) -> Float[Array, "R S"]:
         gain = self.reward(x) - self.beta * self.reference_point
-        good, bad = self.desirable_weight * jax.nn.sigmoid(-gain), self.undesirable_weight * jax.nn.sigmoid(gain)
+        good = self.desirable_weight * jax.nn.sigmoid(-gain)
+        bad = self.undesirable_weight * jax.nn.sigmoid(gain)
         return jnp.where(batch.rewards > 0, good, bad)
 
 
@@ -95,7 +96,8 @@ def kto_reference_point(
 
 def _of_step(axes: ShardAxes, log_probs: Float[Array, "*K R T"], mismatched: RolloutBatch) -> Float[Array, ""]:
     log_probs, batch = as_rows((log_probs, mismatched))
-    tokens, segments = LossTokens.of(batch), batch.segments(axes)
+    tokens = LossTokens.of(batch)
+    segments = batch.segments(axes)
     own, theirs = (tokens.read(LOG_PROBS, x) for x in (log_probs, batch.ref_log_probs))
     drift = segments.sum(own - theirs)
     rows = dataclasses.replace(axes, context=(), fsdp=())  # a sequence's sum is the same on all context shards
