@@ -181,7 +181,7 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
       Array([[6, 0, 8, 0]], dtype=int32)
     """
     check_count("by", by)
-    extras = {}
+    extras: Mapping[str, Any] = {}
     if isinstance(batch, RolloutBatch):
         extras = batch.extras
     batch = checked(batch, stacked=True)

@@ -223,20 +223,18 @@ class PolicyTokenLoss(OfConfig):
         old = old_log_probs(log_probs, batch, config)
         ratio = jnp.exp(log_ratio(log_probs, old))
         compared = {"ppo_kl": old - log_probs, "ratio_mean": ratio}
-        if batch.rollout_log_probs is not None:  # the sampler's difference from the trainer
-            trainer = log_probs
-            if config.ratio_to == "old":
-                trainer = old
-            apart = trainer - batch.rollout_log_probs
-            compared |= {"sampler_log_prob_abs_diff": jnp.abs(apart), "sampler_k3": k3(apart)}
+        if config.ratio_to == "old":
+            compared |= _sampler_distances(old, batch)
+        else:
+            compared |= _sampler_distances(log_probs, batch)
         if constants is not None:
             indicators = indicators | constants.values
         values = {**indicators, "kl": kl, "entropy": stats.entropy, **compared}
         terms: Terms = {name: reduced(x) for name, x in values.items() if x is not None}
         if config.clip_by_sign and "clip_fraction" in indicators:
+            clipped = indicators["clip_fraction"]
             for sign, has_sign in (("positive", batch.advantages > 0), ("negative", batch.advantages < 0)):
-                clipped = jnp.where(has_sign, indicators["clip_fraction"], 0)
-                by_sign = {"part": reduced(clipped), "whole": reduced(has_sign)}
+                by_sign = {"part": reduced(jnp.where(has_sign, clipped, 0)), "whole": reduced(has_sign)}
                 terms[f"clip_fraction_{sign}"] = CompositeTerm(by_sign, share)
         terms |= {
             "pg_loss": (policy, step.weights, "sum"),
@@ -264,6 +262,14 @@ class PolicyTokenLoss(OfConfig):
         if correction is not None:
             policy = policy * correction.weights
         return policy, indicators
+
+
+def _sampler_distances(trainer: Float[Array, "R T"], batch: RolloutBatch) -> Indicators:
+    """How far the sampler's log-probs are from the trainer's, if the batch has them."""
+    if batch.rollout_log_probs is None:
+        return {}
+    apart = trainer - batch.rollout_log_probs
+    return {"sampler_log_prob_abs_diff": jnp.abs(apart), "sampler_k3": k3(apart)}
 
 
 def _policies(stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Float[Array, "R T"] | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -129,16 +129,10 @@ def micro_batches_of_pairs(
         groups.setdefault(group_id, []).append(dataclasses.replace(sample, sample_id=sample_id))
     check_count("micro_batches", micro_batches, least=1)
     check("micro_batches", micro_batches, micro_batches <= len(groups), f"1 to {len(groups)}, the number of pairs")
-    parts: list[list[Sample]] = [[] for _ in range(micro_batches)]
-    tokens = [0] * micro_batches
-    each = [(sum(len(x.tokens) for x in group), group) for group in groups.values()]
-    for count, group in sorted(each, key=lambda x: -x[0]):  # the longest first, each to the part with the fewest tokens
-        least = tokens.index(min(tokens))
-        tokens[least] += count
-        parts[least] += group
+    shares = _equal_shares(groups.values(), micro_batches)
 
     def packed(**sizes: int | None) -> list[RolloutBatch]:
-        return [RolloutBatch.from_samples(part, parallel=parallel, **{**options, **sizes}) for part in parts]
+        return [RolloutBatch.from_samples(share, parallel=parallel, **{**options, **sizes}) for share in shares]
 
     found = packed()
     rows, segments = (max(x.sample_ids.shape[axis] for x in found) for axis in (0, 1))
@@ -146,3 +140,16 @@ def micro_batches_of_pairs(
         found = packed(num_segments=segments, **({} if hosts else {"rows": rows, "buckets": None}))
     stacked: RolloutBatch = jax.tree.map(lambda *x: np.stack(x), *found)
     return dataclasses.replace(stacked, micro_batches=micro_batches)
+
+
+def _equal_shares(groups: Iterable[list[Sample]], count: int) -> list[list[Sample]]:
+    """The samples in so many shares of about as many tokens, each group in one of them."""
+    shares: list[list[Sample]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    by_size = [(sum(len(sample.tokens) for sample in group), group) for group in groups]
+    # the longest first, each to the share with the fewest tokens
+    for size, group in sorted(by_size, key=lambda sized: -sized[0]):
+        least = tokens.index(min(tokens))
+        tokens[least] += size
+        shares[least] += group
+    return shares
