@@ -12,12 +12,14 @@ Placed = tuple[np.ndarray, np.ndarray]  # the row of each bundle, and the order 
 
 def of_sequences(bundle: np.ndarray, padded: np.ndarray, placed: Placed) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The row, the slot and the start of each sequence."""
-    row, rank = placed[0][bundle], np.argsort(placed[1])[bundle]
+    row = placed[0][bundle]
+    rank = np.argsort(placed[1])[bundle]
     by_place = np.lexsort((rank, row))
     first = np.searchsorted(row[by_place], row[by_place])  # the index in `by_place` of each row's first sequence
     before = np.cumsum(padded[by_place]) - padded[by_place]  # padded lengths of all earlier sequences, summed
-    slot, start = np.empty_like(row), np.empty_like(row)
+    slot = np.empty_like(row)
     slot[by_place] = np.arange(len(row)) - first
+    start = np.empty_like(row)
     start[by_place] = before - before[first]
     return row, slot, start
 
@@ -26,10 +28,13 @@ def spread(
     lengths: np.ndarray, counts: np.ndarray, costs: np.ndarray, row_length: int, most: int, rows: int
 ) -> Placed | None:
     """Bundles, longest first, each in the row of least cost that it fits; None where a bundle then fits no row."""
-    row_of, order = np.zeros(len(lengths), np.int32), np.lexsort((-costs, -lengths))
+    row_of = np.zeros(len(lengths), np.int32)
+    order = np.lexsort((-costs, -lengths))
     least = [(0.0, 0, row, 0) for row in range(rows)]  # a heap of costs, lengths, rows and numbers of sequences
     for i in order.tolist():
-        length, sequences, passed = int(lengths[i]), int(counts[i]), []
+        length = int(lengths[i])
+        sequences = int(counts[i])
+        passed = []
         while least and (least[0][1] + length > row_length or least[0][3] + sequences > most):
             passed.append(heapq.heappop(least))
         if not least:
@@ -47,12 +52,16 @@ def first_fit_decreasing(lengths: np.ndarray, counts: np.ndarray, row_length: in
     Lengths only fall, so a bin that fits one bundle fits all later ones until it takes one. `fitting` holds such bins
     by their number, `full` the others by their free places. A bin with too few slots for a bundle stays in `fitting`.
     """
-    free, held = [row_length] * len(lengths), [0] * len(lengths)
-    row_of, order = np.zeros(len(lengths), np.int32), np.argsort(-lengths, kind="stable")
+    free = [row_length] * len(lengths)
+    held = [0] * len(lengths)
+    row_of = np.zeros(len(lengths), np.int32)
+    order = np.argsort(-lengths, kind="stable")
     fitting = list(range(len(lengths)))
     full: list[tuple[int, int]] = []
     for i in order.tolist():
-        length, sequences, passed = int(lengths[i]), int(counts[i]), []
+        length = int(lengths[i])
+        sequences = int(counts[i])
+        passed = []
         while full and -full[0][0] >= length:
             heapq.heappush(fitting, heapq.heappop(full)[1])
         while held[fitting[0]] + sequences > most:
@@ -70,13 +79,15 @@ def first_fit_decreasing(lengths: np.ndarray, counts: np.ndarray, row_length: in
 
 def deal(bins: np.ndarray, costs: np.ndarray, rows: int, count: int, data: int) -> np.ndarray:
     """The row of each bin: micro-batches take as many, of similar cost; the least loaded device the next heaviest."""
-    loads, held = (np.bincount(bins, weights, rows * count) for weights in (costs, None))
+    loads = np.bincount(bins, costs, rows * count)
+    held = np.bincount(bins, minlength=rows * count)
     row_of = np.empty(rows * count, np.int32)
     each = rows // data
     heaviest = np.argsort(-loads, kind="stable")
     empty = iter(heaviest[held[heaviest] == 0])
     for k, filled in enumerate(np.array_split(heaviest[held[heaviest] > 0], count)):
-        carried, taken = np.zeros(data), np.zeros(data, np.int32)
+        carried = np.zeros(data)
+        taken = np.zeros(data, np.int32)
         for one in (*filled, *itertools.islice(empty, rows - len(filled))):
             device = int(np.argmin(np.where(taken < each, carried, np.inf)))
             row_of[one] = k * rows + device * each + taken[device]

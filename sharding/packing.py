@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence, Sized
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int, Num, Shaped
@@ -151,49 +151,80 @@ def pack(
              [1, 1, 0, 0]], dtype=int32)
     """
     check_parallel(parallel, "ParallelMesh or None")
-    layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
-    data = len(local_data_shards(parallel)) if parallel else 1
+    mesh = _Mesh.of(parallel)
+    data = mesh.data
     options: dict[str, Any] = {"rows": rows, "buckets": buckets, "micro_batches": micro_batches}
     options |= {"max_tokens": max_tokens, "num_segments": num_segments}
     with together(parallel):
-        check_row_length(row_length, layout, shards)
+        check_row_length(row_length, mesh.layout, mesh.shards)
         _check_options(options, data)
         _check_sequences(sequences)
         lengths = np.array([len(sequence) for sequence in sequences], np.int32)
         costs = _costs(loads, lengths)
         if max_tokens is not None:
-            rows = max_tokens * shards // row_length * data
-            if rows == 0:
-                least = -(-row_length // shards)
-                raise ValueError(f"max_tokens: got {max_tokens}, expected at least {least}, one row")
-        padded = _padded(lengths, segment_multiple(layout, shards), row_length)
-        bundle = np.arange(len(lengths)) if bundles is None else np.asarray(bundles, np.int64)
+            rows = _rows_of_tokens(max_tokens, row_length, mesh.shards) * data
+        padded = _padded(lengths, segment_multiple(mesh.layout, mesh.shards), row_length)
+        bundle = _bundle_numbers(bundles, lengths)
         most = num_segments or math.inf
         size, held = _bundles(bundle, padded, row_length, most)
         placed = first_fit_decreasing(size, held, row_length, most)
     fullest = num_segments or 1 << int(np.bincount(placed[0], held).max(initial=1) - 1).bit_length()
     used = int(placed[0].max(initial=-1)) + 1
     each = -(-used // data)  # rows for each data shard
-    if parallel and spans_processes(parallel):
-        of_shard = {"rows": rows and rows / data, "buckets": [size / data for size in buckets or ()]}
-        given = {"row_length": row_length, **options, **of_shard}
-        check_equal("pack", {name: value for name, value in given.items() if value})
+    if parallel is not None and spans_processes(parallel):
+        by_shard = {"rows": rows and rows / data, "buckets": [bucket / data for bucket in buckets or ()]}
+        _check_equal({"row_length": row_length, **options, **by_shard})
         each, fullest = agree((each, fullest))
     most_rows = (rows or max(buckets or (0,))) * (micro_batches or 1)
     if num_segments is not None and max_tokens is None and 0 < most_rows < each * data:
         _check_num_segments(num_segments, size, held, row_length, most_rows)
     rows, count = _rows_and_count(each * data, rows, buckets, micro_batches or 1, max_tokens is not None, data)
-    has_micro_batches = micro_batches is not None or max_tokens is not None
     if used < rows * count:
         placed = spread(size, held, np.bincount(bundle, costs), row_length, fullest, rows * count) or placed
     row, slot, start = of_sequences(bundle, padded, placed)
     row = deal(row, costs, rows, count, data)[row] if len(row) else row
-    sizes = np.zeros((rows * count, fullest), np.int64)
-    sizes[row, slot] = lengths
-    order = np.broadcast_to(logical_positions(layout, row_length, shards, sizes), (rows * count, row_length))
+    order = _order(mesh, row, slot, lengths, (rows * count, row_length), fullest)
+    has_micro_batches = micro_batches is not None or max_tokens is not None
     # sizes may have come as arrays without dimensions, which have no hash
-    counts = int(fullest), int(rows), int(count) if has_micro_batches else None
+    counts = (int(fullest), int(rows), int(count) if has_micro_batches else None)
     return Packed(lengths, row, slot, start, *counts, order)
+
+
+class _Mesh(NamedTuple):
+    """What packing reads of a mesh."""
+
+    layout: str
+    shards: int  # of the context axes
+    data: int  # the data shards of this host
+
+    @classmethod
+    def of(cls, parallel: ParallelMesh | None) -> _Mesh:
+        if parallel is None:
+            return cls("contiguous", 1, 1)
+        return cls(parallel.context_layout, parallel.context_size, len(local_data_shards(parallel)))
+
+
+def _order(
+    mesh: _Mesh, row: np.ndarray, slot: np.ndarray, lengths: np.ndarray, shape: tuple[int, int], fullest: int
+) -> np.ndarray:
+    """The logical position at each physical place of rows of this shape, in which `fullest` sequences fit a row."""
+    sizes = np.zeros((shape[0], fullest), np.int64)
+    sizes[row, slot] = lengths
+    return np.broadcast_to(logical_positions(mesh.layout, shape[1], mesh.shards, sizes), shape)
+
+
+def _rows_of_tokens(max_tokens: int, row_length: int, shards: int) -> int:
+    """The rows of a data shard whose positions on one device are at most so many."""
+    rows = max_tokens * shards // row_length
+    if rows == 0:
+        least = -(-row_length // shards)
+        raise ValueError(f"max_tokens: got {max_tokens}, expected at least {least}, one row")
+    return rows
+
+
+def _check_equal(options: dict[str, Any]) -> None:
+    """Raises unless all hosts pack with the same options."""
+    check_equal("pack", {name: value for name, value in options.items() if value})
 
 
 def unpack(array: Shaped[Array | np.ndarray, "*K R T ..."], packed: Packed) -> list[np.ndarray]:
@@ -299,11 +330,19 @@ def _check_num_segments(given: int, size: np.ndarray, held: np.ndarray, row_leng
         raise ValueError(f"num_segments: got {given}, expected {expected}, or more rows than {rows}")
 
 
+def _bundle_numbers(bundles: Sequence[int] | None, lengths: np.ndarray) -> np.ndarray:
+    """The number of each sequence's bundle, by default one of its own."""
+    if bundles is None:
+        return np.arange(len(lengths))
+    return np.asarray(bundles, np.int64)
+
+
 def _bundles(bundle: np.ndarray, padded: np.ndarray, row_length: int, most: float) -> tuple[np.ndarray, np.ndarray]:
     """The places and the sequences of each bundle; raises where one does not fit a row, or a number has none."""
     if bundle.shape != padded.shape or (len(bundle) and set(bundle.tolist()) != set(range(bundle.max() + 1))):
         raise ValueError(f"bundles: got {bundle.tolist()[:8]}, expected 0, 1, ... for the {len(padded)} sequences")
-    places, held = np.bincount(bundle, padded).astype(np.int64), np.bincount(bundle)
+    places = np.bincount(bundle, padded).astype(np.int64)
+    held = np.bincount(bundle)
     for what, sizes, limit in (("tokens", places, row_length), ("sequences", held, most)):
         if (sizes > limit).any():
             i = int(np.argmax(sizes > limit))
