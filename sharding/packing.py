@@ -158,15 +158,11 @@ def pack(
     with together(parallel):
         check_row_length(row_length, mesh.layout, mesh.shards)
         _check_options(options, data)
-        _check_sequences(sequences)
-        lengths = np.array([len(sequence) for sequence in sequences], np.int32)
-        costs = _costs(loads, lengths)
         if max_tokens is not None:
             rows = _rows_of_tokens(max_tokens, row_length, mesh.shards) * data
-        padded = _padded(lengths, segment_multiple(mesh.layout, mesh.shards), row_length)
-        bundle = _bundle_numbers(bundles, lengths)
+        to_pack = _Sequences.of(sequences, loads, bundles, segment_multiple(mesh.layout, mesh.shards), row_length)
         most = num_segments or math.inf
-        size, held = _bundles(bundle, padded, row_length, most)
+        size, held = _bundles(to_pack.bundle, to_pack.padded, row_length, most)
         placed = first_fit_decreasing(size, held, row_length, most)
     fullest = num_segments or 1 << int(np.bincount(placed[0], held).max(initial=1) - 1).bit_length()
     used = int(placed[0].max(initial=-1)) + 1
@@ -180,14 +176,16 @@ def pack(
         _check_num_segments(num_segments, size, held, row_length, most_rows)
     rows, count = _rows_and_count(each * data, rows, buckets, micro_batches or 1, max_tokens is not None, data)
     if used < rows * count:
-        placed = spread(size, held, np.bincount(bundle, costs), row_length, fullest, rows * count) or placed
-    row, slot, start = of_sequences(bundle, padded, placed)
-    row = deal(row, costs, rows, count, data)[row] if len(row) else row
-    order = _order(mesh, row, slot, lengths, (rows * count, row_length), fullest)
+        loads_of_bundles = np.bincount(to_pack.bundle, to_pack.costs)
+        placed = spread(size, held, loads_of_bundles, row_length, fullest, rows * count) or placed
+    row, slot, start = of_sequences(to_pack.bundle, to_pack.padded, placed)
+    if len(row):
+        row = deal(row, to_pack.costs, rows, count, data)[row]
+    order = _order(mesh, row, slot, to_pack.lengths, (rows * count, row_length), fullest)
     has_micro_batches = micro_batches is not None or max_tokens is not None
     # sizes may have come as arrays without dimensions, which have no hash
     counts = (int(fullest), int(rows), int(count) if has_micro_batches else None)
-    return Packed(lengths, row, slot, start, *counts, order)
+    return Packed(to_pack.lengths, row, slot, start, *counts, order)
 
 
 class _Mesh(NamedTuple):
@@ -202,6 +200,34 @@ class _Mesh(NamedTuple):
         if parallel is None:
             return cls("contiguous", 1, 1)
         return cls(parallel.context_layout, parallel.context_size, len(local_data_shards(parallel)))
+
+
+class _Sequences(NamedTuple):
+    """The sequences to pack, by number."""
+
+    lengths: np.ndarray  # i32[N]
+    costs: np.ndarray  # f64[N]
+    padded: np.ndarray  # i32[N], the places that each takes
+    bundle: np.ndarray  # i64[N]
+
+    @classmethod
+    def of(
+        cls,
+        sequences: Sequence[Sized],
+        loads: Sequence[float] | None,
+        bundles: Sequence[int] | None,
+        unit: int,
+        row_length: int,
+    ) -> _Sequences:
+        """`unit` is what the layout pads each sequence to a multiple of."""
+        _check_sequences(sequences)
+        lengths = np.array([len(sequence) for sequence in sequences], np.int32)
+        costs = _costs(loads, lengths)
+        padded = _padded(lengths, unit, row_length)
+        bundle = np.arange(len(lengths))
+        if bundles is not None:
+            bundle = np.asarray(bundles, np.int64)
+        return cls(lengths, costs, padded, bundle)
 
 
 def _order(
@@ -328,13 +354,6 @@ def _check_num_segments(given: int, size: np.ndarray, held: np.ndarray, row_leng
     if least < len(more):
         expected = f"at least {more[least]}, the sequences that a row then holds"
         raise ValueError(f"num_segments: got {given}, expected {expected}, or more rows than {rows}")
-
-
-def _bundle_numbers(bundles: Sequence[int] | None, lengths: np.ndarray) -> np.ndarray:
-    """The number of each sequence's bundle, by default one of its own."""
-    if bundles is None:
-        return np.arange(len(lengths))
-    return np.asarray(bundles, np.int64)
 
 
 def _bundles(bundle: np.ndarray, padded: np.ndarray, row_length: int, most: float) -> tuple[np.ndarray, np.ndarray]:

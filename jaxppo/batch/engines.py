@@ -76,14 +76,15 @@ def _turns(output: Any, read: Callable[[str, Any], Turn]) -> list[Turn]:
 
 def _with_empty_entries(turns: Sequence[Turn]) -> list[Turn]:
     """The turns, where one of no tokens has an empty entry of each kind that other turns have."""
-    found = list(turns)
-    for name, empty in (("log_probs", []), ("nucleus", TokenSets.empty(0)), ("versions", [])):
+    empty_entries: dict[str, Any] = {"log_probs": [], "nucleus": TokenSets.empty(0), "versions": []}
+    filled = list(turns)
+    for name, empty in empty_entries.items():
         if all(getattr(turn, name) is None for turn in turns):
             continue
-        for i, turn in enumerate(found):
+        for i, turn in enumerate(filled):
             if not turn.completion and getattr(turn, name) is None:
-                found[i] = turn._replace(**{name: empty})
-    return found
+                filled[i] = turn._replace(**{name: empty})
+    return filled
 
 
 def _check_same_entries(turns: Sequence[Turn]) -> None:

@@ -98,10 +98,9 @@ def check_within(what: str, x: np.ndarray, least: int = LEAST_ID, most: int = MA
 def from_bytes(what: str, x: str | bytes) -> np.ndarray:
     """The int32 in bytes, or in their base64, as engines send them."""
     try:
-        data = x
         if isinstance(x, str):
-            data = base64.b64decode(x, validate=True)
-        return np.frombuffer(data, "<i4")
+            return np.frombuffer(base64.b64decode(x, validate=True), "<i4")
+        return np.frombuffer(x, "<i4")
     except ValueError as error:
         raise ValueError(f"{what}: got {shown(x)} ({error}), expected base64 of int32, or its bytes") from None
 

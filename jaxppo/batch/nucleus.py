@@ -55,7 +55,7 @@ def pack_nucleus_ids(
     if width is not None:
         check_count("width", width, least=1)
     if recorded is None:
-        of_samples = []
+        of_samples: list[Any] = []
         for i, sample in enumerate(samples):
             nucleus = sample.nucleus
             if sample.start == len(sample.tokens):  # it has no token that could have a nucleus
