@@ -12,15 +12,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxppo.base.arrays import KINDS, Aggregation, check, check_array, check_choice, check_number, check_type
-from jaxppo.base.metrics import CompositeTerm, Reduce, Terms
+from jaxppo.base.metrics import Composite, CompositeTerm, Metric, Reduce, Terms
 from jaxppo.base.traced import is_mark
 from jaxppo.losses.policy_tokens import OfConfig
-from jaxppo.losses.token_loss import Asks, TokenLoss
+from jaxppo.losses.token_loss import OF_EVERY_LOSS, Asks, TokenLoss
 from jaxppo.policy.off_policy import OffPolicyConfig
 from jaxppo.sharding import Segments
 
 Shape = tuple[int, ...]
 NORM = "sequence_mean_token_sum_norm"
+TERM = f"(values, weights, how) with arrays [R, T] and how one of {get_args(Reduce)}, which is reduced for you"
 
 
 def name_of(loss: TokenLoss[Any]) -> str:
@@ -96,12 +97,15 @@ def metrics_of(loss: TokenLoss[Any], stats: Any, step: Any, constants: Any) -> T
     found = loss.metrics(stats, step, constants)
     what = f"{name_of(loss)}.metrics"
     shape = step.batch.loss_mask.shape
-    check_mapping(what, found, "(values, weights, how to reduce) by name")
+    check_mapping(what, found, f"by name {TERM}")
+    taken = sorted(OF_EVERY_LOSS.intersection(found))
+    check(what, taken, not taken, "other names: every loss reports these")
     for name, term in found.items():
         for part, x in (term.parts if isinstance(term, CompositeTerm) else {"": term}).items():
             where = f"{what}[{name!r}]{part and f'.parts[{part!r}]'}"
             of_three = isinstance(x, tuple) and len(x) == 3
-            check(where, "another term", of_three, f"(values, weights, one of {get_args(Reduce)})")
+            got = type(x).__name__ if isinstance(x, Metric | Composite) else "another term"
+            check(where, got, of_three, TERM)
             check_tokens(f"{where}[0]", x[0], shape)
             check_tokens(f"{where}[1]", x[1], shape)
             check_choice(f"{where}[2]", x[2], Reduce)
@@ -123,10 +127,12 @@ def reads_of(loss: TokenLoss[Any], stats: Any, batch: Any, segments: Segments) -
     shape = batch.loss_mask.shape
     check_mapping(what, found, "arrays by the names of their rules")
     for name, x in found.items():
-        if x is None:
-            continue
         where = f"{what}[{name!r}]"
-        check_type(where, x, hasattr(x, "dtype") and hasattr(x, "shape"), "an array [R, T, ...] or None")
+        if x is None:
+            is_to_come = stats is None and not hasattr(batch, name)  # one of the statistics of the head's pass
+            check(where, x, is_to_come, f"an array: {name_of(loss)} reads it, and the batch or the statistics lack it")
+            continue
+        check_type(where, x, hasattr(x, "dtype") and hasattr(x, "shape"), "an array [R, T, ...]")
         # those of samples, [R, S], have rules of their own
         good = x.shape[:2] == shape or x.shape == batch.sample_ids.shape
         check(where, f"shape {x.shape}", good, f"{shape} and more, the batch's")

@@ -19,11 +19,11 @@ from jaxppo.batch.extras import extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
+from jaxppo.losses.token_loss import OF_EVERY_LOSS, Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy.off_policy import correction as off_policy_correction
 from jaxppo.policy.off_policy import left_out_by
-from jaxppo.policy_losses.base import Indicators, checked_result, choice, ratio_at
+from jaxppo.policy_losses.base import Indicators, PolicyLoss, checked_result, choice, ratio_at
 from jaxppo.sharding import Segments
 
 SELECTED = "selected"  # the extra of a batch that holds the tokens which ClipCov and KLCov select
@@ -63,6 +63,14 @@ class Correction(NamedTuple):
 
     weights: Float[Array, "R T"]
     values: Indicators
+
+
+# The metrics of every policy loss, which its indicators must not hide, beside those of its correction.
+REPORTED = OF_EVERY_LOSS | {
+    *("pg_loss", "kl", "entropy", "ppo_kl", "ratio_mean", "ratio_min", "ratio_max", "effective_sample_size"),
+    *("sampler_log_prob_abs_diff", "sampler_k3", "rollout_capped"),
+    *("clip_fraction_positive", "clip_fraction_negative"),
+}
 
 
 class OfConfig(TokenLoss[TokenStats]):
@@ -132,7 +140,9 @@ class PolicyTokenLoss(OfConfig):
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
         config = self.config
-        reads: dict[str, Array | None] = {"advantages": batch.advantages, "selected": batch.extras.get(SELECTED)}
+        reads: dict[str, Array | None] = {"advantages": batch.advantages}
+        if SELECTED in batch.extras:
+            reads["selected"] = batch.extras[SELECTED]
         policies: set[str] = {config.ratio_to}
         if config.off_policy is not None:
             policies |= config.off_policy.policies
@@ -227,8 +237,11 @@ class PolicyTokenLoss(OfConfig):
             compared |= _sampler_distances(old, batch)
         else:
             compared |= _sampler_distances(log_probs, batch)
+        corrected: Indicators = {}
         if constants is not None:
-            indicators = indicators | constants.values
+            corrected = constants.values
+        _check_names(config.loss, indicators, corrected)
+        indicators = indicators | corrected
         values = {**indicators, "kl": kl, "entropy": stats.entropy, **compared}
         terms: Terms = {name: reduced(x) for name, x in values.items() if x is not None}
         if config.clip_by_sign and "clip_fraction" in indicators:
@@ -270,6 +283,13 @@ def _sampler_distances(trainer: Float[Array, "R T"], batch: RolloutBatch) -> Ind
         return {}
     apart = trainer - batch.rollout_log_probs
     return {"sampler_log_prob_abs_diff": jnp.abs(apart), "sampler_k3": k3(apart)}
+
+
+def _check_names(loss: PolicyLoss, indicators: Indicators, corrected: Indicators) -> None:
+    """Raises where an indicator has the name of a metric that the policy loss reports itself."""
+    taken = sorted(indicators.keys() & (REPORTED | corrected.keys()))
+    what = f"{type(loss).__name__}.__call__"
+    check(what, f"indicators {taken}", not taken, "other names: every policy loss reports these")
 
 
 def _policies(stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Float[Array, "R T"] | None]:

@@ -23,8 +23,9 @@ from jaxppo.sharding import Segments
 from jaxppo.step.aggregation import Normalizer
 
 Stats = TypeVar("Stats")
-Reads = Mapping[str, Array | None]  # by the names of `reads` and `rules`; None for what is absent
+Reads = Mapping[str, Array | None]  # by the names of `reads` and `rules`; None for statistics that are yet to come
 Losses = Mapping[str, Float[Array, "R T"]]
+OF_EVERY_LOSS = frozenset({"loss", "broken_rules", "impossible_tokens"})  # metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +131,9 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
     def reads(self, stats: Stats | None, batch: RolloutBatch, segments: Segments) -> Reads:
         """Per-shard: the arrays of the batch, as the caller gave it, and of `stats` that the loss reads.
 
-        A rule of each is that of its name, see `reads.PER_TOKEN`; an array under another name must be finite. Arrays
-        that only metrics read are not among them, nor the sequences, the loss mask and its weights.
+        A rule of each is that of its name, see `reads.PER_TOKEN`; an array under another name must be finite. One that
+        is None, since the batch lacks it, is an error that names it. Arrays that only metrics read are not among them,
+        nor the sequences, the loss mask and its weights.
         """
         if isinstance(stats, TokenStats):
             return {"log_probs": stats.log_probs}
@@ -146,7 +148,33 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
         """Per-shard: the terms of each token's loss by name, before weighting; finite where the mask is 0."""
 
     def metrics(self, stats: Stats, step: Step, constants: Any) -> Terms:
-        """Per-shard: what `reduce_metrics` turns into metrics, by name; anything where the mask is 0."""
+        """Per-shard: by name, what is reduced to one number over the tokens of all devices and micro-batches.
+
+        Each is (values, weights, how), of two arrays `[R, T]`: "mean" is sum(values * weights) / sum(weights), "sum"
+        is sum(values * weights), and "min" and "max" are extremes of the values whose weight is above 0. Weights must
+        be 0 where a token does not count: weights of ones count prompts and padding. `base.metrics.CompositeTerm`
+        combines several of these.
+
+        Args:
+          stats: as `terms` sees them, without gradients.
+          step: `step.batch` is the batch as `terms` sees it, and `step.batch.loss_mask` the weights of a mean over loss
+            tokens; `step.weights` are the tokens' weights in the loss; see `Step`.
+          constants: those of `constants`.
+
+        Example:
+          >>> class Mine(TokenLoss[TokenStats]):
+          ...     def terms(self, stats, batch, constants, segments):
+          ...         return {"nll": -stats.log_probs}
+          ...     def metrics(self, stats, step, constants):
+          ...         mask = step.batch.loss_mask
+          ...         unlikely = (stats.log_probs < -2).astype(jnp.float32)
+          ...         return {"unlikely": (unlikely, mask, "mean"), "lowest": (stats.log_probs, mask, "min")}
+          >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1)], row_length=3)
+          >>> mine = dataclasses.dataclass(frozen=True)(Mine)()
+          >>> _, found = loss_from_stats(TokenStats(jnp.array([[-1.0, -3.0, 0.0]])), batch, mine)
+          >>> float(found["unlikely"].value), float(found["lowest"].value)
+          (0.5, -3.0)
+        """
         return {}
 
     def reasons(self, stats: Stats, step: Step, constants: Any) -> Mapping[str, Bool[Array, "R T"]]:

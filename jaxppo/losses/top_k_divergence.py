@@ -238,7 +238,11 @@ class OfIds(TokenLoss[TokenStats]):
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
         found = {"ids": batch.extras[self.ids], self.rule: batch.extras[self.log_probs]}
-        return found if stats is None else found | {"ids_of_stats": stats.ids, "id_log_probs": stats.id_log_probs}
+        if stats is not None:
+            found["id_log_probs"] = stats.id_log_probs
+            if stats.ids is not None:
+                found["ids_of_stats"] = stats.ids
+        return found
 
     def of_ids(self, stats: TokenStats, batch: RolloutBatch) -> tuple[Int[Array, "R T K"], PerId, PerId]:
         """The ids, -1 where the mask is 0 too, their log-probs in the statistics and the other's; 0 without an id."""

@@ -111,7 +111,8 @@ class PolicyLoss(Loss, abc.ABC):
           selected: 1 for the tokens that `covariance_mask` picked, where `selects` is set.
 
         Returns:
-          The losses, `f32[R, T]`, and indicators `f32[R, T]` by metric name, which are averaged over tokens.
+          The losses, `f32[R, T]`, and indicators `f32[R, T]` by metric name, which are averaged over tokens. Their
+          names must not be those of metrics that every policy loss reports, such as `kl` or `ratio_mean`.
         """
 
     def selectable(

@@ -10,7 +10,19 @@ import pytest
 from jax import lax
 from policy_steps import AGGREGATIONS, config_of, loss_named
 
-from jaxppo import KL, PPO, SFT, PolicyLossConfig, RolloutBatch, Sample, TokenLoss, TokenStats, Value
+from jaxppo import (
+    KL,
+    PPO,
+    SFT,
+    OffPolicyConfig,
+    PolicyLossConfig,
+    RolloutBatch,
+    Sample,
+    TokenLoss,
+    TokenStats,
+    Value,
+)
+from jaxppo.base.metrics import Metric
 from jaxppo.batch.extras import Extra
 from jaxppo.contrib.features import Features, States
 from jaxppo.contrib.score_centering import ScoreCentering
@@ -108,7 +120,15 @@ TRACED = {
     ),
     "metrics": (
         with_metrics(lambda x, mask: {"a": x}),
-        r"Own.metrics\['a'\]: got another term, expected \(values, weights",
+        r"Own.metrics\['a'\]: got another term, expected \(values, weights, how\) with arrays \[R, T\]",
+    ),
+    "a Metric": (
+        with_metrics(lambda x, mask: {"a": Metric(x.sum(), mask.sum())}),
+        r"Own.metrics\['a'\]: got Metric, expected \(values, weights, how\) .*, which is reduced for you",
+    ),
+    "a metric of every loss": (
+        with_metrics(lambda x, mask: {"broken_rules": (x, mask, "mean"), "loss": (x, mask, "sum")}),
+        r"Own.metrics: got \['broken_rules', 'loss'\], expected other names: every loss reports these",
     ),
     "a metric's way": (
         with_metrics(lambda x, mask: {"a": (x, mask, "avg")}),
@@ -125,6 +145,10 @@ TRACED = {
     "reads of another shape": (
         made(reads=lambda self, stats, batch, segments: {"x": jnp.ones(3)}),
         r"Own.reads\['x'\]: got shape \(3,\), expected \(8, 16\) and more",
+    ),
+    "reads of an absent array": (
+        made(reads=lambda self, stats, batch, segments: {"extras": None}),
+        r"Own.reads\['extras'\]: got None, expected an array: Own reads it, and the batch or the statistics lack it",
     ),
     "left_out": (
         made(left_out=lambda self, stats, batch: jnp.array(True)),
@@ -159,6 +183,39 @@ def test_said_where_it_is_traced(what):
     for call in (lambda: loss_from_stats(STATS, BATCH, loss), lambda: loss_from_hidden(*HIDDEN, BATCH, loss)):
         with pytest.raises((TypeError, ValueError), match="^" + message):
             call()
+
+
+def test_an_array_that_the_batch_lacks():
+    """It was Python's "unsupported operand type(s) for *: 'NoneType'", though `reads` named the array."""
+
+    def terms(self, stats, batch, constants, segments):
+        return {"a": batch.old_log_probs * stats.log_probs}
+
+    def reads(self, stats, batch, segments):
+        return {"old_log_probs": batch.old_log_probs, "own": None if stats is None else stats.log_probs}
+
+    loss = made(terms=terms, reads=reads)
+    lacking = dataclasses.replace(BATCH, old_log_probs=None)
+    for call in (lambda x: loss_from_stats(STATS, x, loss), lambda x: loss_from_hidden(*HIDDEN, x, loss)):
+        assert np.isfinite(float(call(BATCH)[0]))
+        with pytest.raises(ValueError, match=r"^Own.reads\['old_log_probs'\]: got None, expected an array: Own reads"):
+            call(lacking)
+
+
+def test_indicators_have_names_of_their_own():
+    """Those with the name of a metric of every policy loss were dropped: ratio_mean was 1 for 7."""
+    options = {"kl": KL(0.1), "off_policy": OffPolicyConfig(weights="token", high=2.0), "clip_by_sign": True}
+    batch = dataclasses.replace(BATCH, rollout_log_probs=BATCH.old_log_probs)
+    _, plain = loss_from_stats(STATS, batch, PolicyLossConfig(PPO(), **options))
+    names = {*plain, "entropy", "impossible_tokens"} - {"clip_fraction", "clip_fraction_lower"}
+    assert {"loss", "broken_rules", "ratio_mean", "ppo_kl", "kl", "pg_loss", "rollout_capped"} < names
+    for name in names:
+        own = policy(lambda self, x, old, advantages, name=name, **_: (-advantages * x, {name: 7 + 0 * x, "own": x}))
+        with pytest.raises(ValueError, match=rf"^Mine.__call__: got indicators \['{name}'\], expected other names"):
+            loss_from_stats(STATS, batch, PolicyLossConfig(own, **options))
+    own = policy(lambda self, x, old, advantages, **_: (-advantages * x, {"clip_fraction": 7 + 0 * x}))
+    _, found = loss_from_stats(STATS, batch, own)
+    assert float(found["clip_fraction"].value) == 7
 
 
 def test_losses_of_pairs_and_samples():
