@@ -44,7 +44,7 @@ def token_rewards(
 
     Args:
       rewards: `f32[R, S]`, one per sequence. A sequence without a reward, NaN, has NaN on its last token: give it one,
-        or mask it.
+        such as 0, or mask it.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       parallel: the mesh; rows sharded over data, positions over context.
       kl: `f32[R, T]`, the estimated KL to the reference at each token (see `kl_divergence`).

@@ -44,7 +44,7 @@ OF_MODELS = "hidden states, heads and the temperature hold no NaN or inf"
 # Arrays of tokens, [R, T]: the kind of each, and more words for some.
 PER_TOKEN: dict[str, tuple[ValueRule, str]] = {
     "advantages": (FINITE, ""),
-    "returns": (FINITE, ""),
+    "returns": (FINITE, "; those of a sample without a reward, None, are NaN"),
     "values": (FINITE, ""),
     "loss_weights": (WEIGHTS, ""),
     "selected": (FLAGS, ", as covariance_mask gives them"),

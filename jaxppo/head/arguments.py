@@ -386,6 +386,8 @@ def prepare_pair(
     advice = ""
     if by_padding:  # padding at the end of each device's part would move the columns after it
         advice = "; pad kernels that a shard_map cuts to one width before it, and give vocab_size"
+    elif columns[0] != columns[1]:
+        advice = f"; if some are padding, give both heads one vocab_size, here {sizes[1]} and the student's {sizes[0]}"
     check(f"{name}.kernel", f"{columns[1]} columns", columns[0] == columns[1], f"{the} {columns[0]}{advice}")
     check(f"{name}.vocab_size", sizes[1], sizes[0] == sizes[1], f"{the}, {sizes[0]}")
     axes = (one.call.v_names, other.call.v_names)

@@ -60,7 +60,8 @@ def divergence_from_hidden(
       parallel: the mesh; rows sharded over data, positions over context, vocabularies over tensor.
       **options: how the head works, see `HeadOptions`: `memory`, `precision`, `follow_mask` and others.
       teacher_hidden: `[R, T, G]`, the teacher's; G may be another size.
-      teacher_head: the teacher's head, with the same columns, `vocab_size` and shards; its layout may be another.
+      teacher_head: the teacher's head, with the same vocabulary and shards. Its layout may be another, and so may its
+        number of columns if both heads have one `vocab_size`: the columns from there on are padding.
       divergence: one of the three above.
       beta: the teacher's share of the mixture, in (0, 1), for "jensen_shannon".
       temperature: divides both models' logits; a positive scalar or `[R, T]`. Nothing is multiplied by its square.
@@ -120,7 +121,7 @@ def distillation_loss(
       normalizer: `Normalizer.of(SFT(aggregation=...), batches)` of the whole step, if the batch is one of its
         micro-batches.
       hidden, teacher_hidden: `[R, T, H]` and `[R, T, G]`, the final hidden states of student and teacher.
-      head, teacher_head: their heads, with the same columns.
+      head, teacher_head: their heads, of one vocabulary; with padding, `vocab_size` of both says where it begins.
       **options: how the head works, see `HeadOptions`: `memory`, `precision`, `follow_mask` and others.
       others: see `divergence_from_hidden`.
 

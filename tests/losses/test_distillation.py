@@ -291,6 +291,10 @@ def test_bad_input():
             divergence_from_hidden(*student, *teacher, **kwargs)
     with pytest.raises(ValueError, match=r"teacher_head.kernel: got 96 columns, expected the student's 97"):
         divergence_from_hidden(*student, *heads(96)[1])
+    for own, sizes in ((90, "90 and the student's 97"), (None, "96 and the student's 97")):
+        other = dataclasses.replace(heads(96)[1][1], vocab_size=own)
+        with pytest.raises(ValueError, match=rf"^teacher_head.kernel: .* give both heads one vocab_size, here {sizes}"):
+            divergence_from_hidden(*student, heads(96)[1][0], other)
     with pytest.raises(ValueError, match=r"teacher_head.vocab_size: got 90, expected the student's, 97"):
         divergence_from_hidden(*student, teacher[0], dataclasses.replace(teacher[1], vocab_size=90))
     with pytest.raises(TypeError, match=r"teacher_head: got tuple, expected a jaxppo.Head"):
