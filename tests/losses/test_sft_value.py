@@ -14,7 +14,10 @@ from jaxppo import (
     SFT,
     Head,
     RolloutBatch,
+    Sample,
     Value,
+    advantages,
+    explain_broken_rules,
     finalize_metrics,
     log_probs_from_hidden,
     log_probs_from_logits,
@@ -240,3 +243,23 @@ def test_bad_input():
     empty = type(batch)(**{**vars(batch), "returns": None})
     with pytest.raises(ValueError, match=r"batch.returns: got None, expected f32\[R, T\]"):
         loss_from_stats(x, empty, Value())
+
+
+def test_a_sample_without_a_reward_has_no_returns():
+    """None is NaN, in returns and in the loss, and the rule says so. A reward of 0 is a number."""
+    explained = []
+    for reward in (None, 0.0):
+        batch = RolloutBatch.from_samples(
+            [Sample([1, 2, 3], 1, reward=reward), Sample([1, 4], 1, reward=1.0)], row_length=6
+        )
+        rewards = advantages.token_rewards(batch.rewards, batch)
+        values = jnp.zeros(batch.tokens.shape)
+        _, returns = advantages.gae(rewards, values, batch)
+        batch = dataclasses.replace(batch, values=values, returns=returns)
+        loss, found = loss_from_stats(values, batch, Value(clip=None))
+        explained.append((float(loss), explain_broken_rules(found["broken_rules"].value)))
+    assert np.isnan(explained[0][0])
+    assert explained[0][1] == [
+        "returns: expected finite numbers where loss_mask is 1; those of a sample without a reward, None, are NaN"
+    ]
+    assert explained[1] == (pytest.approx(0.5 * 1 / 3), [])
