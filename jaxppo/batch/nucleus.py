@@ -55,13 +55,7 @@ def pack_nucleus_ids(
     if width is not None:
         check_count("width", width, least=1)
     if recorded is None:
-        of_samples: list[Any] = []
-        for i, sample in enumerate(samples):
-            nucleus = sample.nucleus
-            if sample.start == len(sample.tokens):  # it has no token that could have a nucleus
-                nucleus = TokenSets.empty(0)
-            of_samples.append(needed(f"samples[{i}].nucleus", nucleus, "the recorded ids of each token"))
-        recorded = of_samples
+        recorded = _recorded_by(samples)
     if not isinstance(recorded, Sequence) or isinstance(recorded, str):
         raise TypeError(f"recorded: got {type(recorded).__name__}, expected the sets of each sample, or None")
     good = len(recorded) == len(samples)
@@ -83,3 +77,14 @@ def pack_nucleus_ids(
     if not ids:  # the rows of a process of a pod may all be padding
         return np.full((*batch.segment_ids.shape, width), -1, np.int32)
     return placed(batch, {i: nuclei[i].padded(width) for i in ids}, "predicting", -1)
+
+
+def _recorded_by(samples: Sequence[Sample]) -> list[TokenSets]:
+    """The nuclei that the samples hold."""
+    recorded: list[Any] = []
+    for i, sample in enumerate(samples):
+        nucleus = sample.nucleus
+        if sample.start == len(sample.tokens):  # it has no token that could have a nucleus
+            nucleus = TokenSets.empty(0)
+        recorded.append(needed(f"samples[{i}].nucleus", nucleus, "the recorded ids of each token"))
+    return recorded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -225,18 +225,17 @@ class PolicyTokenLoss(OfConfig):
                 return x, mask, "mean"
             return x, step.weights, "sum"
 
-        log_probs = stats.log_probs
-        policy, indicators = self._policy(log_probs, batch, constants, step.segments)
+        policy, indicators = self._policy(stats.log_probs, batch, constants, step.segments)
         kl = None
         if config.kl is not None and batch.ref_log_probs is not None:
-            kl = reference_kl(config.kl, log_probs, batch, step.segments)
-        old = old_log_probs(log_probs, batch, config)
-        ratio = jnp.exp(log_ratio(log_probs, old))
-        compared = {"ppo_kl": old - log_probs, "ratio_mean": ratio}
+            kl = reference_kl(config.kl, stats.log_probs, batch, step.segments)
+        old = old_log_probs(stats.log_probs, batch, config)
+        ratio = jnp.exp(log_ratio(stats.log_probs, old))
+        compared = {"ppo_kl": old - stats.log_probs, "ratio_mean": ratio}
         if config.ratio_to == "old":
             compared |= _sampler_distances(old, batch)
         else:
-            compared |= _sampler_distances(log_probs, batch)
+            compared |= _sampler_distances(stats.log_probs, batch)
         corrected: Indicators = {}
         if constants is not None:
             corrected = constants.values
@@ -245,10 +244,7 @@ class PolicyTokenLoss(OfConfig):
         values = {**indicators, "kl": kl, "entropy": stats.entropy, **compared}
         terms: Terms = {name: reduced(x) for name, x in values.items() if x is not None}
         if config.clip_by_sign and "clip_fraction" in indicators:
-            clipped = indicators["clip_fraction"]
-            for sign, has_sign in (("positive", batch.advantages > 0), ("negative", batch.advantages < 0)):
-                by_sign = {"part": reduced(jnp.where(has_sign, clipped, 0)), "whole": reduced(has_sign)}
-                terms[f"clip_fraction_{sign}"] = CompositeTerm(by_sign, share)
+            terms |= _clips_by_sign(indicators["clip_fraction"], batch.advantages, reduced)
         terms |= {
             "pg_loss": (policy, step.weights, "sum"),
             "ratio_min": (ratio, mask, "min"),
@@ -275,6 +271,17 @@ class PolicyTokenLoss(OfConfig):
         if correction is not None:
             policy = policy * correction.weights
         return policy, indicators
+
+
+def _clips_by_sign(
+    clipped: Float[Array, "R T"], advantages: Float[Array, "R T"], reduced: Callable[[Any], Term]
+) -> Terms:
+    """The share of clipped tokens among those of positive advantages, and among those of negative ones."""
+    terms: Terms = {}
+    for sign, has_sign in (("positive", advantages > 0), ("negative", advantages < 0)):
+        by_sign = {"part": reduced(jnp.where(has_sign, clipped, 0)), "whole": reduced(has_sign)}
+        terms[f"clip_fraction_{sign}"] = CompositeTerm(by_sign, share)
+    return terms
 
 
 def _sampler_distances(trainer: Float[Array, "R T"], batch: RolloutBatch) -> Indicators:
