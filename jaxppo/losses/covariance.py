@@ -88,7 +88,8 @@ def covariance_mask(
 
 def _check_key(key: Any) -> None:
     """Raises unless this is one key of `jax.random`, of the new kind or of the old one."""
-    dtype, rank = getattr(key, "dtype", None), getattr(key, "ndim", None)
+    dtype = getattr(key, "dtype", None)
+    rank = getattr(key, "ndim", None)
     is_new = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and rank == 0
     is_old = dtype == jnp.uint32 and rank == 1
     got = type(key).__name__ if dtype is None else f"dtype {dtype}, shape {key.shape}"
@@ -111,7 +112,8 @@ def _pick(
     axes.check_complete("a selection of the step's tokens", batch.loss_mask)
     read = LossTokens.of(batch)
     mask = read.mask
-    log_probs, old = read.read(LOG_PROBS, log_probs), read.read(kind_of_old, old)
+    log_probs = read.read(LOG_PROBS, log_probs)
+    old = read.read(kind_of_old, old)
     advantages = read.read(FINITE, batch.advantages)
 
     def draw(sample: jax.Array, position: jax.Array) -> jax.Array:

@@ -214,13 +214,15 @@ def write_tokens(path: str | os.PathLike[str], explained: ExplainedTokens, batch
     """
     check_type("path", path, isinstance(path, (str, os.PathLike)), "the path of a file")
     _check_pair(explained, batch)
-    given, arrays = jax.tree.map(np.asarray, batch), jax.tree.map(np.asarray, explained.arrays)
+    given = jax.tree.map(np.asarray, batch)
+    arrays = jax.tree.map(np.asarray, explained.arrays)
     padding = np.asarray(explained.reason) == explained.reasons.index("padding")
     same = np.array_equal(padding, given.segment_ids <= 0)
     expected = "what explain_tokens found for this batch"
     check("explained", "another batch's padding", same, expected)
     for name in ("targets", "loss_mask"):
-        theirs, own = getattr(explained, name), getattr(given, name)
+        theirs = getattr(explained, name)
+        own = getattr(given, name)
         same = theirs is None or np.array_equal(theirs, own, equal_nan=name == "loss_mask")
         check("explained", f"another batch's {name}", same, expected)
     reasons = np.asarray(explained.reason_names(), object)

@@ -132,7 +132,8 @@ def mtp_loss(
         given = hidden[k - 1], its_head, shifted.targets
         stats = log_probs_from_hidden(*given, parallel=parallel, logit_stats=("accuracy",), **own, **options)
         depths.append((stats, shifted))
-    names, of_tokens = ("nll", "accuracy", "broken_rules"), SFT(aggregation=loss.aggregation)
+    names = ("nll", "accuracy", "broken_rules")
+    of_tokens = SFT(aggregation=loss.aggregation)
     return sum_of_depths("mtp", names, of_tokens, depths, {"coef": loss.coef}, parallel, normalizers)
 
 

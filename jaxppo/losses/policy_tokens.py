@@ -309,7 +309,8 @@ def _policies(stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Float[
 
 def _response_share(batch: RolloutBatch, segments: Segments) -> Float[Array, "R T"]:
     """For each sequence, the positions from its first loss token to its last, divided by its number of loss tokens."""
-    mask, positions = batch.loss_mask, batch.positions.astype(jnp.float32)
+    mask = batch.loss_mask
+    positions = batch.positions.astype(jnp.float32)
     span = segments.max(positions, mask) + segments.max(-positions, mask) + 1
     count = segments.sum((mask > 0).astype(jnp.float32))
     return segments.spread(jnp.where(count > 0, span / jnp.maximum(count, 1), 0))

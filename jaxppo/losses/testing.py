@@ -24,7 +24,8 @@ from jaxppo.losses.token_loss import TokenLoss
 from jaxppo.sharding import ParallelMesh, _submodule, make_parallel_mesh
 
 testing = _submodule("testing")  # `jaxppo.sharding.testing` is a door for users, above this module
-FEATURES, MOST_MOVED = 8, 64
+FEATURES = 8
+MOST_MOVED = 64
 Leaves = list[Any]
 
 
@@ -83,7 +84,8 @@ def assert_token_loss(
       ...
       AssertionError: Centred.token_local: got True, but the loss of the token at (...
     """
-    of, batch = as_token_loss(loss), checked(batch, reader="assert_token_loss")
+    of = as_token_loss(loss)
+    batch = checked(batch, reader="assert_token_loss")
     case = _Case(loss, of, batch, rtol, atol)
     if of.of_head:
         check("stats", "some", stats is None, "None for a loss of log-probs, which random hidden states give")
@@ -120,7 +122,8 @@ class _Case:
     atol: float
 
     def stats_of(self, parallel: Any, hidden: Array, kernel: Array) -> Any:
-        asks, batch = self.of.asks, self.batch
+        asks = self.of.asks
+        batch = self.batch
         ids = None if asks.ids is None else jnp.asarray(batch.extras[asks.ids])
         options: Any = {"entropy": asks.entropy, "logit_stats": asks.logit_stats, "ids": ids}
         given = hidden, kernel, jnp.asarray(batch.targets)
@@ -245,7 +248,8 @@ def _meshes(batch: RolloutBatch, meshes: Sequence[str | ParallelMesh] | None) ->
         check_type("meshes", meshes, isinstance(meshes, Sequence) and not isinstance(meshes, str), "a list of meshes")
         return list(meshes)
     rows, positions = batch.loss_mask.shape
-    found, spread = [], False
+    found = []
+    spread = False
     for mesh in testing.factorings(jax.device_count()):
         parallel = make_parallel_mesh(mesh)
         if rows % parallel.data_size == 0 and positions % parallel.context_size == 0:

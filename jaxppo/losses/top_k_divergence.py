@@ -183,7 +183,8 @@ def _kl_terms(log_a: Float[Array, "..."], log_b: Float[Array, "..."], closed: bo
 
     That is a (exp(d) - 1 - d), d = log(b / a), where the two are near each other. Where a is 0 it is b.
     """
-    a, b = jnp.exp(log_a), jnp.exp(log_b)
+    a = jnp.exp(log_a)
+    b = jnp.exp(log_b)
     none = a == 0
     d = jnp.where(none, 0, log_b - jnp.where(none, 0, log_a))
     if not closed:
@@ -197,7 +198,8 @@ def _head_share(
     p: Float[Array, "*batch K"], q: Float[Array, "*batch K"], there: Bool[Array, "*batch K"], beta: Any
 ) -> Float[Array, "*batch 1"]:
     """The share of |q - p| outside the least likely tokens of q, which have at most beta together."""
-    q, gap = jnp.where(there, q, 0), jnp.where(there, jnp.abs(q - p), 0)
+    gap = jnp.where(there, jnp.abs(q - p), 0)
+    q = jnp.where(there, q, 0)
     order = jnp.argsort(q, axis=-1)
     least = jnp.cumsum(jnp.take_along_axis(q, order, axis=-1), axis=-1) <= beta
     head = jnp.where(least, 0, jnp.take_along_axis(gap, order, axis=-1)).sum(axis=-1, keepdims=True)
@@ -338,7 +340,8 @@ def check_top_k(
     check_array("ids", ids)
     check_array("log_probs", log_probs, ids.shape, "that of ids", KINDS["teacher_log_probs"])
     log_probs = log_probs.astype(np.float64)
-    has_id, order = ids != -1, np.argsort(ids, axis=-1, kind="stable")
+    has_id = ids != -1
+    order = np.argsort(ids, axis=-1, kind="stable")
     twice = np.zeros_like(has_id)
     again = np.diff(np.take_along_axis(ids, order, axis=-1), axis=-1, prepend=-1) == 0
     np.put_along_axis(twice, order, again, axis=-1)

@@ -80,7 +80,8 @@ def mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
       [[1, 6, 7], [5, 2]]
     """
     check_samples(samples)
-    count, groups = len(samples), [i if s.group_id is None else s.group_id for i, s in enumerate(samples)]
+    count = len(samples)
+    groups = [i if s.group_id is None else s.group_id for i, s in enumerate(samples)]
     found = []
     for i, sample in enumerate(samples):
         others = (samples[j % count] for j in range(i + 1, i + count) if groups[j % count] != groups[i])
