@@ -55,6 +55,8 @@ def definitions(source):
 # functions of a page that its program has not
 PAGE_ALONE = {
     "agent": ["turn", "trajectory", "in_order"],
+    "critic": ["WithValues", "shared_loss"],
+    "distillation": ["padded_head", "of_tokens", "log_p"],
     "training_step": ["start_on", "update_in_parts", "looked_at", "learn_part"],
 }
 
