@@ -38,7 +38,7 @@ HeadInputs = tuple[HeadCall, Inputs] | None  # None where statistics are given
 
 
 class Static(NamedTuple):
-    """What is static in a call."""
+    """The static part of a call."""
 
     names: tuple[str, ...]  # of the parts
     parts: tuple[Part, ...]  # without their arrays
