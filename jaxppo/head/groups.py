@@ -46,6 +46,7 @@ def one_pass_in_groups(
     totals = work.vary(tuple(jnp.zeros(parameter.shape, jnp.float32) for parameter in work.parameters))
     turns = -(-work.turns * work.chunk // group)
     if not isinstance(turns, int):
+        # at most all groups, which tells `audit` how many turns there may be
         turns = jnp.minimum(turns, work.size // group)
     results, dfeatures, totals = lax.fori_loop(0, turns, one_group, (results, dfeatures, totals))
     features = []
