@@ -26,6 +26,7 @@ JAX_AS_IT_COMES |= {"jax_legacy_prng_key": "allow"}
 OPTAX = "optax raises a float to a power that is an array of integers"
 TUNIX = "Tunix multiplies positions, masks and logits of other dtypes and ranks"
 EXCUSED = {  # modules or single tests that run other packages' code, which promotes dtypes; and the reason
+    "test_adapters::test_adapters_alone_learn_are_saved_and_are_loaded": OPTAX,
     "test_example": OPTAX,
     "test_faults": OPTAX,
     "test_frameworks": f"{OPTAX}; flax adds bf16 to f32",

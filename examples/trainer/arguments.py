@@ -21,6 +21,7 @@ LOSSES = (
     *("by_sign", "cispo", "clip_cov", "dppo", "dro", "gmpo", "gspo", "kl_cov", "ppo", "probability_mask", "reinforce"),
     *("sapo", "vespo"),
 )
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -95,7 +96,16 @@ def parser() -> argparse.ArgumentParser:
     add("--samples", type=_integer(2), default=8, help="responses to each question, a group")
     add("--share-prefixes", action="store_true", help="hold the prompt of a group once: rows packed as trees")
     add("--updates", type=_integer(1), default=2, help="updates on each batch of rollouts")
-    add("--train-layers", type=_integer(1), metavar="N", help="train the last N layers alone; the rest has no moments")
+    add("--train-layers", type=_integer(1), metavar="N", help="train the last N layers alone, or their adapters")
+    add(
+        "--lora-rank",
+        type=_integer(1),
+        metavar="R",
+        help="adapters of this rank learn, and --model is frozen",
+    )
+    add("--lora-alpha", type=_positive, help="adapters are multiplied by alpha / rank; the rank by default")
+    about = "the projections of each layer that have adapters; all of these by default"
+    add("--lora-targets", nargs="+", choices=LORA_TARGETS, help=about)
     add("--learning-rate", type=_positive, default=1e-3, help="of AdamW, the same at every step")
     add("--spike-deviations", type=_positive, help="keep the batch of a step whose loss is this many deviations off")
     add(
@@ -129,6 +139,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = whole.parse_args(argv)
     if problem := _misfit(args):
         whole.error(problem)
+    if args.lora_rank is not None:
+        args.lora_alpha = args.lora_alpha or float(args.lora_rank)
+        args.lora_targets = [name for name in LORA_TARGETS if name in (args.lora_targets or LORA_TARGETS)]
     return args
 
 
@@ -136,6 +149,11 @@ def _misfit(args: argparse.Namespace) -> str | None:
     """What is wrong with the arguments together."""
     if args.shots and args.model is None:
         return f"--shots: got {args.shots} without --model, expected a model that answers as it is shown"
+    if args.lora_rank is not None and args.model is None:
+        return f"--lora-rank: got {args.lora_rank} without --model, expected the folder of a model to adapt"
+    for name in ("lora_alpha", "lora_targets"):
+        if args.lora_rank is None and getattr(args, name) is not None:
+            return f"--{name.replace('_', '-')}: got it without --lora-rank, expected both"
     if (args.coordinator is None) != (args.process_id is None):
         return "--coordinator, --process-id: got one of them, expected both or neither"
     if args.distributed and (args.processes > 1 or args.process_id is not None):

@@ -97,7 +97,7 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
     loss = _loss(args)
     batch_size = args.prompts * args.samples
     task, config, parallel, graphdef, params = (_load if args.model else _create)(args, devices)
-    graphdef, params, frozen = _split(graphdef, params, config, args.train_layers)
+    graphdef, params, frozen = _learning(args, config, parallel, graphdef, params)
     lengths = task.prompt_length, task.response_length
     sampler = make_sampler(graphdef, config, parallel, *lengths, task.tokenizer.ends, task.common)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate, b2=0.95))
@@ -120,6 +120,7 @@ def _identity(args: argparse.Namespace, config: Config, frozen: nnx.State | None
     # with fewer questions held out, the run would go on to train on some of them
     identity = {"task": args.task, "shots": args.shots, "seed": args.seed, "held_out": args.held_out}
     identity |= {"train_layers": args.train_layers, "reference": args.kl_coef > 0, **dataclasses.asdict(config)}
+    identity |= {name: getattr(args, name) for name in ("lora_rank", "lora_alpha", "lora_targets")}
     if frozen is not None:
         identity["frozen"] = fingerprint(frozen)
     return identity
@@ -155,19 +156,39 @@ def _mesh(args: argparse.Namespace, devices: Sequence[jax.Device], heads: int) -
     return make_parallel_mesh(mesh, context_layout=args.context_layout, devices=devices)
 
 
-def _split(
-    graphdef: nnx.GraphDef, params: nnx.State, config: Config, layers: int | None
+def _learning(
+    args: argparse.Namespace, config: Config, parallel: ParallelMesh, graphdef: nnx.GraphDef, params: nnx.State
 ) -> tuple[nnx.GraphDef, nnx.State, nnx.State | None]:
-    """The model's structure, the parameters of its last layers and its last norm, and the others, None for none."""
+    """The model's structure, the parameters that learn, and the others, None for none."""
+    layers = args.train_layers
     if layers is None:
-        return graphdef, params, None
+        layers = config.layers
     if layers > config.layers:
         raise ValueError(f"--train-layers: got {layers}, expected at most the {config.layers} layers of the model")
+    if args.lora_rank is not None:
+        return _adapted(args, config, parallel, graphdef, params, layers)
+    if args.train_layers is None:
+        return graphdef, params, None
 
     def learns(path: tuple[Any, ...], _: Any) -> bool:
         return path[0] == "norm" or (path[0] in ("layers", "blocks") and int(path[1]) >= config.layers - layers)
 
     return nnx.split(nnx.merge(graphdef, params), learns, ...)
+
+
+def _adapted(
+    args: argparse.Namespace,
+    config: Config,
+    parallel: ParallelMesh,
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    layers: int,
+) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    """The structure with adapters in the last layers, the adapters, which learn, and the parameters of the model."""
+    from examples.trainer.lora import LoraConfig, add_adapters  # with the model of a folder, see _load
+
+    lora = LoraConfig(args.lora_rank, args.lora_alpha, tuple(args.lora_targets), layers)
+    return *add_adapters(graphdef, params, config, lora, parallel, args.seed), params
 
 
 def fingerprint(params: nnx.State) -> int:

@@ -51,9 +51,11 @@ class Projection(nnx.Module):
     ):
         tensor = parallel.logits_spec[2]
         self.dtype = config.dtype
-        self.gathered = parallel.sharding(P(None, tensor) if columns else P(tensor, None))
-        spec = parallel.kernel_spec("hv" if columns else "vh")
-        self.kernel = nnx.Param(_kernel(spec, parallel)(rngs.params(), shape, jnp.float32))
+        self.spec = parallel.kernel_spec("hv" if columns else "vh")
+        self.gathered = P(None, tensor) if columns else P(tensor, None)
+        self.gathered_sharding = parallel.sharding(self.gathered)
+        self.kernel = nnx.Param(_kernel(self.spec, parallel)(rngs.params(), shape, jnp.float32))
+        self.adapter = nnx.data(None)  # see lora.py
         self.bias = nnx.data(None)
         if bias:
             along = (tensor,) if columns else (None,)
@@ -61,10 +63,12 @@ class Projection(nnx.Module):
             self.bias = nnx.Param(zeros(rngs.params(), shape[1:], jnp.float32))
 
     def __call__(self, x: Float[Array, "R T I"]) -> Float[Array, "R T O"]:
-        y = x @ jax.lax.with_sharding_constraint(self.kernel[...].astype(self.dtype), self.gathered)
-        if self.bias is None:
-            return y
-        return y + self.bias[...].astype(self.dtype)[None, None]
+        y = x @ jax.lax.with_sharding_constraint(self.kernel[...].astype(self.dtype), self.gathered_sharding)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(self.dtype)[None, None]
+        if self.adapter is not None:
+            y = y + self.adapter(x)
+        return y
 
 
 class SelfAttention(nnx.Module):
