@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jaxppo.policy_losses import CISPO, GSPO, PPO, SAPO
     from jaxppo.sharding import ParallelMesh, ShardAxes, make_parallel_mesh
     from jaxppo.step.accumulate import accumulate_gradients, compute_log_probs
+    from jaxppo.step.advice import advise
     from jaxppo.step.aggregation import Normalizer
 else:
     __getattr__ = _late(  # the same imports, each run when its name is first used
@@ -49,6 +50,7 @@ else:
             "jaxppo.policy_losses": ["CISPO", "GSPO", "PPO", "SAPO"],
             "jaxppo.sharding": ["ParallelMesh", "ShardAxes", "make_parallel_mesh"],
             "jaxppo.step.accumulate": ["accumulate_gradients", "compute_log_probs"],
+            "jaxppo.step.advice": ["advise"],
             "jaxppo.step.aggregation": ["Normalizer"],
         },
     )
@@ -63,5 +65,5 @@ __all__ += ["Normalizer", "RolloutBatch", "Sample", "accumulate_gradients", "exp
 __all__ += ["CISPO", "GSPO", "KL", "PPO", "SAPO", "OffPolicyConfig", "PolicyLossConfig", "Rejection"]
 __all__ += ["policy_loss", "policy_loss_from_hidden"]
 __all__ += ["SFT", "TokenLoss", "Value", "loss_from_hidden", "loss_from_stats"]
-__all__ += ["ParallelMesh", "ShardAxes", "assert_packing_invariant", "make_parallel_mesh"]
+__all__ += ["ParallelMesh", "ShardAxes", "advise", "assert_packing_invariant", "make_parallel_mesh"]
 __all__ += ["advantages", "mismatch", "policy_losses", "presets", "sharding"]

@@ -282,7 +282,7 @@ def pass_rates(
 ) -> Metrics:
     """Metrics of how many samples of each group have at least the reward `at_least`, over the whole step.
 
-    If all samples of a group pass, or none, they have no group advantage.
+    If all samples of a group have the same reward, they have no group advantage.
 
     Args:
       at_least: the smallest reward that passes.
@@ -290,12 +290,13 @@ def pass_rates(
 
     Returns:
       Metrics. Means over groups: `pass_rate`, the share of a group's samples that pass; `pass_all`, `pass_none` and
-      `pass_some`, whether all, none or some of them do. Over samples: `no_reward`, the share without a reward.
+      `pass_some`, whether all, none or some of them do; `equal_rewards`, whether all rewards of a group are equal, as
+      that of a single sample is. Over samples: `no_reward`, the share without a reward.
 
     Example:
       >>> found = advantages.pass_rates(jnp.array([[1.0, 0.0, 1.0]]), jnp.array([[7, 7, 8]]))
-      >>> {name: float(x) for name, x in finalize_metrics(found).items()}
-      {'no_reward': 0.0, 'pass_all': 0.5, 'pass_none': 0.0, 'pass_rate': 0.75, 'pass_some': 0.5}
+      >>> {name: float(x) for name, x in finalize_metrics(found).items() if name != "no_reward"}
+      {'equal_rewards': 0.5, 'pass_all': 0.5, 'pass_none': 0.0, 'pass_rate': 0.75, 'pass_some': 0.5}
     """
     samples = SampleArrays(rewards, group_ids, among, rollout_ids)
     return by_group("pass_rates", _pass_rates, parallel, samples, out=P(), at_least=as_number("at_least", at_least))
@@ -307,11 +308,14 @@ def _pass_rates(groups: Groups, *, at_least: jax.Array) -> Metrics:
 
     count = group_counts(groups.counts)
     passed = group_counts(groups.rewards >= at_least)
+    largest = groups.by_id.max(jnp.where(groups.counts, groups.rewards, -jnp.inf))
+    smallest = -groups.by_id.max(jnp.where(groups.counts, -groups.rewards, -jnp.inf))
     rates = {
         "pass_rate": passed / jnp.maximum(count, 1),
         "pass_all": (passed == count).astype(jnp.float32),
         "pass_none": (passed == 0).astype(jnp.float32),
         "pass_some": ((passed > 0) & (passed < count)).astype(jnp.float32),
+        "equal_rewards": (largest == smallest).astype(jnp.float32),
     }
     known = ~groups.broken & ~jnp.isnan(at_least)
 

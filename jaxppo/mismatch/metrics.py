@@ -1,8 +1,9 @@
-"""Metrics of the difference between the sampler's and the trainer's log-probs."""
+"""Metrics of the difference between the sampler's and the trainer's log-probs, and of where in a row it lies."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call
 
-__all__ = ["mismatch_metrics"]
+__all__ = ["mismatch_metrics", "packing_metrics"]
 
 MAX_LOG_PPL = 64.0  # so that a sum of perplexities is finite in f32
 
@@ -81,7 +82,52 @@ def mismatch_metrics(
     Names and conventions: verl's rollout correction, https://verl.readthedocs.io/en/latest/algo/rollout_corr.html;
     token_mult_prob_error and the divergence of Jensen and Shannon: NeMo-RL
     """
-    batch = checked(batch, reader="mismatch_metrics")
+    return _compare("mismatch_metrics", _per_shard, batch, trainer_log_probs, parallel)
+
+
+def packing_metrics(
+    batch: RolloutBatch,
+    trainer_log_probs: Float[Array, "R T"] | None = None,
+    *,
+    parallel: ParallelMesh | ShardAxes | None = None,
+) -> Metrics:
+    """Compares the trainer's log-probs with the sampler's by the place of a sample in its row: first, or behind others.
+
+    An engine computes each sample alone. A model that attends across the samples of a row is right about the first of
+    them, which sees no other, and wrong about the rest. The metrics of a loss do not show it.
+
+        first_in_row_abs_diff  = mean |trainer - sampler| over the loss tokens before which their row holds nothing else
+        behind_others_abs_diff = the same mean over all other loss tokens
+
+    With shared prefixes, a row holds nothing else before the tokens of its first sample, prompt included.
+
+    Args:
+      batch, trainer_log_probs, parallel: see `mismatch_metrics`.
+
+    Returns:
+      Metrics by the names above, 0 where there is no such token; NaN as those of `mismatch_metrics`.
+
+    Raises:
+      ValueError: log-probs that are absent or of another shape.
+
+    Example:
+      >>> from jaxppo.mismatch import packing_metrics
+      >>> two = [Sample([5, 6], 1, rollout_log_probs=[-1.0], old_log_probs=[x]) for x in (-1.0, -3.0)]
+      >>> found = finalize_metrics(packing_metrics(RolloutBatch.from_samples(two, row_length=4)))
+      >>> {name: float(x) for name, x in found.items()}
+      {'behind_others_abs_diff': 2.0, 'first_in_row_abs_diff': 0.0}
+    """
+    return _compare("packing_metrics", _by_place, batch, trainer_log_probs, parallel)
+
+
+def _compare(
+    reader: str,
+    per_shard: Callable[[ShardAxes, jax.Array, RolloutBatch], Metrics],
+    batch: RolloutBatch,
+    trainer_log_probs: Float[Array, "R T"] | None,
+    parallel: ParallelMesh | ShardAxes | None,
+) -> Metrics:
+    batch = checked(batch, reader=reader)
     expected = "f32[R, T] to compare sampler and trainer"
     needed("batch.rollout_log_probs", batch.rollout_log_probs, expected)
     if trainer_log_probs is None:
@@ -92,14 +138,43 @@ def mismatch_metrics(
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
         return [p.tokens_spec, batch.specs(p)], P()
 
-    return shard_call("mismatch_metrics", _per_shard, parallel, args, specs)
+    return shard_call(reader, per_shard, parallel, args, specs)
+
+
+def _by_place(axes: ShardAxes, trainer: jax.Array, batch: RolloutBatch) -> Metrics:
+    tokens = LossTokens.of(batch)
+    trainer, rollout = _both(tokens, trainer, batch)
+    apart = jnp.abs(trainer - rollout)
+    alone = batch.segments(axes).spread(_first_in_row(batch)) * tokens.mask
+    terms: Terms = {
+        "first_in_row_abs_diff": (apart, alone, "mean"),
+        "behind_others_abs_diff": (apart, tokens.mask - alone, "mean"),
+    }
+    return reduce_metrics(axes, terms)
+
+
+def _first_in_row(batch: RolloutBatch) -> Float[Array, "R S"]:
+    """1 for the segments before which a row holds only what they continue, else 0."""
+    before = jnp.broadcast_to(jnp.arange(batch.num_segments, dtype=jnp.int32), batch.sample_ids.shape)
+    if batch.parents is None:
+        return (before == 0).astype(jnp.float32)
+    continues = batch.parents == before
+    return jnp.cumprod(continues.astype(jnp.float32), axis=-1)
+
+
+def _both(
+    tokens: LossTokens, trainer: jax.Array, batch: RolloutBatch
+) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
+    """The log-probs of trainer and sampler at loss tokens."""
+    trainer = tokens.read(LOG_PROBS, trainer, impossible=True)
+    rollout = tokens.read(SAMPLED, batch.rollout_log_probs, impossible=True)
+    return trainer, rollout
 
 
 def _per_shard(axes: ShardAxes, trainer: jax.Array, batch: RolloutBatch) -> Metrics:
     tokens = LossTokens.of(batch)
     mask = tokens.mask
-    trainer = tokens.read(LOG_PROBS, trainer, impossible=True)
-    rollout = tokens.read(SAMPLED, batch.rollout_log_probs, impossible=True)
+    trainer, rollout = _both(tokens, trainer, batch)
     data_axes = dataclasses.replace(axes, context=(), fsdp=())  # all context shards have the same sequence values
     sequence_terms = _sequence_terms(trainer, rollout, mask, batch.segments(axes))
     token_metrics = reduce_metrics(axes, _token_terms(trainer - rollout, mask))

@@ -21,12 +21,12 @@ def test_pass_rates(mesh, stacked):
     run = jax.jit(lambda r, g, least: advantages.pass_rates(r, g, at_least=least, parallel=parallel))
     found = {name: float(x) for name, x in finalize_metrics(run(*given, 1.0)).items()}
     expected = {"pass_rate": (2 / 3 + 1) / 4, "pass_all": 1 / 4, "pass_none": 2 / 4, "pass_some": 1 / 4}
-    assert found == pytest.approx(expected | {"no_reward": 0})
+    assert found == pytest.approx(expected | {"no_reward": 0, "equal_rewards": 2 / 4})
     assert float(run(*given, 0.5)["pass_rate"].value) == pytest.approx((2 / 3 + 1 + 1 + 1 / 2) / 4)
     given[0] = np.where(given[1] == 9, np.nan, given[0])
     found = {name: float(x) for name, x in finalize_metrics(run(*given, 1.0)).items()}
     expected = {"pass_rate": (2 / 3 + 1) / 3, "pass_all": 1 / 3, "pass_none": 1 / 3, "pass_some": 1 / 3}
-    assert found == pytest.approx(expected | {"no_reward": 2 / 8})
+    assert found == pytest.approx(expected | {"no_reward": 2 / 8, "equal_rewards": 1 / 3})
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])

@@ -306,16 +306,21 @@ def gpg(r: Array, g: Array, *, counts: Array, f_norm: float = 1.0, singletons: s
 def pass_rates(
     rewards: Any, groups: Any, *, at_least: float = 1.0, among: Any = None, rollouts: Any = None
 ) -> dict[str, float]:
-    """The mean over groups of the share of rollouts with a reward of at least so much, and where all, none, some."""
+    """The mean over groups of the share of rollouts with a reward of at least so much, and where all, none, some.
+
+    And the share of groups in which every rollout has the same reward.
+    """
     firsts: dict[Any, int] = {}
     for i in range(len(rewards)):
         firsts.setdefault(i if rollouts is None else rollouts[i], i)
-    passed: dict[Any, list[bool]] = {}
+    of_group: dict[Any, list[float]] = {}
     for i in firsts.values():
         if not np.isnan(rewards[i]) and (among is None or among[i]):
-            passed.setdefault(groups[i], []).append(bool(rewards[i] >= at_least))
-    rates = np.array([np.mean(x) for x in passed.values()])
+            of_group.setdefault(groups[i], []).append(rewards[i])
+    rates = np.array([np.mean(np.asarray(x) >= at_least) for x in of_group.values()])
+    equal = np.array([len(set(x)) == 1 for x in of_group.values()])
     mean = {"pass_rate": rates, "pass_all": rates == 1, "pass_none": rates == 0, "pass_some": (rates > 0) & (rates < 1)}
+    mean["equal_rewards"] = equal
     found = {name: float(np.mean(x)) if len(x) else 0.0 for name, x in mean.items()}
     return found | {"no_reward": float(np.mean(np.isnan(np.asarray(rewards, float))))}
 

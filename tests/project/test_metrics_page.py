@@ -95,6 +95,7 @@ CALLS = {name: in_group(name) for name in IN_GROUPS} | {
     "log_probs_from_logits": lambda batch, _: jaxppo.log_probs_from_logits(hidden(batch) @ KERNEL, batch.targets),
     "losses.explain_tokens": lambda batch, whole: losses.explain_tokens(stats(batch), batch, CONFIG, normalizer=whole),
     "mismatch.mismatch_metrics": lambda batch, _: mismatch.mismatch_metrics(batch),
+    "mismatch.packing_metrics": lambda batch, _: mismatch.packing_metrics(batch),
     "step.entropy.entropy_metrics": lambda batch, _: entropy.entropy_metrics(stats(batch), batch),
     "step.staleness.staleness_metrics": lambda batch, _: staleness.staleness_metrics(batch, 4),
     "step.staleness.staleness_weights": lambda batch, _: staleness.staleness_weights(batch, 4, limit=2),

@@ -110,6 +110,7 @@ OF_NAME = {
         "count", "bins by columns seed depths first_id group_id rollout_id sample_id response_start top_k vocab_size"
     ),
     **_rows("count", "width memory row_length rows max_tokens num_segments mtp_depths choice version proximal_version"),
+    **_rows("count", "update"),
     **_rows("ids", "cu_seqlens cu_seqlens_padded draft_ids d2t counts"),
     **_rows("count", "size"),
     **_rows("choice", "aligned"),

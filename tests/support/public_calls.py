@@ -49,7 +49,7 @@ from jaxppo.losses.covariance import covariance_mask
 from jaxppo.losses.distillation import distillation_loss, divergence_from_hidden
 from jaxppo.losses.mtp import MTP, mtp_loss, shift_targets
 from jaxppo.losses.top_k_divergence import top_k_divergence
-from jaxppo.mismatch import mismatch_metrics, mismatch_report, token_mismatch
+from jaxppo.mismatch import mismatch_metrics, mismatch_report, packing_metrics, token_mismatch
 from jaxppo.policy_losses import BY_NAME, ClipCov, by_name
 from jaxppo.sharding import pack, redistribute, scan_affine, segment_sum, shift_left, unpack
 from jaxppo.step.entropy import entropy_metrics, renormalised_entropy
@@ -433,6 +433,7 @@ CALLS: dict[str, Callable[[Given], Any]] = {
     "kl_divergence": lambda g: kl_divergence(g.batch.returns, g.batch.ref_log_probs, "k3+", g.batch.values),
     "adaptive_kl_coef": lambda g: adaptive_kl_coef(0.1, jnp.float32(0.2), 0.1, 64),
     "mismatch_metrics": lambda g: finalize_metrics(mismatch_metrics(g.batch, **g.on)),
+    "packing_metrics": lambda g: finalize_metrics(packing_metrics(g.batch, **g.on)),
     "proximal_log_probs": lambda g: proximal_log_probs(
         g.batch.returns, g.batch.rollout_log_probs, g.batch.policy_versions, jnp.int32(5)
     ),

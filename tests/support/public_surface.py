@@ -298,6 +298,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "collapse_metrics": {"stacked": {"a": jaxppo.base.metrics.Metric(jnp.ones(2), jnp.ones(2))}},
     "merge_metrics": {"first": {"a": jaxppo.base.metrics.Metric(jnp.float32(1), jnp.float32(1))}},
     "mismatch_metrics": {**SOFT, "batch": BATCH, "trainer_log_probs": LOG},
+    "packing_metrics": {**SOFT, "batch": BATCH, "trainer_log_probs": LOG},
+    "advise": {"metrics": {"ppo_kl": 0.0}, "update": 0},
     "mismatch_report": {"tokens": TOKENS, "where": MASK > 0, "positions": BATCH.positions, "bins": 2},
     "token_mismatch": {
         **HEADS, **SOFT, **OPTIONS, "rollout_hidden": HIDDEN, "rollout_head": KERNEL, "targets": BATCH.targets,
@@ -322,7 +324,7 @@ CALLS: dict[str, dict[str, Any]] = {
 CONTAINERS = {  # of arrays, which the functions that read them check; and what a model reads, not a loss
     "TokenStats", "RolloutBatch", "Normalizer", "StepTerm", "Composite", "MismatchReport", "TokenMismatch", "Paths",
     "Paths.of", "check_recurrent", "Asks", "TokenSets", "TokenSets.empty", "TokenSets.flat", "TokenSets.join",
-    "TokenSets.of", "ExplainedTokens",
+    "TokenSets.of", "ExplainedTokens", "Advice",
 }  # fmt: skip
 
 
