@@ -120,7 +120,7 @@ def parser() -> argparse.ArgumentParser:
         "--model",
         type=Path,
         metavar="FOLDER",
-        help="config.json, tokenizer.json and safetensors of a Llama, Qwen 2 or 3",
+        help="config.json, tokenizer.json and safetensors of a Llama, Qwen 2 or 3, Gemma 3",
     )
     add("--width", type=_integer(1), default=64, help="of the small model that is made without --model")
     add("--layers", type=_integer(1), default=2, help="of the small model that is made without --model")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,13 @@ from jaxtyping import Array, Float
 from jaxppo import ParallelMesh
 from jaxppo.batch.trees import Paths
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+class Attend(Protocol):
+    """Attention of queries to keys and values, as far as the rows allow it: see `attention` for the options."""
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None, scale: float | None = None
+    ) -> jax.Array: ...
 
 
 def attention(
@@ -22,14 +28,31 @@ def attention(
     v: Float[Array, "R K M D"],
     queries: Paths,
     keys: Paths,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> Float[Array, "R Q N D"]:
     """Causal attention along paths, for keys in any order: arrays that travel with the tokens say who sees whom.
 
     Each of the M key heads serves N / M query heads that follow one another. Scores and their softmax are in f32.
+
+    Args:
+      q: queries.
+      k: keys.
+      v: values.
+      queries: the paths of the queries.
+      keys: those of the keys.
+      window: a query sees so many tokens of its path, the last of them itself; None for all up to itself.
+      scale: of the scores, D^-0.5 by default.
     """
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    seen = queries.attends(keys)
+    if window is not None:
+        seen &= queries.positions[:, :, None] - keys.positions[:, None, :] < window
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    scores = jnp.einsum("rqmgd,rkmd->rmgqk", grouped, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    weights = jax.nn.softmax(jnp.where(queries.attends(keys)[:, None, None], scores, -1e30), axis=-1)
+    scores = jnp.einsum("rqmgd,rkmd->rmgqk", grouped, k, preferred_element_type=jnp.float32) * scale
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -1e30), axis=-1)
     return jnp.einsum("rmgqk,rkmd->rqmgd", weights.astype(v.dtype), v).reshape(q.shape)
 
 
@@ -43,12 +66,14 @@ def context_attention(paths: Paths, parallel: ParallelMesh) -> Attend:
     heads = P(*parallel.tokens_spec, parallel.logits_spec[2], None)
     whole_row = P(parallel.tokens_spec[0], None)
 
-    def per_shard(q, k, v, queries, keys):
-        if axes.context:
-            k, v = lax.all_gather(jnp.stack([k, v]), axes.context, axis=2, tiled=True)
-        return attention(q, k, v, queries, keys)
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None, scale: float | None = None
+    ) -> jax.Array:
+        def per_shard(q, k, v, queries, keys):
+            if axes.context:
+                k, v = lax.all_gather(jnp.stack([k, v]), axes.context, axis=2, tiled=True)
+            return attention(q, k, v, queries, keys, window=window, scale=scale)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         in_specs = (heads, heads, heads, parallel.tokens_spec, whole_row)
         sharded = jax.shard_map(per_shard, mesh=parallel.mesh, in_specs=in_specs, out_specs=heads)
         return sharded(q, k, v, paths, paths)

@@ -237,10 +237,10 @@ def _create(args: argparse.Namespace, devices: Sequence[jax.Device]) -> _Model:
 def _load(args: argparse.Namespace, devices: Sequence[jax.Device]) -> _Model:
     """The model of a folder, with its tokenizer."""
     # imported here, since nothing else needs them
-    from examples.trainer.llama import LlamaConfig, load_model
     from examples.trainer.model_folder import FolderTokenizer
+    from examples.trainer.published import load_model, read_config
 
-    config = LlamaConfig.read(args.model)
+    config = read_config(args.model)
     tokenizer = FolderTokenizer(args.model, config.ends)
     task = Task(args.task, args.seed, args.held_out, tokenizer, args.shots, args.response_length)
     config = config.with_tokens(tokenizer.size, task.prompt_length + task.response_length)

@@ -1,4 +1,4 @@
-"""Dense models of the Llama kind in Flax NNX, loaded from their published folders: Llama, Qwen 2 and Qwen 3.
+"""Dense models of the Llama kind in Flax NNX: Llama, Qwen 2 and Qwen 3.
 
 RMSNorm before attention and before a SwiGLU MLP, grouped-query attention, rotary positions
 (https://arxiv.org/abs/2302.13971). Qwen 2 has biases at queries, keys and values (https://arxiv.org/abs/2407.10671),
@@ -8,7 +8,6 @@ Qwen 3 norms of queries and keys (https://arxiv.org/abs/2505.09388), Llama 3 slo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,13 +17,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from examples.trainer.attention import Attend
-from examples.trainer.llama_config import LlamaConfig, Rope
-from examples.trainer.model_folder import Weights
+from examples.trainer.llama_config import LlamaConfig, Rope, Sizes
 from jaxppo import ParallelMesh
-from jaxppo.sharding import multihost
 
 
-def _kernel(spec: P, parallel: ParallelMesh) -> nnx.Initializer:
+def kernel_init(spec: P, parallel: ParallelMesh) -> nnx.Initializer:
+    """Random kernels, placed on the mesh."""
     return nnx.with_partitioning(nnx.initializers.normal(0.02), tuple(spec), mesh=parallel.mesh)
 
 
@@ -45,7 +43,7 @@ class Projection(nnx.Module):
         shape: tuple[int, int],
         columns: bool,
         bias: bool,
-        config: LlamaConfig,
+        config: Sizes,
         parallel: ParallelMesh,
         rngs: nnx.Rngs,
     ):
@@ -54,7 +52,7 @@ class Projection(nnx.Module):
         self.spec = parallel.kernel_spec("hv" if columns else "vh")
         self.gathered = P(None, tensor) if columns else P(tensor, None)
         self.gathered_sharding = parallel.sharding(self.gathered)
-        self.kernel = nnx.Param(_kernel(self.spec, parallel)(rngs.params(), shape, jnp.float32))
+        self.kernel = nnx.Param(kernel_init(self.spec, parallel)(rngs.params(), shape, jnp.float32))
         self.adapter = nnx.data(None)  # see lora.py
         self.bias = nnx.data(None)
         if bias:
@@ -126,13 +124,13 @@ class Llama(nnx.Module):
     def __init__(self, config: LlamaConfig, parallel: ParallelMesh, rngs: nnx.Rngs):
         self.config = config
         head: dict[str, Any] = {"dtype": config.dtype, "rngs": rngs}
-        embedding = _kernel(parallel.kernel_spec("vh"), parallel)
+        embedding = kernel_init(parallel.kernel_spec("vh"), parallel)
         self.embed_tokens = nnx.Embed(config.padded_vocab, config.width, embedding_init=embedding, **head)
         self.layers = nnx.List([Layer(config, parallel, rngs) for _ in range(config.layers)])
         self.norm = _norm(config, config.width, rngs)
         self.lm_head = nnx.data(None)
         if not config.tied:
-            kernel = _kernel(parallel.kernel_spec("hv"), parallel)
+            kernel = kernel_init(parallel.kernel_spec("hv"), parallel)
             self.lm_head = nnx.Linear(config.width, config.padded_vocab, use_bias=False, kernel_init=kernel, **head)
 
     @property
@@ -191,79 +189,3 @@ def rotate(x: Float[Array, "R T N D"], angles: Float[Array, "R T 1 D/2"]) -> Flo
     cos = jnp.cos(angles)
     sin = jnp.sin(angles)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-def describe_model(config: LlamaConfig, parallel: ParallelMesh) -> tuple[nnx.GraphDef, nnx.State]:
-    """The model's structure and its parameters' shapes; no array is made."""
-    return jax.eval_shape(lambda: nnx.split(Llama(config, parallel, nnx.Rngs(0))))
-
-
-def load_model(folder: Path, config: LlamaConfig, parallel: ParallelMesh) -> tuple[nnx.GraphDef, nnx.State]:
-    """The model's structure and the folder's parameters, each placed on the mesh by its partition spec.
-
-    Raises:
-      ValueError: tensors that are missing, of another shape, not finite, or of a model with more parts; a mesh that
-        does not divide the model.
-    """
-    if config.kv_heads % parallel.tensor_size:
-        raise ValueError(
-            f"mesh: got {parallel.tensor_size} tensor shards, expected a divisor of the {config.kv_heads} key-value "
-            "heads"
-        )
-    weights = Weights(folder)
-    layers = {name.split(".")[2] for name in weights.shapes if name.startswith("model.layers.")}
-    if config.layers != len(layers):  # checked first, since describing many layers takes time
-        raise ValueError(
-            f"--model: got num_hidden_layers {config.layers} in config.json, expected {len(layers)}, the layers of "
-            "the tensors"
-        )
-    graphdef, abstract = describe_model(config, parallel)
-    shardings = jax.tree.map(parallel.sharding, nnx.get_partition_spec(abstract))
-    leaves, structure = jax.tree.flatten_with_path(abstract)
-    names = [_published_name(path) for path, _ in leaves]
-    expected = {
-        name: leaf.shape[::-1] if transposed else leaf.shape
-        for (name, transposed), (_, leaf) in zip(names, leaves, strict=True)
-    }
-    # early folders hold the rates of the positions, which config.json says too
-    ignored = {name for name in weights.shapes if name.endswith(".rotary_emb.inv_freq")}
-    if config.tied:
-        ignored.add("lm_head.weight")
-    _check_shapes(weights.shapes, expected, ignored)
-    placed = list(zip(names, leaves, jax.tree.leaves(shardings), strict=True))
-    for (name, _), (_, leaf), sharding in placed:
-        try:
-            sharding.shard_shape(leaf.shape)
-        except ValueError:
-            raise ValueError(
-                f"mesh: got {dict(parallel.mesh.shape)}, expected sizes that divide {name} {leaf.shape} as "
-                f"{sharding.spec}"
-            ) from None
-    with multihost.together(parallel):  # each process reads its own part of the weights
-        arrays = [weights.place(name, sharding, transposed) for (name, transposed), _, sharding in placed]
-    return graphdef, jax.tree.unflatten(structure, arrays)
-
-
-def _published_name(path: tuple[Any, ...]) -> tuple[str, bool]:
-    """A parameter's name in the files, and whether the file holds it transposed."""
-    *modules, kind = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
-    name = ".".join([*modules, "bias" if kind == "bias" else "weight"])
-    if modules[0] != "lm_head":
-        name = f"model.{name}"
-    return name, kind == "kernel"
-
-
-def _check_shapes(got: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], ignored: set[str]) -> None:
-    def some(names: list[str]) -> str:
-        listed = ", ".join(names[:3])
-        if len(names) > 3:
-            listed += f" and {len(names) - 3} more"
-        return listed
-
-    if missing := [name for name in expected if name not in got]:
-        raise ValueError(f"--model: got no tensor {some(missing)}, which config.json asks for")
-    if strange := [name for name in got if name not in expected and name not in ignored]:
-        raise ValueError(f"--model: got tensors {some(strange)}, which the model of config.json does not have")
-    for name, shape in expected.items():
-        if got[name] != shape:
-            raise ValueError(f"--model: got {name} of shape {list(got[name])}, expected {list(shape)}")

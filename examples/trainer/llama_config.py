@@ -1,17 +1,17 @@
-"""Sizes and settings of a model of the Llama kind, read from its folder's config.json."""
+"""Sizes and settings of a published model, and those of the Llama kind, read from its folder's config.json."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from examples.trainer.model_folder import read_json
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_KINDS = ("llama", "qwen2", "qwen3")
-# settings of config.json that change the model, with the values that the model below has
+KINDS = ("llama", "qwen2", "qwen3")
+# settings of config.json that change the model, with the values that the model has
 _ONLY = {
     "hidden_act": ("silu",),
     "use_sliding_window": (False, None),
@@ -36,8 +36,8 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True)
-class LlamaConfig:
-    """Sizes of the model. Columns of `padded_vocab` that belong to no token of the tokenizer are padding."""
+class Sizes:
+    """Sizes that every model has. Columns of `padded_vocab` that belong to no token of the tokenizer are padding."""
 
     vocab_size: int
     padded_vocab: int
@@ -48,67 +48,13 @@ class LlamaConfig:
     head_dim: int
     mlp_width: int
     max_length: int
-    rope: Rope
     norm_eps: float
-    tied: bool
-    normed: bool
-    """Queries and keys have norms."""
-    qkv_bias: bool
-    out_bias: bool
-    """Whether the projection behind attention has a bias."""
-    mlp_bias: bool
     ends: tuple[int, ...]
     """The ids after which a response is over."""
     dtype: str
     """Products and activations have it; parameters are float32."""
 
-    @classmethod
-    def read(cls, folder: Path) -> LlamaConfig:
-        """Reads config.json. Every column of the head counts as a token until `with_tokens` says how many there are.
-
-        Raises:
-          ValueError: no config.json, one of another architecture, or one that lacks a setting.
-        """
-        path = folder / "config.json"
-        settings = _Settings(path, read_json(path))
-        kind = settings.choice("model_type", _KINDS)
-        for name, allowed in _ONLY.items():
-            if (got := settings.found.get(name, allowed[0])) not in allowed:
-                raise settings.error(name, got, repr(allowed[0]))
-        heads = settings.count("num_attention_heads")
-        kv_heads = settings.count("num_key_value_heads")
-        if heads % kv_heads:
-            raise settings.error("num_key_value_heads", kv_heads, f"a divisor of {heads}")
-        kinds = settings.found.get("layer_types") or []
-        strange = [x for x in kinds if x != "full_attention"][:1] if isinstance(kinds, list) else kinds
-        if strange:
-            raise settings.error("layer_types", strange, "'full_attention'")
-        vocab = settings.count("vocab_size")
-        width = settings.count("hidden_size")
-        biased = settings.flag("attention_bias")
-        dtype = "dtype" if "dtype" in settings.found else "torch_dtype"
-        return cls(
-            vocab_size=vocab,
-            padded_vocab=vocab,
-            width=width,
-            layers=settings.count("num_hidden_layers"),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=width // heads if settings.found.get("head_dim") is None else settings.count("head_dim"),
-            mlp_width=settings.count("intermediate_size"),
-            max_length=settings.count("max_position_embeddings"),
-            rope=settings.rope(),
-            norm_eps=settings.number("rms_norm_eps"),
-            tied=settings.flag("tie_word_embeddings"),
-            normed=kind == "qwen3",
-            qkv_bias=biased or kind == "qwen2",
-            out_bias=biased and kind != "qwen2",
-            mlp_bias=kind == "llama" and settings.flag("mlp_bias"),
-            ends=settings.ends(),
-            dtype=settings.choice(dtype, _DTYPES, "float32"),
-        )
-
-    def with_tokens(self, count: int, longest: int) -> LlamaConfig:
+    def with_tokens(self, count: int, longest: int) -> Self:
         """The config with the tokenizer's number of tokens.
 
         Raises:
@@ -125,7 +71,48 @@ class LlamaConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Settings:
+class LlamaConfig(Sizes):
+    """Sizes of a model of the Llama kind, and which parts it has."""
+
+    rope: Rope
+    tied: bool
+    """The head is the embeddings."""
+    normed: bool
+    """Queries and keys have norms."""
+    qkv_bias: bool
+    out_bias: bool
+    """Whether the projection behind attention has a bias."""
+    mlp_bias: bool
+
+    @classmethod
+    def read(cls, folder: Path) -> LlamaConfig:
+        """Reads config.json. Every column of the head counts as a token until `with_tokens` says how many there are.
+
+        Raises:
+          ValueError: no config.json, one of another architecture, or one that lacks a setting.
+        """
+        path = folder / "config.json"
+        settings = Settings(path, read_json(path))
+        kind = settings.choice("model_type", KINDS)
+        settings.only(_ONLY)
+        kinds = settings.found.get("layer_types") or []
+        strange = [x for x in kinds if x != "full_attention"][:1] if isinstance(kinds, list) else kinds
+        if strange:
+            raise settings.error("layer_types", strange, "'full_attention'")
+        biased = settings.flag("attention_bias")
+        return cls(
+            **settings.sizes(),
+            rope=settings.rope(),
+            tied=settings.flag("tie_word_embeddings"),
+            normed=kind == "qwen3",
+            qkv_bias=biased or kind == "qwen2",
+            out_bias=biased and kind != "qwen2",
+            mlp_bias=kind == "llama" and settings.flag("mlp_bias"),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
     """The settings of config.json, each checked as it is read."""
 
     path: Path
@@ -133,6 +120,39 @@ class _Settings:
 
     def error(self, name: str, got: Any, expected: str) -> ValueError:
         return ValueError(f"--model: got {name} {got!r} in {self.path}, expected {expected}")
+
+    def only(self, allowed: Mapping[str, Sequence[Any]]) -> None:
+        """Raises unless each of these settings is absent, or has one of its allowed values."""
+        for name, values in allowed.items():
+            if (got := self.found.get(name, values[0])) not in values:
+                raise self.error(name, got, repr(values[0]))
+
+    def sizes(self) -> dict[str, Any]:
+        """The fields of `Sizes`, where every column of the head counts as a token."""
+        heads = self.count("num_attention_heads")
+        kv_heads = self.count("num_key_value_heads")
+        if heads % kv_heads:
+            raise self.error("num_key_value_heads", kv_heads, f"a divisor of {heads}")
+        vocab = self.count("vocab_size")
+        width = self.count("hidden_size")
+        head_dim = width // heads
+        if self.found.get("head_dim") is not None:
+            head_dim = self.count("head_dim")
+        dtype = "dtype" if "dtype" in self.found else "torch_dtype"
+        return {
+            "vocab_size": vocab,
+            "padded_vocab": vocab,
+            "width": width,
+            "layers": self.count("num_hidden_layers"),
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "mlp_width": self.count("intermediate_size"),
+            "max_length": self.count("max_position_embeddings"),
+            "norm_eps": self.number("rms_norm_eps"),
+            "ends": self.ends(),
+            "dtype": self.choice(dtype, _DTYPES, "float32"),
+        }
 
     def number(self, name: str) -> float:
         got = self.found.get(name)
@@ -165,7 +185,7 @@ class _Settings:
         kind = given.get("rope_type", given.get("type", "default")) if isinstance(given, dict) else None
         if kind not in ("default", "linear", "llama3"):
             raise self.error(name, given, "rope_type 'default', 'linear' or 'llama3'")
-        inner = _Settings(self.path, {**self.found, **given})
+        inner = Settings(self.path, {**self.found, **given})
         theta = inner.number("rope_theta")
         if kind == "default":
             return Rope(theta)

@@ -179,12 +179,15 @@ def _extend(
     segments, positions = here
 
     def attend_in(layer: int) -> Attend:
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None, scale: float | None = None
+        ) -> jax.Array:
             def write(old, new):
                 return place(lax.dynamic_update_slice_in_dim(old, new, at, 1), None, tensor, None)
 
             layers[layer] = keys, values = write(layers[layer][0], k), write(layers[layer][1], v)
-            return attention(q, keys, values, Paths(segments, positions), Paths(cache.segments, cache.positions))
+            of_keys = Paths(cache.segments, cache.positions)
+            return attention(q, keys, values, Paths(segments, positions), of_keys, window=window, scale=scale)
 
         return attend
 

@@ -12,9 +12,8 @@ from examples.real import larger
 from examples.trainer.arguments import LORA_TARGETS, parse
 from examples.trainer.attention import context_attention
 from examples.trainer.grpo_run import grpo_step, set_up
-from examples.trainer.llama import load_model
-from examples.trainer.llama_config import LlamaConfig
 from examples.trainer.lora import LoraConfig, add_adapters
+from examples.trainer.published import load_model, read_config
 from examples.trainer.train_grpo import main
 from jaxppo import RolloutBatch, Sample, make_parallel_mesh
 
@@ -31,7 +30,7 @@ def folder(tmp_path_factory):
 def models(folder, mesh, lora=LORA):
     """The mesh, the model of the folder and that with adapters: structures and parameters."""
     parallel = make_parallel_mesh(mesh, context_layout="zigzag")
-    config = LlamaConfig.read(folder)
+    config = read_config(folder)
     graphdef, params = load_model(folder, config, parallel)
     adapted, adapters = add_adapters(graphdef, params, config, lora, parallel, seed=0)
     return parallel, (graphdef, params), (adapted, adapters)

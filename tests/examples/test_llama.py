@@ -12,16 +12,15 @@ import pytest
 import tiny_llama
 import transformers_logits
 from flax import nnx
+from published_logits import logits_on
 from safetensors.numpy import load_file, save_file
 
 from examples.trainer import model_folder
 from examples.trainer.arguments import parse
-from examples.trainer.attention import context_attention
 from examples.trainer.grpo_run import grpo_step, set_up, supervised
-from examples.trainer.llama import LlamaConfig, describe_model, load_model
 from examples.trainer.model_folder import FolderTokenizer
+from examples.trainer.published import describe_model, load_model, read_config
 from examples.trainer.train_grpo import main
-from jaxppo import RolloutBatch, Sample
 from sharding import make_parallel_mesh
 from sharding.axes import LAYOUTS
 from sharding.testing import factorings
@@ -77,34 +76,8 @@ def sequences():
     return [rng.integers(0, 256, n) for n in LENGTHS]
 
 
-def logits_on(folder, mesh, layout="contiguous", asked=None):
-    """[T, V] of each sequence, packed into rows over a mesh."""
-    asked = sequences() if asked is None else asked
-    parallel = make_parallel_mesh(mesh, context_layout=layout)
-    graphdef, params = load_model(folder, LlamaConfig.read(folder), parallel)
-    samples = [Sample(tokens, response_start=1, group_id=i) for i, tokens in enumerate(asked)]
-    batch = RolloutBatch.from_samples(samples, row_length=32, rows=8, num_segments=4, parallel=parallel).put(parallel)
-
-    @jax.jit
-    def run(params, batch):
-        model = nnx.merge(graphdef, params)
-        return model.logits(model(batch.tokens, batch.positions, context_attention(batch.paths, parallel)))
-
-    found, segments, positions, samples = jax.device_get(
-        (run(params, batch), batch.segment_ids, batch.positions, batch.sample_ids)
-    )
-    result = []
-    for i, length in enumerate(map(len, asked)):
-        row, segment = np.argwhere(samples == i)[0]
-        mine = np.flatnonzero(segments[row] == segment + 1)
-        ordered = mine[np.argsort(positions[row][mine])]
-        assert len(ordered) == length
-        result.append(found[row][ordered])
-    return result
-
-
 def check_logits(folder, config, tensors, mesh, layout):
-    for got, tokens in zip(logits_on(folder, mesh, layout), sequences(), strict=True):
+    for got, tokens in zip(logits_on(folder, mesh, sequences(), layout), sequences(), strict=True):
         np.testing.assert_allclose(got, logits_by_definition(config, tensors, tokens), rtol=0, atol=1e-5)
 
 
@@ -133,7 +106,7 @@ RECORDED = Path(__file__).parents[1] / "golden" / "llama.npz"
 def test_logits_are_those_of_transformers(tmp_path, name, mesh):
     """Llama, Qwen 2 and Qwen 3, tied or not, with biases, norms and slowed rotations, of recorded random models."""
     tiny_llama.write(tmp_path, **transformers_logits.MODELS[name])
-    got = np.concatenate(logits_on(tmp_path, mesh, asked=transformers_logits.sequences()))
+    got = np.concatenate(logits_on(tmp_path, mesh, transformers_logits.sequences()))
     with np.load(RECORDED) as recorded:
         want = recorded[name]
     assert np.abs(want).max() > 0.5
@@ -158,7 +131,7 @@ def test_published_sizes_have_their_number_of_parameters_and_lie_on_a_mesh(tmp_p
     sizes |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": tied}
     (tmp_path / "config.json").write_text(json.dumps({**tiny_llama.CONFIG, **sizes}))
     parallel = make_parallel_mesh("fsdp=4,tp=2")
-    _, abstract = describe_model(LlamaConfig.read(tmp_path), parallel)
+    _, abstract = describe_model(read_config(tmp_path), parallel)
     leaves = jax.tree.leaves(abstract)
     assert sum(leaf.size for leaf in leaves) == count
     shardings = jax.tree.leaves(jax.tree.map(parallel.sharding, nnx.get_partition_spec(abstract)))
@@ -170,7 +143,7 @@ def test_published_sizes_have_their_number_of_parameters_and_lie_on_a_mesh(tmp_p
 def test_bfloat16_is_rounded_and_no_more(tmp_path):
     config, _ = tiny_llama.write(tmp_path, dtype=tiny_llama.BFLOAT16, tie_word_embeddings=False)
     stored = {name: x.astype(np.float64) for name, x in load_file(tmp_path / "model.safetensors").items()}
-    got = np.concatenate(logits_on(tmp_path, "dp=4,tp=2"))
+    got = np.concatenate(logits_on(tmp_path, "dp=4,tp=2", sequences()))
     want = np.concatenate([logits_by_definition(config, stored, tokens) for tokens in sequences()])
     # about twenty roundings by 2^-9 of numbers of about 1, one after the other
     assert 1e-4 < np.sqrt(np.mean((got - want) ** 2)) < 20**0.5 * 2**-9
@@ -204,7 +177,7 @@ def test_each_device_reads_its_part_alone(tmp_path, monkeypatch):
 
     monkeypatch.setattr(model_folder, "_open", Opened)
     parallel = make_parallel_mesh("fsdp=4,tp=2")
-    _, params = load_model(tmp_path, LlamaConfig.read(tmp_path), parallel)
+    _, params = load_model(tmp_path, read_config(tmp_path), parallel)
     kernels = [x for x in jax.tree.leaves(params) if x.ndim == 2]
     assert all(shard.data.size == x.size // 8 for x in kernels for shard in x.addressable_shards)
     vectors = len(jax.tree.leaves(params)) - len(kernels)
@@ -384,16 +357,16 @@ def test_bad_folders_end_in_one_line_and_exit_code_2(tmp_path, capsys, name):
 
 def test_meshes_that_do_not_divide_the_model(tmp_path):
     tiny_llama.write(tmp_path)
-    config = LlamaConfig.read(tmp_path)
+    config = read_config(tmp_path)
     with pytest.raises(ValueError, match="mesh: got 4 tensor shards, expected a divisor of the 2 key-value heads"):
         load_model(tmp_path, config, make_parallel_mesh("dp=2,tp=4"))
     tiny_llama.write(tmp_path / "wide", hidden_size=28)
     with pytest.raises(ValueError, match=r"mesh: got .*'fsdp': 8.*, expected sizes that divide model.embed_tokens"):
-        load_model(tmp_path / "wide", LlamaConfig.read(tmp_path / "wide"), make_parallel_mesh("fsdp=8"))
+        load_model(tmp_path / "wide", read_config(tmp_path / "wide"), make_parallel_mesh("fsdp=8"))
 
 
 def tokenizer_of(folder, worked=()):
-    return FolderTokenizer(folder, LlamaConfig.read(folder).ends, worked)
+    return FolderTokenizer(folder, read_config(folder).ends, worked)
 
 
 def asked(folder, worked=()):

@@ -15,8 +15,8 @@ from examples.flax_linen import VOCAB
 from examples.trainer import grpo_run, learner
 from examples.trainer.arguments import parse
 from examples.trainer.attention import context_attention
-from examples.trainer.llama import LlamaConfig, load_model
 from examples.trainer.model import ModelConfig, create_model
+from examples.trainer.published import load_model, read_config
 from jaxppo import assert_packing_invariant
 from jaxppo.sharding import LAYOUTS, make_parallel_mesh
 
@@ -50,7 +50,7 @@ def test_the_decoder(case):
 def test_qwen3(case, tmp_path):
     parallel, given = mesh_of(case)
     tiny_llama.write(tmp_path)
-    graphdef, params = load_model(tmp_path, LlamaConfig.read(tmp_path), parallel)
+    graphdef, params = load_model(tmp_path, read_config(tmp_path), parallel)
     assert_packing_invariant(with_attention(graphdef, parallel), params, vocab_size=257, parallel=given)
 
 

@@ -18,8 +18,8 @@ from tables import sampled
 from examples.trainer.arguments import parse
 from examples.trainer.attention import attention, context_attention
 from examples.trainer.grpo_run import set_up
-from examples.trainer.llama import LlamaConfig, load_model
 from examples.trainer.model import ModelConfig, create_model
+from examples.trainer.published import load_model, read_config
 from jaxppo import Head, advantages, finalize_metrics, policy_loss_from_hidden
 from sharding import make_parallel_mesh
 from sharding.axes import LAYOUTS
@@ -34,8 +34,9 @@ def model_on(kind, parallel, folder):
     """The structure and the parameters of a model, the same on every mesh."""
     if kind == "decoder":
         return create_model(SMALL, parallel, seed=1)
-    tiny_llama.write(folder)
-    return load_model(folder, LlamaConfig.read(folder), parallel)
+    settings = tiny_llama.GEMMA if kind == "gemma3" else {}
+    tiny_llama.write(folder / kind, **settings)
+    return load_model(folder / kind, read_config(folder / kind), parallel)
 
 
 def step(graphdef, params, batch, parallel):
@@ -75,8 +76,9 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("model")
 
 
-CASES = [*itertools.product(("decoder", "qwen3"), factorings(8), LAYOUTS)]
-CASES = [case for case in CASES if case[0] == "decoder" or "tp=1" in case[1] or "tp=2" in case[1]]
+CASES = [*itertools.product(("decoder", "qwen3", "gemma3"), factorings(8), LAYOUTS)]
+MOST = {"decoder": 8, "qwen3": 2, "gemma3": 1}  # tensor shards: they divide the heads of keys and values
+CASES = [case for case in CASES if int(case[1].rpartition("tp=")[2]) <= MOST[case[0]]]
 # by day each layout, over shards of data, context and tensor
 DAY = {
     ("decoder", "dp=2,cp=2,tp=2", "zigzag"),
@@ -84,6 +86,7 @@ DAY = {
     ("decoder", "dp=2,cp=4,tp=1", "zigzag_per_segment"),
     ("decoder", "dp=1,cp=4,tp=2", "contiguous"),
     ("qwen3", "dp=2,cp=2,tp=2", "zigzag"),
+    ("gemma3", "dp=2,cp=4,tp=1", "zigzag"),
 }
 BY_DAY = sampled(CASES, lambda i, case: case in DAY)
 

@@ -1,5 +1,5 @@
-"""Writes a tiny random model of the Llama kind in its published form, by default a Qwen3: config.json, tokenizer.json,
-safetensors in one file or several."""
+"""Writes a tiny random model of the Llama kind, or a Gemma 3, in its published form, by default a Qwen3: config.json,
+tokenizer.json, safetensors in one file or several."""
 
 import json
 
@@ -28,6 +28,18 @@ CONFIG = {
     "eos_token_id": 257,
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
+}
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 8,
+    "sliding_window": 5,
+    "sliding_window_pattern": 6,
+    "rope_local_base_freq": 100.0,
+    "rope_theta": 10000.0,
 }
 # as much of Qwen3's as a question needs
 TEMPLATE = """{%- for message in messages %}
@@ -73,14 +85,18 @@ def tensors(config, seed=0):
             "input_layernorm": (width,),
             "post_attention_layernorm": (width,),
         }
-        if config["model_type"] != "qwen3":
+        if config["model_type"] == "gemma3_text":
+            layer |= {"pre_feedforward_layernorm": (width,), "post_feedforward_layernorm": (width,)}
+        elif config["model_type"] != "qwen3":
             layer = {name: shape for name, shape in layer.items() if name[-6:] not in ("q_norm", "k_norm")}
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
         shapes |= {f"model.layers.{i}.{name}.bias": (n,) for name, n in biases.items() if is_biased(config, name)}
-    return {
-        name: rng.normal(name.endswith("norm.weight"), 0.15 if len(shape) == 2 else 0.2, shape).astype(np.float32)
-        for name, shape in shapes.items()
-    }
+    one = config["model_type"] != "gemma3_text"  # whose norms scale by 1 + weight
+    found = {}
+    for name, shape in shapes.items():
+        mean = one and name.endswith("norm.weight")
+        found[name] = rng.normal(mean, 0.15 if len(shape) == 2 else 0.2, shape).astype(np.float32)
+    return found
 
 
 def tokenizer():

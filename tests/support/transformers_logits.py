@@ -1,6 +1,7 @@
-"""Records the logits of the public implementations of Llama, Qwen 2 and Qwen 3 on tiny random models.
+"""Records the logits of the public implementations of Llama, Qwen 2, Qwen 3 and Gemma 3 on tiny random models.
 
-    python tests/support/transformers_logits.py tests/golden/llama.npz
+    python tests/support/transformers_logits.py llama tests/golden/llama.npz
+    python tests/support/transformers_logits.py gemma tests/golden/gemma.npz
 
 It takes torch, transformers, and what tiny_llama.py imports; the tests read the file alone. Each model has the true
 architecture with other sizes. Every fourth column is kept.
@@ -24,6 +25,15 @@ MODELS = {
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
     "qwen3_biased": {"model_type": "qwen3", "tie_word_embeddings": True, "attention_bias": True},
 }
+KINDS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 30.0}}
+ROPES |= {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0}}
+GEMMAS = {
+    "gemma3": tiny_llama.GEMMA,
+    "scaled": tiny_llama.GEMMA | {"query_pre_attn_scalar": 24, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "newer": tiny_llama.GEMMA | {"layer_types": KINDS, "num_hidden_layers": 4, "rope_parameters": ROPES},
+}
+FILES = {"llama": MODELS, "gemma": GEMMAS}
 COLUMNS = slice(None, None, 4)
 
 
@@ -32,13 +42,13 @@ def sequences():
     return [rng.integers(0, 256, n) for n in (11, 6, 30)]
 
 
-def main(path):
+def main(which, path):
     import torch
     import transformers
 
     torch.set_num_threads(1)
     found = {"versions": np.array([transformers.__version__, torch.__version__])}
-    for name, settings in MODELS.items():
+    for name, settings in FILES[which].items():
         with tempfile.TemporaryDirectory() as folder:
             tiny_llama.write(Path(folder), copied_head=False, **settings)
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -49,4 +59,4 @@ def main(path):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
