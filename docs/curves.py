@@ -10,7 +10,7 @@ BLUE, RED, GREY, INK = "#3b6fb6", "#c2453c", "#b9bec7", "#24292f"
 SHARDS = ("#cfe0f5", "#fbdcc4", "#d3ecd0", "#ead4ee")
 OLD_PROBABILITY = 0.1
 LOSSES = (
-    *("ppo", "gspo", "cispo", "sapo", "gmpo", "vespo", "probability_mask", "reinforce", "by_sign"),
+    *("ppo", "gspo", "cispo", "sapo", "aspo", "gmpo", "vespo", "probability_mask", "reinforce", "by_sign"),
     *("dppo", "dro", "clip_cov", "kl_cov"),
 )
 

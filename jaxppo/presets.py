@@ -7,6 +7,8 @@ was published with. `dataclasses.replace(presets.dapo(), entropy_coef=1e-3)` cha
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -17,6 +19,7 @@ from jaxppo.base.kl import KL
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy.off_policy import OffPolicyConfig, Rejection
 from jaxppo.policy_losses import (
+    ASPO,
     CISPO,
     DPPO,
     DRO,
@@ -153,10 +156,15 @@ def tinker(loss_fn: str, **loss_fn_config: float) -> PolicyLossConfig:
     `cross_entropy` is `SFT(aggregation="token_sum")` with the weights as `loss_weights`. SkyRL's server takes means
     over each sequence, and 0.8 and 1.2 for cispo too.
 
+    For gspo the batch's loss mask is Tinker's `sequence_ratio_mask`, over which the mean of the sequence's ratio is
+    taken. Tokens that only the mean reads have an advantage of 0 here as there. A token that Tinker trains outside of
+    that mask has no counterpart. There is no stable_reinforce: it needs the service's own record of what was sampled,
+    and its formula is not public.
+
     Args:
-      loss_fn: "importance_sampling", "ppo", "cispo" or "dro".
+      loss_fn: "importance_sampling", "ppo", "cispo", "gspo" or "dro".
       **loss_fn_config: its numbers. Bounds of the ratio itself, `clip_low_threshold` and `clip_high_threshold`: 0.8 and
-        1.2 for ppo, 0 and 4 for cispo. `beta` of dro, without a default.
+        1.2 for ppo, 0 and 4 for cispo, without a default for gspo. `beta` of dro, without a default.
 
     Raises:
       ValueError: another name, a number that the loss does not have or lacks, bounds out of order.
@@ -165,12 +173,13 @@ def tinker(loss_fn: str, **loss_fn_config: float) -> PolicyLossConfig:
       >>> tinker("ppo", clip_high_threshold=1.5).loss.clip_high
       0.5
 
-    https://tinker-docs.thinkingmachines.ai/losses
+    https://tinker-docs.thinkingmachines.ai/tinker/losses
     """
     known: dict[str, dict[str, Any]] = {
         "importance_sampling": {},
         "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
         "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        "gspo": {"clip_low_threshold": None, "clip_high_threshold": None},
         "dro": {"beta": None},
     }
     check("loss_fn", repr(loss_fn), isinstance(loss_fn, str) and loss_fn in known, f"one of {', '.join(known)}")
@@ -189,7 +198,12 @@ def tinker(loss_fn: str, **loss_fn_config: float) -> PolicyLossConfig:
         traced = isinstance(low, jax.Array) or isinstance(high, jax.Array)  # the constructor makes them NaN
         good = traced or low <= 1 <= high
         check("clip_low_threshold", f"{low} and {high}", good, "low <= 1 <= clip_high_threshold")
-        loss = {"ppo": PPO, "cispo": CISPO}[loss_fn](1 - low, high - 1)
+        losses: dict[str, Callable[..., PolicyLoss]] = {
+            "ppo": PPO,
+            "cispo": CISPO,
+            "gspo": partial(GSPO, gradient="token"),
+        }
+        loss = losses[loss_fn](1 - low, high - 1)
     return PolicyLossConfig(loss, ratio_to="rollout", aggregation="token_sum")
 
 
@@ -207,6 +221,14 @@ def sapo() -> PolicyLossConfig:
     Gao et al. 2025, https://arxiv.org/abs/2511.20347
     """
     return PolicyLossConfig(SAPO(), aggregation="sequence_mean_token_mean")
+
+
+def aspo() -> PolicyLossConfig:
+    """ASPO: PPO's clip with one over the ratio as the weight where A > 0, at most 3. With `advantages.grpo`.
+
+    Wang et al. 2025, https://arxiv.org/abs/2510.06062
+    """
+    return PolicyLossConfig(ASPO(), aggregation="token_mean")
 
 
 def gmpo() -> PolicyLossConfig:

@@ -18,8 +18,8 @@ MOST = 2**31 - 1  # the largest integer of an argument
 # Names that other packages register. Those packages import JAX, so the names are repeated here; tests compare them.
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_segment", "striped")
 LOSSES = (
-    *("by_sign", "cispo", "clip_cov", "dppo", "dro", "gmpo", "gspo", "kl_cov", "ppo", "probability_mask", "reinforce"),
-    *("sapo", "vespo"),
+    *("aspo", "by_sign", "cispo", "clip_cov", "dppo", "dro", "gmpo", "gspo", "kl_cov", "ppo", "probability_mask"),
+    *("reinforce", "sapo", "vespo"),
 )
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

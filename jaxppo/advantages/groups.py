@@ -25,6 +25,7 @@ def grpo(
     among: Bool[Array, "*K R S"] | None = None,
     rollout_ids: Int[Array, "*K R S"] | None = None,
     scale_by_std: bool = True,
+    leave_one_out: bool = False,
     epsilon: Coefficient = 1e-6,
     singletons: Singletons = "zero",
     parallel: Parallel = None,
@@ -40,6 +41,8 @@ def grpo(
       rollout_ids: `i32` of that shape, equal for the samples that were cut from one rollout. A rollout counts once, and
         its parts get its advantage. By default each sample is a rollout. `**batch.groups` gives both ids of a batch.
       scale_by_std: divide by the group's deviation, over n - 1; without it this is `dr_grpo`.
+      leave_one_out: the mean of the others in place of mean_g, but the deviation of all: A_i times n / (n - 1), Tunix's
+        "grpo-loo". `rloo(scale_by_std=True)` leaves the sample out of the deviation too.
       epsilon: added to the deviation, at least 0. A deviation of 0 divides by 1.
       singletons: the advantage where fewer than two samples make a group's statistics: "zero", or a sample's own
         "reward" over 1 + epsilon (verl).
@@ -61,14 +64,20 @@ def grpo(
     Shao et al. 2024, DeepSeekMath, https://arxiv.org/abs/2402.03300
     """
     samples = SampleArrays(rewards, group_ids, among, rollout_ids)
-    return by_group("grpo", _grpo, parallel, samples, scale_by_std=scale_by_std, epsilon=epsilon, singletons=singletons)
+    flags = {"scale_by_std": scale_by_std, "leave_one_out": leave_one_out}
+    return by_group("grpo", _grpo, parallel, samples, **flags, epsilon=epsilon, singletons=singletons)
 
 
-def _grpo(groups: Groups, *, scale_by_std: bool, epsilon: jax.Array, singletons: Singletons) -> jax.Array:
+def _grpo(
+    groups: Groups, *, scale_by_std: bool, leave_one_out: bool, epsilon: jax.Array, singletons: Singletons
+) -> jax.Array:
     centred = groups.rewards - groups.mean
+    scale = scale_of(groups.deviation(centred), epsilon)
+    if leave_one_out:
+        centred = groups.but_self(centred)
     if not scale_by_std:
         return groups.unless_alone(centred, singletons)
-    scaled = centred / scale_of(groups.deviation(centred), epsilon)
+    scaled = centred / scale
     return groups.unless_alone(scaled, singletons, groups.rewards / (1 + epsilon))
 
 
@@ -90,7 +99,8 @@ def dr_grpo(
     Liu et al. 2025, Understanding R1-Zero-Like Training, https://arxiv.org/abs/2503.20783
     """
     samples = SampleArrays(rewards, group_ids, among, rollout_ids)
-    return by_group("grpo", _grpo, parallel, samples, scale_by_std=False, epsilon=0.0, singletons=singletons)
+    flags = {"scale_by_std": False, "leave_one_out": False}
+    return by_group("grpo", _grpo, parallel, samples, **flags, epsilon=0.0, singletons=singletons)
 
 
 def rloo(

@@ -7,16 +7,18 @@ from typing import Any
 
 from jaxppo.base.arrays import check
 from jaxppo.base.option_names import same_here
+from jaxppo.policy_losses.asymmetric import ASPO
 from jaxppo.policy_losses.base import PolicyLoss
 from jaxppo.policy_losses.by_token import CISPO, DPPO, DRO, PPO, SAPO, BySign, ProbabilityMask, Reinforce
 from jaxppo.policy_losses.covariances import ClipCov, KLCov
 from jaxppo.policy_losses.sequences import GMPO, GSPO, VESPO
 
 __all__ = ["BY_NAME", "PolicyLoss", "by_name"]
-__all__ += ["CISPO", "DPPO", "DRO", "PPO", "SAPO", "BySign", "ProbabilityMask", "Reinforce"]
+__all__ += ["ASPO", "CISPO", "DPPO", "DRO", "PPO", "SAPO", "BySign", "ProbabilityMask", "Reinforce"]
 __all__ += ["GMPO", "GSPO", "VESPO", "ClipCov", "KLCov"]
 
 BY_NAME: dict[str, type[PolicyLoss]] = {
+    "aspo": ASPO,
     "by_sign": BySign,
     "cispo": CISPO,
     "clip_cov": ClipCov,

@@ -185,6 +185,20 @@ def test_levels_by_hand(mean, std, leave_one_out, expected):
     np.testing.assert_allclose(got[0], np.array(expected[0]) / (np.array(expected[1]) + 1e-5), rtol=2e-6)
 
 
+def test_leave_one_out_over_the_deviation_of_all():
+    """Tunix's "grpo-loo" by hand: rewards 1, 0, 0.5 with a mean of 0.5 and a deviation of 0.5, times 3 / 2.
+
+    NeMo-RL's leave-one-out, with the deviation of the two others, gives 1 less 0.25 over 0.3536: 2.12.
+    """
+    rewards, ids = jnp.array([[1.0, 0.0, 0.5, 3.0]]), jnp.array([[7, 7, 7, 8]])
+    found = advantages.grpo(rewards, ids, leave_one_out=True, epsilon=0.0)
+    np.testing.assert_allclose(found, [[1.5, -1.5, 0, 0]], atol=1e-6)
+    plain = advantages.grpo(rewards, ids, leave_one_out=True, scale_by_std=False)
+    np.testing.assert_allclose(plain, advantages.rloo(rewards, ids), atol=1e-6)
+    outside = advantages.grpo(rewards, ids, leave_one_out=True, among=jnp.array([[True, True, False, True]]))
+    np.testing.assert_allclose(outside[0], [2**0.5, -(2**0.5), 0, 0], rtol=1e-5, atol=1e-6)
+
+
 def test_bad_rewards_of_gdpo():
     ids, one = jnp.array([[1, 2]]), jnp.ones((1, 2))
     batch = RolloutBatch(ids, ids, ids, ids, one, jnp.array([[0, 1]]))

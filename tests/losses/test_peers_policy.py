@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden_data import Case, Padded
@@ -202,10 +203,37 @@ def test_tinker_by_hand(name, numbers, expected):
     stats = TokenStats(np.float32([[*p, 0.0]]))
     loss, _ = policy_loss(stats, batch, presets.tinker(name, **numbers))
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    with pytest.raises(ValueError, match=r"loss_fn: got 'gspo'"):
-        presets.tinker("gspo")
+    with pytest.raises(ValueError, match=r"loss_fn: got 'stable_reinforce'"):
+        presets.tinker("stable_reinforce")
+    with pytest.raises(ValueError, match="clip_low_threshold: got None"):
+        presets.tinker("gspo", clip_high_threshold=1.2)
     with pytest.raises(ValueError, match="beta: got None"):
         presets.tinker("dro")
+
+
+def test_tinker_gspo_by_hand():
+    """The policies above, A = (1, 0, 1, -1): s is the fourth root of 1.25 * 0.5 * 6 * 1, the token without A included.
+
+    Another sample of one token, p = 0.3 and q = 0.2, has s = 1.5.
+    """
+    p, q = np.log([0.5, 0.2, 0.6, 0.3]), np.log([0.4, 0.4, 0.1, 0.3])
+    samples = [Sample([0, 1, 2, 3, 4], 1, advantages=[1.0, 0.0, 1.0, -1.0], rollout_log_probs=q)]
+    samples.append(Sample([0, 1], 1, advantages=[-2.0], rollout_log_probs=np.log([0.2])))
+    batch = RolloutBatch.from_samples(samples, row_length=8)
+    x = jnp.zeros((1, 8), jnp.float32).at[0, :4].set(p).at[0, 5].set(np.log(0.3))
+    s = 3.75**0.25
+    numbers = {"clip_low_threshold": 0.5, "clip_high_threshold": 1.4}
+
+    def loss(x, high):
+        config = presets.tinker("gspo", **numbers | {"clip_high_threshold": high})
+        return policy_loss(TokenStats(x), batch, config)[0]
+
+    value, slope = jax.value_and_grad(loss)(x, 1.4)
+    np.testing.assert_allclose(value, -2 * s + s + 2 * 1.5, rtol=1e-5)
+    np.testing.assert_allclose(slope[0], [-s, 0, -s, s, 0, 2 * 1.5, 0, 0], rtol=1e-5)
+    value, slope = jax.value_and_grad(loss)(x, 1.2)
+    np.testing.assert_allclose(value, -2 * 1.2 + s + 2 * 1.5, rtol=1e-5)
+    np.testing.assert_allclose(slope[0], [0, 0, 0, s, 0, 2 * 1.5, 0, 0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -13,7 +13,7 @@ from policy_steps import LOSSES, config_of, loss_named, loss_of, step_of, whole,
 
 from jaxppo import CISPO, SAPO, PolicyLossConfig, RolloutBatch, TokenStats, presets
 from jaxppo.losses.policy_tokens import PolicyTokenLoss
-from jaxppo.policy_losses import PolicyLoss, ProbabilityMask
+from jaxppo.policy_losses import ASPO, PolicyLoss, ProbabilityMask
 from jaxppo.step.aggregation import normalize, token_weights
 from sharding import Segments
 
@@ -52,7 +52,7 @@ class Constants:
         return self.recorded[self.place - 1]
 
 
-ALL = {name: {"dual_clip": 1.5} if name in ("ppo", "gspo") else {} for name in LOSSES}
+ALL = {name: {"dual_clip": 1.5} if name in ("aspo", "ppo", "gspo") else {} for name in LOSSES}
 OF_SEQUENCES = [("cispo", {"level": "sequence", "unified_mask": True}), ("sapo", {"level": "sequence"})]
 MORE = [("gspo", {"gradient": "token"}), ("cispo", {"unified_mask": True}), ("probability_mask", {"pull": 0.3})]
 VARIANTS = [*ALL.items(), *MORE, *OF_SEQUENCES]
@@ -209,6 +209,25 @@ def test_topr_and_up_grpo_by_hand(a, topr, up):
         np.testing.assert_allclose(values(x), expected, rtol=2e-4)
         by = jax.grad(lambda x, values=values: values(x).sum())(x)
         np.testing.assert_allclose(by, -np.ones(4) if a > 0 else slopes[name], rtol=1e-5)
+
+
+def test_flipped_weights_by_hand():
+    """Ratios 1.5, 0.5, 0.25 with A = 2, then 1.5 and 0.5 with A = -2, 4 with A = -1 and A = 0; the old p is 0.1.
+
+    PPO's gradients are 0, -1, -0.5, 3, 0, 4 and 0: the token that fell most is pulled up least.
+    """
+    ratio = np.array([1.5, 0.5, 0.25, 1.5, 0.5, 4.0, 4.0])
+    a = jnp.array([2.0, 2.0, 2.0, -2.0, -2.0, -1.0, 0.0])
+    x = np.log(0.1 * ratio)
+
+    def values(x):
+        return ASPO(clip_low=0.25, clip_high=0.25, dual_clip=2.5)(x, jnp.full(7, np.float32(np.log(0.1))), a)
+
+    at = jnp.asarray(x, jnp.float32)
+    np.testing.assert_allclose(values(at)[0], [-1.6, -4, -5 * x[2], 3, 1.5, 2.5 * x[5], 0], rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(lambda x: values(x)[0].sum())(at), [0, -4, -5, 3, 0, 2.5, 0], rtol=1e-5)
+    np.testing.assert_array_equal(values(at)[1]["clip_fraction"], [1, 0, 0, 0, 1, 0, 0])
+    np.testing.assert_array_equal(values(at)[1]["heavy_fraction"], [0, 0, 1, 0, 0, 1, 0])
 
 
 def test_the_unified_mask_asks_for_the_sign_of_the_advantage():

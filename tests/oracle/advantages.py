@@ -163,13 +163,24 @@ def _scale(x: Array, epsilon: float) -> float:
 
 @_of_rollouts
 def grpo(
-    r: Array, g: Array, *, counts: Array, scale_by_std: bool = True, epsilon: float = 1e-6, singletons: str = "zero"
+    r: Array,
+    g: Array,
+    *,
+    counts: Array,
+    scale_by_std: bool = True,
+    leave_one_out: bool = False,
+    epsilon: float = 1e-6,
+    singletons: str = "zero",
 ) -> Array:
-    """(r - mean_g) / (std_g + epsilon); with fewer than two that count, 0 or reward / (1 + epsilon). 2402.03300."""
+    """(r - mean_g) / (std_g + epsilon); with fewer than two that count, 0 or reward / (1 + epsilon). 2402.03300.
+
+    Tunix's "grpo-loo": the mean is that of the others, and the deviation that of all.
+    """
     out = np.zeros(len(r))
-    for i, group, _ in _groups(r, g, counts):
+    for i, group, others in _groups(r, g, counts):
         if len(group) > 1:
-            out[i] = (r[i] - group.mean()) / (_scale(group, epsilon) if scale_by_std else 1.0)
+            mean = others.mean() if leave_one_out else group.mean()
+            out[i] = (r[i] - mean) / (_scale(group, epsilon) if scale_by_std else 1.0)
         elif singletons == "reward":
             out[i] = r[i] / (1.0 + epsilon if scale_by_std else 1.0)
     return out

@@ -134,6 +134,29 @@ def cispo(
     return TokenLoss(slope * t.log_probs, slope, indicators)
 
 
+def aspo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 3.0) -> TokenLoss:
+    """PPO's clip, and one over the ratio as the weight where A > 0. Wang et al. 2025, https://arxiv.org/abs/2510.06062.
+
+    The authors' `compute_policy_loss_archer`, with one pair of bounds: -A max(r, 1 - low) where A < 0, else
+    -A (c / sg(c)) / sg(c) with c = min(r, 1 + high); -A dual log_prob where the weight, c or 1 / c, is above dual.
+    """
+    low, high = 1 - clip_low, 1 + clip_high
+    values, slope = np.zeros(len(t.d)), np.zeros(len(t.d))
+    clipped, heavy = np.zeros(len(t.d)), np.zeros(len(t.d))
+    for i, a in enumerate(t.advantages):
+        r, held, moves = t.ratio[i], t.held_ratio[i], t.ratio_slope[i]
+        if a < 0:
+            now, weight, out = max(r, low), max(held, low), held < low
+        else:
+            now, weight, out = min(r, high) / min(held, high) ** 2, 1 / min(held, high), held > high
+            moves /= min(held, high) ** 2
+        values[i], slope[i] = -a * now, 0.0 if out else -a * moves
+        if weight > dual_clip:
+            values[i], slope[i] = -a * dual_clip * t.log_probs[i], -a * dual_clip
+        clipped[i], heavy[i] = a != 0 and out, a != 0 and weight > dual_clip
+    return TokenLoss(values, slope, {"clip_fraction": clipped, "heavy_fraction": heavy})
+
+
 def sapo(t: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05, level: str = "token") -> TokenLoss:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A. Gao et al. 2025, https://arxiv.org/abs/2511.20347.
 
@@ -288,6 +311,7 @@ LOSSES: dict[str, Callable[..., TokenLoss]] = {
     "gspo": gspo,
     "cispo": cispo,
     "sapo": sapo,
+    "aspo": aspo,
     "reinforce": reinforce,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,

@@ -61,6 +61,17 @@ def test_losses_with_a_soft_weight_or_a_mask_by_probability():
     check("probability_mask", t, [-1.5, 0.75], {"ratio_cap": 1.5}, clip_fraction=[0, 0])
 
 
+def test_flipped_weights():
+    """Where A > 0 the loss is -A / c, with c = min(r, 1.25); beyond a weight of 2.5 it is -A 2.5 log_prob."""
+    t = tokens([1.5, 0.5, 0.25, 1.5, 0.5, 4.0, 4.0], [2, 2, 2, -2, -2, -1, 0])
+    soft = 2.5 * t.log_probs
+    numbers = {"clip_low": 0.25, "clip_high": 0.25, "dual_clip": 2.5}
+    expected = [-1.6, -4, -2 * soft[2], 3, 1.5, soft[5], 0]
+    indicators = {"clip_fraction": [1, 0, 0, 0, 1, 0, 0], "heavy_fraction": [0, 0, 1, 0, 0, 1, 0]}
+    check("aspo", t, expected, numbers, **indicators)
+    np.testing.assert_allclose(LOSSES["aspo"](t, **numbers).jacobian, [0, -4, -5, 3, 0, 2.5, 0], rtol=1e-12)
+
+
 def test_kl_penalties_by_hand():
     """Two tokens, d = log 2 and -log 2; the sequence's ratio to the old policy is 4, its tokens' 2 and 8."""
     ln2 = np.log(2)

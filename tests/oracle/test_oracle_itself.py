@@ -55,6 +55,7 @@ VARIANTS = [
     {"loss": {"name": "cispo", "clip_low": 0.05, "clip_high": 0.1, "unified_mask": True}},
     {"loss": {"name": "cispo", "clip_low": 0.05, "clip_high": 0.1, "level": "sequence", "unified_mask": True}},
     {"loss": {"name": "probability_mask", "clip_low": 0.02, "clip_high": 0.05, "ratio_cap": 1.2, "pull": 0.1}},
+    {"loss": {"name": "aspo", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.2}},
     {"loss": {"name": "gmpo", "clip_low": 0.4, "clip_high": 0.5}},
     *(
         {"kl": {"coef": 0.3, "estimator": e, "importance": i}}

@@ -81,7 +81,8 @@ def test_options_of_presets(name):
     cases = [{}]
     options = list(inspect.signature(preset).parameters)
     if name == "tinker":
-        cases = [{"loss_fn": "ppo"}, {"loss_fn": "cispo"}, {"loss_fn": "dro"}]
+        gspo = {"loss_fn": "gspo", "clip_low_threshold": 0.5, "clip_high_threshold": 1.5}
+        cases = [{"loss_fn": "ppo"}, {"loss_fn": "cispo"}, gspo, {"loss_fn": "dro"}]
         options = ["loss_fn", "clip_low_threshold", "clip_high_threshold", "beta"]
     for case in cases:
         for option in options:

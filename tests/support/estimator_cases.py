@@ -253,7 +253,7 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda g, o, p: advantages.remax(g.slots["given"], g.slots["baselines"], g.batch.sample_ids),
         lambda k, o: truth.remax(k.slots["given"], k.slots["baselines"]),
     ),
-    "grpo": grouped("grpo", "scale_by_std", "epsilon", "singletons"),
+    "grpo": grouped("grpo", "scale_by_std", "leave_one_out", "epsilon", "singletons"),
     "dr_grpo": grouped("dr_grpo", "singletons"),
     "rloo": grouped("rloo", "scale_by_std", "epsilon", "singletons"),
     "maxrl": grouped("maxrl", "epsilon", "singletons"),

@@ -200,7 +200,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "leave_one_out": False, "whitened": "tokens", "epsilon": 1e-6,
     },
     "gpg": {**GROUPED, **ALONE, "f_norm": 1.0},
-    "grpo": {**GROUPED, **ALONE, **SCALED},
+    "grpo": {**GROUPED, **ALONE, **SCALED, "leave_one_out": False},
     "maxrl": {**GROUPED, **ALONE, "epsilon": 0.1},
     "on_policy_distillation": {
         "advantages": LOG, "log_probs": LOG, "teacher_log_probs": LOG, "loss_mask": MASK, "coef": 1.0,

@@ -49,6 +49,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "gspo": CLIPS | DUAL | {"gradient": st.sampled_from(["sequence", "token"])},
     "cispo": CLIPS | LEVEL | {"unified_mask": st.booleans()},
     "sapo": {"tau_positive": between(0.125, 3), "tau_negative": between(0.125, 3)} | LEVEL,
+    "aspo": CLIPS | {"dual_clip": between(1.125, 5)},
     "reinforce": {},
     "dppo_tv": CLIPS | {"ratio_cap": between(0.5, 20)},
     "dppo_kl": CLIPS | {"ratio_cap": between(0.5, 20)},
