@@ -31,6 +31,7 @@ EXCUSED = {  # modules or single tests that run other packages' code, which prom
     "test_faults": OPTAX,
     "test_frameworks": f"{OPTAX}; flax adds bf16 to f32",
     "test_agent::test_a_step_of_the_example": OPTAX,
+    "test_gemma::test_it_trains_in_the_loop": OPTAX,
     "test_grpo": OPTAX,
     "test_tutorials": OPTAX,
     "test_guards": OPTAX,
