@@ -6,6 +6,8 @@ few numbers per sample are gathered over the data axes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -64,8 +66,8 @@ def grpo(
     Shao et al. 2024, DeepSeekMath, https://arxiv.org/abs/2402.03300
     """
     samples = SampleArrays(rewards, group_ids, among, rollout_ids)
-    flags = {"scale_by_std": scale_by_std, "leave_one_out": leave_one_out}
-    return by_group("grpo", _grpo, parallel, samples, **flags, epsilon=epsilon, singletons=singletons)
+    options: dict[str, Any] = {"scale_by_std": scale_by_std, "leave_one_out": leave_one_out, "singletons": singletons}
+    return by_group("grpo", _grpo, parallel, samples, epsilon=epsilon, **options)
 
 
 def _grpo(
@@ -99,8 +101,8 @@ def dr_grpo(
     Liu et al. 2025, Understanding R1-Zero-Like Training, https://arxiv.org/abs/2503.20783
     """
     samples = SampleArrays(rewards, group_ids, among, rollout_ids)
-    flags = {"scale_by_std": False, "leave_one_out": False}
-    return by_group("grpo", _grpo, parallel, samples, **flags, epsilon=0.0, singletons=singletons)
+    options: dict[str, Any] = {"scale_by_std": False, "leave_one_out": False, "singletons": singletons}
+    return by_group("grpo", _grpo, parallel, samples, epsilon=0.0, **options)
 
 
 def rloo(
