@@ -27,10 +27,10 @@ def sweep_in_eighths(work: Work) -> Reduced:
 
     def write_eighth(i: Index, reduced: Reduced) -> Reduced:
         start = i * width
-        valid = work.columns.valid
-        if valid is not None:
-            valid = read(valid, start, width)
-        columns = Columns(work.columns.first + start, width, valid)
+        columns = Columns(work.columns.first + start, width)
+        if work.columns.valid is not None:
+            # a slice of the array would be none on tp=8: another program, with other bits
+            columns = columns._replace(valid=columns.ids < call.vocab_size)
         parameters = read(work.parameters, start, width, call.v_dim)
         eighth = sweep(work._replace(parameters=parameters, columns=columns))
         return write(reduced, jax.tree.map(lambda array: array[None], eighth), i)
