@@ -102,7 +102,7 @@ def dr_grpo(
     """
     samples = SampleArrays(rewards, group_ids, among, rollout_ids)
     options: dict[str, Any] = {"scale_by_std": False, "leave_one_out": False, "singletons": singletons}
-    return by_group("grpo", _grpo, parallel, samples, epsilon=0.0, **options)
+    return by_group("dr_grpo", _grpo, parallel, samples, epsilon=0.0, **options)
 
 
 def rloo(

@@ -146,7 +146,8 @@ SHAPE = {"S": 32768, "V": 151936, "H": 4096}
 @pytest.mark.parametrize("sizes", [{"fsdp": 16}, {"fsdp": 4, "tensor": 4}, {"fsdp": 4, "context": 4}], ids=str)
 def test_issue_4409(sizes):
     """One row of 32768 tokens for each of the chips that hold rows, a vocabulary of 151936: logits of up to 20 GB a
-    chip in f32. Under MaxText's rules for its twelve axes, on a described v5p:2x2x4."""
+    chip in f32. Under MaxText's rules for its twelve axes, on a described v5p:2x2x4. Beside what a step with FSDP
+    holds of the kernel and of hidden states, tiles take at most half of `memory`."""
     devices = np.array(topologies.get_topology_desc("v5p:2x2x4", platform="tpu").devices)
     mesh = jax.sharding.Mesh(devices.reshape([sizes.get(axis, 1) for axis in AXES]), AXES)
     parallel = ParallelMesh.from_rules(mesh, MAXTEXT)
@@ -167,7 +168,11 @@ def test_issue_4409(sizes):
         return policy_loss_from_hidden(hidden, kernel, batch, config, parallel=parallel, memory=memory)[0]
 
     found = audit(jax.value_and_grad(loss, (0, 1)), hidden, kernel, batch)
-    assert found.temp_bytes < 1.1 * GIB, found.temp_bytes / GIB
+    tokens = R * S // parallel.data_size // parallel.context_size
+    gathered = 2 * H * V // parallel.tensor_size
+    in_order = 2 * 2 * tokens * H  # hidden states, those with loss first, and their gradients
+    dhidden = 4 * tokens * H
+    assert found.temp_bytes < gathered + in_order + dhidden + 0.5 * GIB, found.temp_bytes / GIB
 
 
 def test_a_quantised_product_is_refused():

@@ -95,9 +95,9 @@ def whiten(
 
 
 def explained_variance(values: Sequence[Any], returns: Sequence[Any], masks: Sequence[Any]) -> float:
-    """1 - var(G - V) / var(G) over the tokens of the step, NaN without a variance."""
+    """1 - var(G - V) / var(G) over the tokens of the step; 0 without a variance, of which nothing can be explained."""
     v, g = (np.concatenate([_read(a, m) for a, m in zip(x, masks, strict=True)]) for x in (values, returns))
-    return 1 - np.var(g - v) / np.var(g) if len(g) > 1 and np.ptp(g) > 0 else np.nan
+    return 1 - np.var(g - v) / np.var(g) if len(g) > 1 and np.ptp(g) > 0 else 0.0
 
 
 def spread(x: Any, masks: Sequence[Any]) -> list[Array]:

@@ -35,7 +35,7 @@ SELECTION = [
     "policy_loss",
     "program",
     "segments",
-    "ring",
+    "sums",
     "trips",
 ]
 
@@ -73,6 +73,11 @@ def test_version(built, tmp_path, version, wanted):
     (tmp_path / "test_plugin.py").write_text("def test_it(parallel_mesh):\n    assert parallel_mesh.mesh.size == 2")
     assert pytest_in("test_plugin.py", "-p", "pytest_jaxppo", "--emulated-devices", "2").startswith("...... ")
     pytest_in(*(next(tests.rglob(f"test_{name}.py")) for name in SELECTION))
+
+
+def test_the_selection_is_of_files_that_exist():
+    names = {path.stem.removeprefix("test_") for path in (ROOT / "tests").rglob("test_*.py")}
+    assert {*SELECTION} <= names
 
 
 def test_the_lowest_versions_are_those_that_the_package_asks_for():

@@ -15,7 +15,11 @@ def _guarded(assertion, passes_on):
         __tracebackhide__ = True
         if not equal_nan and _has_nan(desired):
             raise AssertionError(f"desired: got NaN, expected numbers, or equal_nan=True: {desired}")
-        options |= {"equal_nan": equal_nan} if passes_on else {}
+        if passes_on:
+            options["equal_nan"] = equal_nan
+        elif equal_nan:  # numpy takes NaN for equal to NaN, but only in dtypes that it knows
+            actual = _in_known_dtype(actual)
+            desired = _in_known_dtype(desired)
         return assertion(actual, desired, *args, **options)
 
     checked.guarded = True
@@ -24,10 +28,16 @@ def _guarded(assertion, passes_on):
 
 def _has_nan(desired):
     """Whether any of the expected numbers is NaN; strings and other objects are not."""
-    desired = np.asarray(desired)
-    if desired.dtype.kind not in "fcV":  # V: bf16 and other floats that numpy does not know
-        return False
-    return bool(np.isnan(desired.astype(np.complex128 if desired.dtype.kind == "c" else np.float64)).any())
+    desired = _in_known_dtype(desired)
+    return desired.dtype.kind in "fc" and bool(np.isnan(desired).any())
+
+
+def _in_known_dtype(array):
+    """The array; one of bf16, or of another float that numpy does not know, in float64."""
+    array = np.asarray(array)
+    if array.dtype.kind == "V":
+        return array.astype(np.float64)
+    return array
 
 
 def forbid_silent_nan():
