@@ -290,7 +290,7 @@ def _nan_where_odd(temperature: Any, where: Any) -> Any:
     if temperature is None:
         temperature = jnp.float32(1)
     is_odd = (where != 0) & (where != 1)
-    return jnp.where(is_odd, jnp.float32(jnp.nan), jnp.broadcast_to(temperature, where.shape))
+    return jnp.where(is_odd, jnp.nan, jnp.broadcast_to(temperature, where.shape))
 
 
 def as_asked(entropy: Any, logit_stats: Any, top_k: Any) -> Asked:
@@ -387,7 +387,7 @@ def prepare_pair(
     if by_padding:  # padding at the end of each device's part would move the columns after it
         advice = "; pad kernels that a shard_map cuts to one width before it, and give vocab_size"
     elif columns[0] != columns[1]:
-        advice = f"; if some are padding, give both heads one vocab_size, here {sizes[1]} and the student's {sizes[0]}"
+        advice = f"; if some are padding, give both heads one vocab_size, here {sizes[1]} and {the} {sizes[0]}"
     check(f"{name}.kernel", f"{columns[1]} columns", columns[0] == columns[1], f"{the} {columns[0]}{advice}")
     check(f"{name}.vocab_size", sizes[1], sizes[0] == sizes[1], f"{the}, {sizes[0]}")
     axes = (one.call.v_names, other.call.v_names)

@@ -33,7 +33,8 @@ class HeadOptions(TypedDict, total=False):
         moved to the devices of the batch's tokens, and `sharding.audit` notes the move. Inside a `shard_map` another
         spec is refused.
       memory: bytes that a device may spend beside its results. By default an eighth of an accelerator's memory for
-        one pass, and 48 MiB on CPUs; two passes take a block of logits, and dhidden in f32.
+        one pass, and 48 MiB on CPUs; two passes take a block of logits, and dhidden in f32. Beside it, two passes hold
+        the kernel that FSDP gathers and, with a mask, the hidden states in order and their gradients.
       precision: the precision of products, as in `jnp.dot`. bf16 operands multiply in one pass with f32 sums. For f32
         operands the default is "highest", since accelerators would round them to bf16 or TF32. If hidden states are
         bf16 and the kernel is f32, both count as f32; `kernel.astype(hidden.dtype)` avoids the cost.
@@ -98,7 +99,7 @@ class Profile:
     fixed_chunk: int = 1024  # tokens of a chunk of a deterministic call
     group: int = 8192  # the most tokens whose gradients of logits exist at once in one pass
     groups: bool = True  # whether one pass may take several
-    ring: int = 0  # the most devices around which a sum goes beside the products that make it; 0 for none
+    ring: int = 0  # the most devices around which a sum goes beside its products, if all need it; 0 for no ring
     parts: int = 4  # in which the products of one pass follow a mask
     tiles: int = 1  # of f32 logits that XLA keeps at once
     upcast: bool = False  # bf16 is multiplied as f32
@@ -139,7 +140,8 @@ CPU = Profile(
     upcast=True,
     gathers=True,
 )
-# A key is a part of a device's kind, since described devices do not report their memory. The last key fits them all.
+# A key is a part of a device's kind, since described devices do not report their memory. The first that fits is taken:
+# the last one fits all.
 PROFILES = {
     "cpu": CPU,
     "TPU v4": _tpu("TPU v4", 2048),
@@ -149,6 +151,7 @@ PROFILES = {
     "TPU v6 lite": _tpu("TPU v6 lite", 3072, tile=75, rows=8192),
     "TPU v6e": _tpu("TPU v6e", 3072, tile=75, rows=8192),
     "TPU7x": _tpu("TPU7x", 2048),
+    "TPU": _tpu("TPU", 2048),
     "H100": _gpu("H100"),
     "H200": _gpu("H200"),
     "B200": _gpu("B200"),

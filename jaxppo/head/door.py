@@ -73,13 +73,6 @@ def enter(call: HeadCall, inputs: Inputs) -> Local:
 def _adapter(call: HeadCall, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """The features `[R, T, r]` and the parameter, `[r, V]` or `[V, r]`, of an adapter's product."""
     hidden = inputs.hidden
-    if inputs.counts is not None:
-        # hidden states of the others may hold NaN, and 0 times it is NaN in the gradient of a
-        counts = inputs.counts
-        if call.sequence_parallel:
-            T = hidden.shape[1]
-            counts = read(counts, call.axes.index(call.axes.tensor) * T, T, 1)
-        hidden = jnp.where(counts[..., None], hidden, 0)
     lora_a = summed_in_f32(inputs.lora_a, tuple(sorted(varying(hidden) - varying(inputs.lora_a))))
     lora_b = inputs.lora_b
     if inputs.adapter_ids is None:

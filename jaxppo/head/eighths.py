@@ -29,7 +29,7 @@ def sweep_in_eighths(work: Work) -> Reduced:
         start = i * width
         columns = Columns(work.columns.first + start, width)
         if work.columns.valid is not None:
-            # a slice of the array would be none on tp=8: another program, with other bits
+            # not read from the array of all: on tp=8 XLA for CPUs made another program of that, with other bits
             columns = columns._replace(valid=columns.ids < call.vocab_size)
         parameters = read(work.parameters, start, width, call.v_dim)
         eighth = sweep(work._replace(parameters=parameters, columns=columns))

@@ -118,7 +118,7 @@ def _token_stats_backward(call: HeadCall, saved: tuple[Local, Reduced], dstats: 
     call = dataclasses.replace(call, asked=asked)
     if local.counts is not None:
         counts &= local.counts
-    # tokens without a cotangent may hold NaN; a high peak makes exponentials 0
+    # hidden states may be NaN at tokens without a cotangent; a peak far above all logits makes exponentials 0
     peaks = unless(counts, reduced.peaks, -LOW)
     return (gradients(call, local, counts, (peaks, unless(counts, dsums)), _sums_at),)
 
@@ -138,12 +138,18 @@ def gradients(call: HeadCall, local: Local, counts: jax.Array, known: Any, sums_
     `known` are arrays `[N, ...]`, of which `sums_at` gets those of a chunk's tokens.
     """
     local, known = jax.tree.map(once, (local, known))
+    local = without_temperature(local, counts)
     chunk, width = block_of_second(call, local)
     masked = local.counts is not None
     work = Work.of(call, local._replace(counts=counts), chunk, parts=QUARTERS, follow=masked)
     known = work.vary(work.order.put(known, work.size))
     with note(f"gradients, {chunk} tokens x {width} columns"):
         return second_pass(work, local, width, known, sums_at)
+
+
+def without_temperature(local: Local, counts: jax.Array) -> Local:
+    """A temperature of 1 at tokens without a cotangent, where it may be NaN, and 0 times that too."""
+    return local._replace(tokens=local.tokens._replace(temperature=unless(counts, local.tokens.temperature, 1)))
 
 
 @jax.custom_jvp

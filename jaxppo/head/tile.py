@@ -118,8 +118,30 @@ def _slope(cap: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]) ->
     return softcap(cap, z), dz * (4 * e / (1 + e) ** 2)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def low_rank(call: HeadCall, hidden: jax.Array, lora_a: jax.Array) -> jax.Array:
-    """hidden @ a in the dtype of a, `[R, T, r]`: the features of an adapter."""
+    """hidden @ a in the dtype of a, `[R, T, r]`: the features of an adapter.
+
+    Hidden states may be NaN at tokens without a cotangent, and 0 times it would be NaN in the gradient of a.
+    """
+    return _low_rank(call, hidden, lora_a)
+
+
+def _low_rank_forward(call: HeadCall, hidden: jax.Array, lora_a: jax.Array) -> Any:
+    return _low_rank(call, hidden, lora_a), (hidden, lora_a)
+
+
+def _low_rank_backward(call: HeadCall, saved: Any, dlow: jax.Array) -> Any:
+    hidden, lora_a = saved
+    has_cotangent = (dlow != 0).any(-1, keepdims=True)
+    _, pull = jax.vjp(functools.partial(_low_rank, call), jnp.where(has_cotangent, hidden, 0), lora_a)
+    return pull(dlow)
+
+
+low_rank.defvjp(_low_rank_forward, _low_rank_backward)
+
+
+def _low_rank(call: HeadCall, hidden: jax.Array, lora_a: jax.Array) -> jax.Array:
     if not call.deterministic:
         return dot(call, hidden, lora_a, (2, 0)).astype(lora_a.dtype)
     # in at least two blocks of equally many tokens: the bits of a token do not depend on the number of tokens

@@ -65,7 +65,7 @@ def test_why_the_tpu_compiler_refused_a_program(text, size):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("options", [[], ["--memory", "1", "40"]])
+@pytest.mark.parametrize("options", [[], ["--memory", "4", "40"]])
 def test_a_head_that_fits_where_plain_jax_does_not(options, capsys):
     arguments = ["--hidden-size", "128", "--vocab-size", "1048576", "--tokens", "8192"]
     assert plan_pod.main([*arguments, "--mesh", "dp=4", "--topology", "v5e:2x2", *options]) == 0
@@ -207,14 +207,10 @@ def test_the_losses_memory_and_collectives_are_flat_from_8_to_512_chips():
         found.append(step.cost(step.one_pass))
         large = [c for c in found[-1].collectives if c.bytes > 2**16]
         sums.append(Counter((c.op, c.axes, c.bytes, c.in_loop) for c in large))
+        assert not any(c.in_loop for c in large)
         # a device sends an array once to a neighbour, and twice to sum it
-        sent = [
-            sum(c.bytes * (2 if c.op == "all-reduce" else 1) for c in large if c.in_loop == x) for x in (True, False)
-        ]
-        ring = any(c.op == "collective-permute" and c.in_loop for c in large)
-        block = max(c.bytes for c in large if c.in_loop) * (4 if ring else 1)  # of dkernel; two devices send quarters
-        assert sent[0] <= (0.8 if ring else 1) * 2 * block
-        assert 0 < sent[1] <= 0.8 * 2 * 4 * 4096 * 4096  # dhidden, which lies behind the loop
+        sent = sum(c.bytes * (2 if c.op == "all-reduce" else 1) for c in large)
+        assert 0 < sent <= 2 * 4 * 4096 * (4096 + 151936 // 4)  # dhidden and dkernel in f32
     assert sums[1] == sums[2]
     for a in found[1:]:
         assert a.temp_bytes < found[0].temp_bytes + 0.01 * GIB

@@ -117,10 +117,14 @@ def without_row(row):
 @pytest.mark.parametrize("V", [10, 1026])  # tokens outermost, vocabulary outermost
 @pytest.mark.parametrize("mesh", [None, MIXED])
 def test_nothing_in_a_row_without_cotangent_matters(mesh, V):
-    parallel, arrays = meshes([mesh])[0], head_arrays(V)
+    parallel, arrays = meshes([mesh])[0], head_arrays(V, lora=True, temperatures=True)
     run = jax.jit(lambda a: with_gradients(without_row(2), parallel, a, entropy="bonus"))
-    spoiled = {**arrays, "hidden": arrays["hidden"].at[2].set(jnp.nan), "targets": arrays["targets"].at[2].set(-100)}
-    assert_trees_close(run(spoiled), run(arrays), 0, 0)
+    clean = run(arrays)
+    anything = {"hidden": jnp.nan, "targets": -100, "temperature": 0}
+    spoiled = {name: arrays[name].at[2].set(value) for name, value in anything.items()}
+    for name in anything:
+        assert_trees_close(run({**arrays, name: spoiled[name]}), clean, 0, 0, name)
+    assert_trees_close(run({**arrays, **spoiled}), clean, 0, 0)
 
 
 @pytest.mark.parametrize("mesh", [None, MIXED])

@@ -211,6 +211,23 @@ def test_lora_of_student_and_teacher():
     assert_trees_close(got, expected, rtol=1e-5, atol=3e-6)
 
 
+def test_a_temperature_of_a_token_without_a_cotangent():
+    (hidden, head), (teacher_hidden, teacher) = heads(97)
+
+    @jax.jit
+    def gradients(temperature):
+        def run(hidden, kernel):
+            student = dataclasses.replace(head, kernel=kernel)
+            options = {"where": MASK, "temperature": temperature}
+            found = divergence_from_hidden(hidden, student, teacher_hidden, teacher, **options)
+            return found.at[3].set(0).sum()
+
+        return jax.grad(run, (0, 1))(hidden, head.kernel)
+
+    temperature = jnp.full((R, T), 0.7)
+    assert_trees_close(gradients(temperature.at[3].set(0)), gradients(temperature), 0, 0)
+
+
 def test_same_distribution_is_zero_and_far_ones_are_finite():
     student, _ = heads(97)
     assert_trees_close(divergence_from_hidden(*student, *student, where=MASK), jnp.zeros((R, T)))
