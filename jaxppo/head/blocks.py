@@ -13,6 +13,7 @@ from jax import lax
 from jaxppo.head.door import Local, block_of
 from jaxppo.head.late import feature_cotangent, parameter_cotangent, sum_features
 from jaxppo.head.order import Index, loop, read, write
+from jaxppo.head.sums import stored
 from jaxppo.head.tile import feature_gradient, products
 from jaxppo.head.walk import Chunk, Work, gradient_of_products
 from jaxppo.sharding import vary, varying
@@ -48,7 +49,7 @@ def second_pass(work: Work, local: Local, width: int, known: Any, sums_at: SumsA
     dfeatures, dparameters = loop(-(-V // width), one_block, (dfeatures, dparameters))
     features = []
     for dfeature, primal in zip(dfeatures, local.features, strict=True):
-        total = sum_features(work, partial(read, dfeature), primal)
+        total = sum_features(work, partial(stored, dfeature, 0), primal)
         features.append(feature_cotangent(work, total, primal))
     return Local(tuple(features), dparameters, None, None)
 

@@ -14,6 +14,7 @@ from jaxppo.head.door import Local
 from jaxppo.head.head import TokenStats
 from jaxppo.head.late import cut_dim, feature_cotangent, feature_term, of_written, sum_features, sum_parameter
 from jaxppo.head.order import Index, Order, read, write
+from jaxppo.head.sums import stored
 from jaxppo.head.tile import parameter_gradient
 from jaxppo.head.walk import Loss, Work, one_pass
 from jaxppo.sharding import vary, varying
@@ -55,7 +56,7 @@ def one_pass_in_groups(
     parameters = []
     for k, primal in enumerate(local.parameters):
         dim = cut_dim(work, k)
-        term = partial(read, totals[k], dim=dim)
+        term = partial(stored, totals[k], dim)
         parameters.append(sum_parameter(work, k, term, primal, totals[k].shape[dim]))
     return results, Local(tuple(features), tuple(parameters), None, None)
 

@@ -1,7 +1,7 @@
 """The products behind a walk: the gradients of features and of parameters, from those of the tiles' products.
 
 They follow the mask: rows behind the last chunk that counts are not multiplied, but for what a part rounds up to. Each
-is cut along one dimension into terms, `term(start, size)`, which `sums.py` sums over devices.
+is cut along one dimension into terms, `term(starts, size)`, which `sums.py` sums over devices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxppo.head.door import Local, whole_features
 from jaxppo.head.order import Index, read, unless
-from jaxppo.head.sums import Term, in_order, scattered, summed
+from jaxppo.head.sums import Starts, Term, in_order, scattered, summed
 from jaxppo.head.tile import feature_gradient, parameter_gradient, rounded
 from jaxppo.head.walk import Work
 from jaxppo.sharding import vary, varying
@@ -34,8 +34,13 @@ def late_products(work: Work, local: Local, dproducts: jax.Array) -> Local:
     return Local(tuple(features), tuple(parameters), None, None)
 
 
-def feature_term(work: Work, k: int, dproducts: jax.Array, start: Index, size: int) -> jax.Array:
-    """The gradient of features k of some tokens, f32 `[size, f]`; anything where nothing is written."""
+def feature_term(work: Work, k: int, dproducts: jax.Array, starts: Starts, size: int) -> jax.Array:
+    """The gradient of features k of some tokens, f32; anything where nothing is written."""
+    return jnp.concatenate([_of_rows(work, k, dproducts, start, size) for start in starts])
+
+
+def _of_rows(work: Work, k: int, dproducts: jax.Array, start: Index, size: int) -> jax.Array:
+    """The gradient of features k of `size` tokens, f32 `[size, f]`."""
 
     def product(rows: int) -> jax.Array:  # XLA for TPUs would copy rows that are read outside of the branch
         gradient = feature_gradient(work.call, k, read(dproducts, start, rows), work.parameters[k])
@@ -54,7 +59,7 @@ def sum_features(work: Work, term: Term, primal: jax.Array) -> jax.Array:
     It is no sum yet, and f32, if each device holds the features of some positions: then `feature_cotangent` sums it.
     """
     if work.call.sequence_parallel:
-        return unless(work.counts, term(0, work.size))
+        return unless(work.counts, term((0,), work.size))
     names = in_order(work.axes - varying(primal))
     total = summed(term, 0, work.size, names, primal.dtype, work.call.profile.ring, PIECES)
     return unless(work.counts, total)
@@ -81,16 +86,20 @@ def parameter_cotangent(work: Work, k: int, primal: jax.Array, dproducts: jax.Ar
         dtype = primal.dtype  # of columns: no sum follows
 
     # A slice of rows and columns is one: XLA for TPUs would copy what lies between two.
-    def of_columns(start: Index, size: int) -> jax.Array:
+    def cut(array: jax.Array, rows: int, start: Index, size: int) -> jax.Array:
+        return lax.dynamic_slice(array, (0, start), (rows, size), allow_negative_indices=False)
+
+    def of_columns(starts: Starts, size: int) -> jax.Array:
         def product(rows: int) -> jax.Array:
-            dx = lax.dynamic_slice(dproducts, (0, start), (rows, size), allow_negative_indices=False)
-            return parameter_gradient(call, k, dx, features[:rows], dtype)
+            x = features[:rows]
+            gradients = [parameter_gradient(call, k, cut(dproducts, rows, start, size), x, dtype) for start in starts]
+            return jnp.concatenate(gradients, call.v_dim)
 
         return of_written(work, product)
 
-    def of_features(start: Index, size: int) -> jax.Array:
-        def product(rows: int) -> jax.Array:
-            x = lax.dynamic_slice(features, (0, start), (rows, size), allow_negative_indices=False)
+    def of_features(starts: Starts, size: int) -> jax.Array:
+        def product(rows: int) -> jax.Array:  # one for all starts: it reads all of dproducts
+            x = jnp.concatenate([cut(features, rows, start, size) for start in starts], 1)
             return parameter_gradient(call, k, dproducts[:rows], x)
 
         return of_written(work, product)
@@ -120,8 +129,8 @@ def sum_parameter(work: Work, k: int, term: Term, primal: jax.Array, length: int
     return summed(term, dim, length, names, primal.dtype, call.profile.ring, pieces)
 
 
-def _rounded_term(term: Term, dtype: Any, start: Index, size: int) -> jax.Array:
-    return rounded(term(start, size), dtype)
+def _rounded_term(term: Term, dtype: Any, starts: Starts, size: int) -> jax.Array:
+    return rounded(term(starts, size), dtype)
 
 
 def cut_dim(work: Work, k: int) -> int:

@@ -42,8 +42,8 @@ def chunk_of_one_pass(call: HeadCall, local: Local) -> tuple[int, int] | None:
     if call.h_names:
         memory -= number * call.axes.size(call.h_names) * local.parameters[0].size
     memory -= 2 * number * N * H  # tokens in order and their gradients
-    messages = 0  # around a ring, behind the chunks: two more shares of the kernel's gradient
-    if 1 < call.axes.size(call.h_names or call.axes.tokens) <= call.profile.ring:
+    messages = 0  # around a ring, behind the chunks: half as much as the kernel's gradient
+    if call.profile.ring and (call.h_names or 1 < call.axes.size(call.axes.tokens) <= call.profile.ring):
         messages = 2 * H * V
     group = N
     most = call.profile.tokens

@@ -1,6 +1,7 @@
 """Sums of gradients over devices: their bits, the way that they go, and the gradients of heads beside float64."""
 
 import dataclasses
+import functools
 
 import head_cases
 import jax
@@ -8,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from head_cases import DEVICES, tiles_of
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxppo import Head, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
 from jaxppo.head import call as calls
-from jaxppo.head.sums import UNIT, scattered, summed
+from jaxppo.head.sums import UNIT, scattered, stored, summed
 from sharding.audit import audit
 from sharding.mesh import make_parallel_mesh
 from sharding.testing import assert_trees_close
@@ -34,10 +36,7 @@ def along(dim, length, width):
 def part_of(x, dim):
     """The term of a device whose own array is x."""
 
-    def term(start, size):
-        return jax.lax.dynamic_slice_in_dim(x, start, size, dim)
-
-    return term
+    return functools.partial(stored, x, dim)
 
 
 def sum_of(dim, dtype, over=OVER, ring=4, pieces=4):
@@ -100,9 +99,13 @@ def test_more_devices_than_a_ring_takes(pieces):
     fn = sum_of(1, "bfloat16", over, pieces=pieces)
     check(fn, x)
     assert ops(fn, x) == {"all-reduce"}
-    shares = shares_of(1, "bfloat16", over)
-    check(shares, x)
-    assert ops(shares, x) == {"reduce-scatter"}
+
+
+def test_shares_without_a_ring():
+    x = integers((512, 30), 4)
+    fn = shares_of(0, "bfloat16", ring=0)
+    check(fn, x)
+    assert ops(fn, x) == {"reduce-scatter"}
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -113,6 +116,21 @@ def test_shares_of_a_sharded_primal(dim, length):
     fn = shares_of(dim, "bfloat16")
     check(fn, x)
     assert ops(fn, x) == ({"collective-permute"} if length == 512 else {"reduce-scatter"})
+
+
+@pytest.mark.parametrize("ring", [1, 8])
+@pytest.mark.parametrize("devices", [2, 3, 5, 8])
+def test_shares_of_any_number_of_devices(devices, ring):
+    """Around the ring, or around the wide one, where of an even number one share goes one way alone."""
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("cp",))
+    x = integers((devices * 6, 30), devices)
+
+    def per_shard(x):
+        return scattered(part_of(x[0], 0), 0, len(x[0]), ("cp",), (), "bfloat16", ring)
+
+    fn = jax.jit(jax.shard_map(per_shard, mesh=mesh, in_specs=P("cp"), out_specs=P("cp")))
+    check(fn, x)
+    assert {c.op for c in audit(fn, x, mesh=mesh).collectives} == {"collective-permute"}
 
 
 @pytest.mark.parametrize("over", [("dp", "cp"), ("cp",)])
@@ -176,8 +194,8 @@ def test_a_head(layout, way, mesh, monkeypatch):
         jax.clear_caches()
         at_once = jax.jit(gradients)(hidden, kernel)
         without = {c.op for c in audit(gradients, hidden, kernel, mesh=parallel.mesh).collectives}
-    # dhidden is summed over the tensor axis, dkernel over the others; eight devices are no ring
-    rings = parallel.tensor_size > 1 or (way != "frozen" and parallel.data_size * parallel.context_size <= 4)
+    # dhidden is summed over the tensor axis, dkernel over the others; eight devices are a ring for shares alone
+    rings = parallel.tensor_size > 1 or way != "frozen"
     assert ("collective-permute" in found - without) == rings
     assert all(jnp.isfinite(x).all() and x.any() for x in jax.tree.leaves(around))
     assert_trees_close(around, at_once, rtol=2**-7, atol=1e-6)
