@@ -113,6 +113,7 @@ def check_explained_variance(share: float, where: Place, drawn: list[Step]):
         expected = truth.explained_variance(values, returns, [s.mask for s in samples])
         counted = np.concatenate([g[s.mask > 0] for g, s in zip(returns, samples, strict=True)])
         if expected == 0:  # all returns are equal
-            assert got == 0 and len(set(counted)) <= 1
+            assert got == 0
+            assert len(set(counted)) <= 1
         else:
             agree("explained variance", got, expected, 10 * (1 + abs(expected)) / np.std(counted))
