@@ -257,6 +257,8 @@ def costs(step: Step) -> dict[str, dict[str, Any]]:
         "one pass, a mask": (step.one_pass, {}),
         "two passes": (step.two_passes, {}),
         "two passes, a mask": (step.two_passes, {"where": True}),
+        "two passes, kept logits": (step.two_passes, {"memory": versions.KEEPS}),
+        "two passes, kept logits, a mask": (step.two_passes, {"where": True, "memory": versions.KEEPS}),
         "forward": (step.forward, {}),
     }
     if on_tpu:

@@ -21,6 +21,8 @@ VERSIONS = {
     "one pass, no mask": "the same with `follow_mask=False`",
     "two passes": "`log_probs_from_hidden` and a loss that is not token-local, two passes, no mask",
     "two passes, a mask": "the same with a mask that is 1 everywhere",
+    "two passes, kept logits": "the same with kept logits, no mask",
+    "two passes, kept logits, a mask": "the same with kept logits and a mask that is 1 everywhere",
     "forward": "`log_probs_from_hidden` without gradients",
 }
 RATIOS = ("one pass, no mask", "one pass, a mask")

@@ -25,6 +25,7 @@ from jaxppo import PolicyLossConfig, TokenStats, log_probs_from_hidden, policy_l
 
 FLOOR = "three matmuls"
 CHUNK = 128  # tokens, as in Tunix
+KEEPS = 32 * 2**30  # bytes with which a head keeps its logits
 
 Step = Callable[[Any], Any]
 Stats = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]
@@ -181,13 +182,13 @@ def plain_policy_loss(case: Case, batch: str = "batch") -> Step:
     return _gradients(loss)
 
 
-def two_passes(case: Case, batch: str = "batch") -> Step:
-    """`policy_loss` of log-probs and entropies from hidden states."""
+def two_passes(case: Case, batch: str = "batch", memory: int | None = None) -> Step:
+    """`policy_loss` of log-probs and entropies from hidden states. With so much memory as `KEEPS` logits are kept."""
 
     def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
         where = None if batch == "batch" else data[batch].loss_mask > 0
         head = head_of(case.sizes, kernel)
-        stats = log_probs_from_hidden(hidden, head, data["targets"], entropy="bonus", where=where)
+        stats = log_probs_from_hidden(hidden, head, data["targets"], entropy="bonus", where=where, memory=memory)
         return policy_loss(stats, data[batch], CONFIG)[0]
 
     return _gradients(loss)
@@ -234,11 +235,13 @@ def groups(case: Case) -> dict[str, dict[str, Step]]:
         "policy loss": {
             "plain": plain_policy_loss(case),
             "jaxppo, two passes": two_passes(case),
+            "jaxppo, kept logits": two_passes(case, memory=KEEPS),
             "jaxppo, one pass": our_policy_loss(case),
         },
         "policy loss, part": {
             "plain, all tokens": plain_policy_loss(case, "part"),
             "jaxppo, two passes": two_passes(case, "part"),
+            "jaxppo, kept logits": two_passes(case, "part", KEEPS),
             "jaxppo, one pass": our_policy_loss(case, batch="part"),
         },
     }

@@ -1,4 +1,4 @@
-"""Log-probs and entropies: from hidden states and a head, where the logits never exist as a whole, or from logits."""
+"""Log-probs and entropies: from hidden states and a head, without all logits at once, or from logits."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from jaxppo.head.call import Asked, HeadOptions, Names, Tokens
 from jaxppo.head.door import columns_of, flat_tokens, own_columns
 from jaxppo.head.gradient import in_rows, stats_of_tokens
 from jaxppo.head.head import Entropy, Head, LogitStat, TokenStats, Transform
+from jaxppo.head.kept import stats_with_kept_logits
 from jaxppo.head.order import unless
 from jaxppo.head.statistics import Columns
 from jaxppo.head.tile import LOW
@@ -42,10 +43,11 @@ def log_probs_from_hidden(
     adapter_ids: Int[Array, " R"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> TokenStats:
-    """Log-probs of the targets, and entropies, from hidden states and a head; the logits never exist as a whole.
+    """Log-probs of the targets, and entropies, from hidden states and a head; the logits need not exist as a whole.
 
     The logits are z = softcap(scale * (hidden @ kernel + bias + LoRA)) / temperature; `log_probs_from_logits` has the
-    formulas of the results. The backward computes the logits again.
+    formulas of the results. The backward computes the logits again. If `memory` is given and has room for them, they
+    wait for it instead, 4 bytes for each token and column of a device.
 
     Args:
       hidden: `[R, T, H]`, f32 or bf16; sharded by `parallel.hidden_spec`.
@@ -102,8 +104,11 @@ def log_probs_from_hidden(
     def specs(parallel: ParallelMesh) -> tuple[list[Any], P]:
         return [prepared.specs], parallel.tokens_spec
 
+    stats_of = stats_of_tokens
+    if prepared.call.memory is not None:
+        stats_of = stats_with_kept_logits
     args = {"head": prepared.inputs}
-    stats: TokenStats = shard_call("log_probs_from_hidden", stats_of_tokens, parallel, args, specs, prepared.call)
+    stats: TokenStats = shard_call("log_probs_from_hidden", stats_of, parallel, args, specs, prepared.call)
     return dataclasses.replace(stats, ids=prepared.inputs.tokens.ids)
 
 

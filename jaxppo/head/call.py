@@ -33,8 +33,9 @@ class HeadOptions(TypedDict, total=False):
         moved to the devices of the batch's tokens, and `sharding.audit` notes the move. Inside a `shard_map` another
         spec is refused.
       memory: bytes that a device may spend beside its results. By default an eighth of an accelerator's memory for
-        one pass, and 48 MiB on CPUs; two passes take a block of logits, and dhidden in f32. Beside it, two passes hold
-        the kernel that FSDP gathers and, with a mask, the hidden states in order and their gradients.
+        one pass and for logits that a loss of whole sequences keeps, and 48 MiB on CPUs; two passes that keep none take
+        a block of logits, and dhidden in f32. Beside it, two passes hold the kernel that FSDP gathers and, with a mask,
+        the hidden states in order and their gradients. `log_probs_from_hidden` keeps logits only if this is given.
       precision: the precision of products, as in `jnp.dot`. bf16 operands multiply in one pass with f32 sums. For f32
         operands the default is "highest", since accelerators would round them to bf16 or TF32. If hidden states are
         bf16 and the kernel is f32, both count as f32; `kernel.astype(hidden.dtype)` avoids the cost.

@@ -6,6 +6,7 @@ once. A block, in the second of two passes, is some columns.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 from jaxppo.head.call import HeadCall
@@ -63,6 +64,23 @@ def chunk_of_one_pass(call: HeadCall, local: Local) -> tuple[int, int] | None:
         if group <= LEAST_GROUP or not call.profile.groups:
             return None
         group = even(N, group // 2)
+
+
+def chunk_of_kept(call: HeadCall, local: Local) -> int | None:
+    """The tokens of a chunk of a walk that keeps its products in f32; None if they do not fit the memory.
+
+    Beside them the gradients follow as in one pass, of all tokens in one group.
+    """
+    N, _, V, _, _ = Sizes.of(call, local)
+    memory = (call.memory or call.profile.memory) - 4 * N * V
+    most = call.profile.tokens
+    if local.counts is None:
+        most = N  # a single chunk is what is kept, and not copied there
+    profile = dataclasses.replace(call.profile, tokens=most, group=N, groups=False)
+    sizes = chunk_of_one_pass(dataclasses.replace(call, memory=max(1, memory), profile=profile), local)
+    if sizes is None:
+        return None
+    return sizes[0]
 
 
 def block_of_second(call: HeadCall, local: Local) -> tuple[int, int]:

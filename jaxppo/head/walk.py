@@ -123,26 +123,31 @@ def _turns(counts: jax.Array, chunk: int, chunks: int, part: int, equal: Axes) -
 
 def sweep(work: Work) -> Reduced:
     """The numbers of all tokens over the device's columns, in order."""
+    return over_chunks(work, lambda i: numbers_of_chunk(work, i)[0])
 
+
+def numbers_of_chunk(work: Work, i: Index) -> tuple[Reduced, jax.Array]:
+    """The numbers of a chunk over the device's columns, and its products, f32 `[C, V]`."""
     call = work.call
-
-    def of_chunk(chunk: Chunk) -> Reduced:
-        product = products(call, chunk.features, work.parameters)
-        z = work.logits(product, chunk.tokens)
-        return work.vary(statistics.reduced(call.asked, z, chunk.tokens, work.columns, gathers=call.profile.gathers))
-
-    return over_chunks(work, lambda i: of_chunk(work.read(i)))
+    chunk = work.read(i)
+    product = products(call, chunk.features, work.parameters)
+    z = work.logits(product, chunk.tokens)
+    own = statistics.reduced(call.asked, z, chunk.tokens, work.columns, gathers=call.profile.gathers)
+    return work.vary((own, product))
 
 
-def over_chunks(work: Work, of_chunk: Callable[[Index], Tree]) -> Tree:
-    """Arrays `[N', ...]` of all tokens from those of each chunk, of_chunk(i); 0 where no chunk is computed."""
+def over_chunks(work: Work, of_chunk: Callable[[Index], Tree], new: Callable[..., jax.Array] = jnp.zeros) -> Tree:
+    """Arrays `[N', ...]` of all tokens from those of each chunk, of_chunk(i).
+
+    Where no chunk is computed they are as `new(shape, dtype)` makes them, by default 0.
+    """
 
     def write_chunk(i: Index, arrays: Tree) -> Tree:
         return write(arrays, of_chunk(i), i * work.chunk)
 
     like = jax.eval_shape(of_chunk, 0)
-    zeros = jax.tree.map(lambda array: jnp.zeros((work.size, *array.shape[1:]), array.dtype), like)
-    return loop(work.turns, write_chunk, work.vary(zeros))
+    arrays = jax.tree.map(lambda array: new((work.size, *array.shape[1:]), array.dtype), like)
+    return loop(work.turns, write_chunk, work.vary(arrays))
 
 
 def one_pass(work: Work, loss: Loss, per_token: Any) -> tuple[tuple[jax.Array, TokenStats], jax.Array]:

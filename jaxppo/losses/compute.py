@@ -24,7 +24,8 @@ from jaxppo.batch.broken_rules import Broken, count_broken, count_broken_tokens
 from jaxppo.batch.reads import LOG_PROBS, at_most_zero
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import HeadCall, Inputs
-from jaxppo.head.gradient import reduce_tokens, stats_of_tokens
+from jaxppo.head.gradient import reduce_tokens
+from jaxppo.head.kept import stats_with_kept_logits
 from jaxppo.losses.hooks import check_tokens, constants_of, loss_of_tokens, metrics_of, name_of, reads_of
 from jaxppo.losses.parts import ALONE, Part
 from jaxppo.losses.token_loss import Reads, Step, masked_batch
@@ -118,7 +119,7 @@ def _loss_of_parts(
         stats = None
         if not one_pass:
             with note("two passes: the loss of a token depends on others"):
-                stats = stats_of_tokens(axes, static.head, arrays)
+                stats = stats_with_kept_logits(axes, static.head, arrays)
     steps = [
         step_of(axes, part, normalizer, own, batch, stats, inputs)
         for part, normalizer, own in zip(static.parts, normalizers, numbers, strict=True)

@@ -83,12 +83,13 @@ def policy_loss_from_hidden(
     adapter_ids: Int[Array, " R"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
-    """`policy_loss` of a batch from hidden states, whose logits never exist together.
+    """`policy_loss` of a batch from hidden states, whose logits need not exist together.
 
     Gradients flow to `hidden` and `head` alone. Only tokens with loss mask 1 are computed. If a token's loss depends on
     its own log-prob and entropy only, one pass over the vocabulary gives loss and gradients, with three matrix
-    products. Two passes, with four products, serve other losses, calls for which `memory` has no room, and anything in
-    f16 but a bias. The numbers are the same to f32 rounding. `jaxppo.sharding.audit` tells which one is taken, and why.
+    products. Two passes serve other losses, calls for which `memory` has no room, and anything in f16 but a bias. They
+    take four products, or three if the loss is of whole sequences and `memory` has room for its logits. The numbers are
+    the same to f32 rounding. `jaxppo.sharding.audit` tells which one is taken, and why.
 
     Args:
       hidden: `bf16` or `f32[R, T, H]`, the model's final hidden states; position t predicts `batch.targets[:, t]`.
@@ -183,7 +184,7 @@ def loss_from_hidden(
     adapter_ids: Int[Array, " R"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The loss of a batch from hidden states, whose logits never exist together; see `policy_loss_from_hidden`.
+    """The loss of a batch from hidden states, whose logits need not exist together; see `policy_loss_from_hidden`.
 
     A sum of parts is loss = sum over parts c of coef_c (1 / N_c) sum over t of w_ct loss_ct: each part has its own
     tokens, weights, aggregation and denominators. All parts share one pass of the head; if one part's loss of a token

@@ -283,6 +283,31 @@ def test_a_memory_that_the_messages_of_a_ring_do_not_fit():
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(("with_where", "tokens"), [(False, 8192), (True, 2048)])
+def test_kept_logits_in_their_bytes(with_where, tokens):
+    """In GiB, f32 logits take 1.16 and their gradients 0.58. Three products, and no sum in a loop."""
+    parallel = sixteen(*CP4_TP4)
+    args = arguments(parallel, 8192, with_where=with_where)
+    found = audit(jax.value_and_grad(head(parallel, memory=4 * GIB), (0, 1)), *args)
+    assert found.notes == (f"kept logits, {tokens} tokens x {V // 4} columns",)
+    assert found.temp_bytes <= 1.85 * GIB
+    exact = 3 * 2 * 8192 * H * V // 4
+    assert exact <= found.flops.high <= 1.01 * exact
+    assert found.flops.low == (0 if with_where else found.flops.high)
+    assert large(found, "collective-permute", "cp")
+    assert not any(c.in_loop for c in found.collectives)
+    assert not IN_BF16.search(found.text)
+
+
+@pytest.mark.nightly
+def test_kept_logits_that_do_not_fit_are_computed_again():
+    parallel = sixteen(*CP4_TP4)
+    found = audit(jax.value_and_grad(head(parallel, memory=GIB), (0, 1)), *arguments(parallel, 8192))
+    assert [note.split(",")[0] for note in found.notes] == ["forward", "gradients"]
+    assert found.temp_bytes <= GIB
+
+
+@pytest.mark.nightly
 def test_a_sum_over_sixteen_devices_is_a_collective():
     parallel = sixteen((1, 16), ("cp", "tp"))
     found = audit(policy(parallel), *policy_arguments(parallel, 8192))
