@@ -285,12 +285,12 @@ def test_a_memory_that_the_messages_of_a_ring_do_not_fit():
 @pytest.mark.nightly
 @pytest.mark.parametrize(("with_where", "tokens"), [(False, 8192), (True, 2048)])
 def test_kept_logits_in_their_bytes(with_where, tokens):
-    """In GiB, f32 logits take 1.16 and their gradients 0.58. Three products, and no sum in a loop."""
+    """In GiB, f32 logits take 1.16, their gradients 0.58, and rows in order 0.12. Three products, no sum in a loop."""
     parallel = sixteen(*CP4_TP4)
     args = arguments(parallel, 8192, with_where=with_where)
     found = audit(jax.value_and_grad(head(parallel, memory=4 * GIB), (0, 1)), *args)
     assert found.notes == (f"kept logits, {tokens} tokens x {V // 4} columns",)
-    assert found.temp_bytes <= 1.85 * GIB
+    assert found.temp_bytes <= 1.95 * GIB
     exact = 3 * 2 * 8192 * H * V // 4
     assert exact <= found.flops.high <= 1.01 * exact
     assert found.flops.low == (0 if with_where else found.flops.high)
