@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxppo.base.kl import k3, magnitude
 from jaxppo.head.call import HeadCall, Inputs
 from jaxppo.head.door import Local, enter
-from jaxppo.head.gradient import gradients, once, without_temperature
+from jaxppo.head.gradient import gradients, once
 from jaxppo.head.order import Index, Tree, read, unless
 from jaxppo.head.sizes import block_of_second, chunk_of_forward
 from jaxppo.head.statistics import Columns, Reduced, over_devices
@@ -225,8 +225,7 @@ def _backward(call: DivergenceCall, saved: Any, cotangents: tuple[jax.Array, ...
     known = (own, unless(counts, other), unless(counts, (cotangents, ds)))
     chunk, _ = block_of_second(call.student, local)
     follow = local.counts is not None
-    teacher_local = without_temperature(teacher_local, counts)._replace(counts=counts)
-    teacher = Work.of(call.teacher, teacher_local, chunk, follow=follow)
+    teacher = Work.of(call.teacher, teacher_local._replace(counts=counts), chunk, follow=follow)
     return gradients(call.student, local, counts, known, partial(_sums_at, call, teacher)), None, None
 
 

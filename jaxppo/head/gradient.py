@@ -138,18 +138,12 @@ def gradients(call: HeadCall, local: Local, counts: jax.Array, known: Any, sums_
     `known` are arrays `[N, ...]`, of which `sums_at` gets those of a chunk's tokens.
     """
     local, known = jax.tree.map(once, (local, known))
-    local = without_temperature(local, counts)
     chunk, width = block_of_second(call, local)
     masked = local.counts is not None
     work = Work.of(call, local._replace(counts=counts), chunk, parts=QUARTERS, follow=masked)
     known = work.vary(work.order.put(known, work.size))
     with note(f"gradients, {chunk} tokens x {width} columns"):
         return second_pass(work, local, width, known, sums_at)
-
-
-def without_temperature(local: Local, counts: jax.Array) -> Local:
-    """A temperature of 1 at tokens without a cotangent, where it may be NaN, and 0 times that too."""
-    return local._replace(tokens=local.tokens._replace(temperature=unless(counts, local.tokens.temperature, 1)))
 
 
 @jax.custom_jvp

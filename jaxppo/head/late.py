@@ -36,21 +36,23 @@ def late_products(work: Work, local: Local, dproducts: jax.Array) -> Local:
 
 def feature_term(work: Work, k: int, dproducts: jax.Array, starts: Starts, size: int) -> jax.Array:
     """The gradient of features k of some tokens, f32; anything where nothing is written."""
-    return jnp.concatenate([_of_rows(work, k, dproducts, start, size) for start in starts])
 
-
-def _of_rows(work: Work, k: int, dproducts: jax.Array, start: Index, size: int) -> jax.Array:
-    """The gradient of features k of `size` tokens, f32 `[size, f]`."""
-
-    def product(rows: int) -> jax.Array:  # XLA for TPUs would copy rows that are read outside of the branch
+    def product(start: Index, rows: int) -> jax.Array:
+        # XLA for TPUs would copy rows that are read outside of the branch
         gradient = feature_gradient(work.call, k, read(dproducts, start, rows), work.parameters[k])
         return jnp.pad(gradient, ((0, size - rows), (0, 0)))
 
-    if size == work.size:
-        return of_written(work, product)
-    if isinstance(work.turns, int):
-        return product(size)
-    return lax.cond(start < work.turns * work.chunk, partial(product, size), partial(product, 0))
+    parts = []
+    for start in starts:
+        of_rows = partial(product, start)
+        if size == work.size:
+            parts.append(of_written(work, of_rows))
+        elif isinstance(work.turns, int):
+            parts.append(of_rows(size))
+        else:
+            is_written = start < work.turns * work.chunk
+            parts.append(lax.cond(is_written, partial(of_rows, size), partial(of_rows, 0)))
+    return jnp.concatenate(parts)
 
 
 def sum_features(work: Work, term: Term, primal: jax.Array) -> jax.Array:
@@ -86,21 +88,22 @@ def parameter_cotangent(work: Work, k: int, primal: jax.Array, dproducts: jax.Ar
         dtype = primal.dtype  # of columns: no sum follows
 
     # A slice of rows and columns is one: XLA for TPUs would copy what lies between two.
-    def cut(array: jax.Array, rows: int, start: Index, size: int) -> jax.Array:
-        return lax.dynamic_slice(array, (0, start), (rows, size), allow_negative_indices=False)
-
     def of_columns(starts: Starts, size: int) -> jax.Array:
         def product(rows: int) -> jax.Array:
-            x = features[:rows]
-            gradients = [parameter_gradient(call, k, cut(dproducts, rows, start, size), x, dtype) for start in starts]
+            gradients = []
+            for start in starts:
+                dx = lax.dynamic_slice(dproducts, (0, start), (rows, size), allow_negative_indices=False)
+                gradients.append(parameter_gradient(call, k, dx, features[:rows], dtype))
             return jnp.concatenate(gradients, call.v_dim)
 
         return of_written(work, product)
 
     def of_features(starts: Starts, size: int) -> jax.Array:
         def product(rows: int) -> jax.Array:  # one for all starts: it reads all of dproducts
-            x = jnp.concatenate([cut(features, rows, start, size) for start in starts], 1)
-            return parameter_gradient(call, k, dproducts[:rows], x)
+            x = []
+            for start in starts:
+                x.append(lax.dynamic_slice(features, (0, start), (rows, size), allow_negative_indices=False))
+            return parameter_gradient(call, k, dproducts[:rows], jnp.concatenate(x, 1))
 
         return of_written(work, product)
 

@@ -90,6 +90,8 @@ class Work(NamedTuple):
         counts = order.put(counts, size)
         features = unless(counts, order.put(features, size))
         tokens = order.put(local.tokens, size)
+        # of a token without a cotangent it may be NaN
+        tokens = tokens._replace(temperature=unless(counts, tokens.temperature, 1))
         columns = columns_of(call.axes, call.vocab_size, local.parameters[0].shape[call.v_dim])
         dtype = wider_dtype(features[0].dtype, parameters[0].dtype)
         return cls(call, axes, chunk, size, turns, part, dtype, order, counts, tokens, features, parameters, columns)

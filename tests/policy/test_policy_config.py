@@ -104,7 +104,7 @@ def test_config(options, message):
         ),
         (lambda: KL(0.1, "k2+", "score"), "importance: got 'score', expected another with estimator='k2[+]'"),
         (lambda: KL(0.1, "k9"), "estimator: got 'k9', expected one of 'k1', 'abs'"),
-        (lambda: by_name("pp0"), "name: got 'pp0', expected one of by_sign, cispo, clip_cov, dppo, .*, ppo, "),
+        (lambda: by_name("pp0"), "name: got 'pp0', expected one of aspo, by_sign, cispo, clip_cov, dppo, .*, ppo, "),
         (
             lambda: by_name("cispo", dual_clip=3.0),
             "dual_clip: got it with 'cispo', expected one of clip_low, clip_high",

@@ -33,7 +33,14 @@ from jaxppo.step import entropy, masks, staleness
 MESH = "dp=2,cp=2,tp=2"
 MODULES = (jaxppo, advantages, mismatch, kl, metrics, nucleus, entropy, masks, staleness)
 MODULES += (losses, covariance, distillation, draft, mtp, preference)
-ON_THE_HOST = {"check_top_k", "drop_equal_groups", "explain_broken_rules", "make_parallel_mesh", "pack_nucleus_ids"}
+ON_THE_HOST = {
+    "advise",
+    "check_top_k",
+    "drop_equal_groups",
+    "explain_broken_rules",
+    "make_parallel_mesh",
+    "pack_nucleus_ids",
+}
 ON_THE_HOST |= {"kto_reference_point", "micro_batches_of_pairs", "mismatched_samples", "samples_of_pairs"}
 OF_ROWS = {"pack", "redistribute", "scan_affine", "segment_sum", "shift_left", "unpack"}  # of jaxppo.sharding
 
