@@ -60,18 +60,21 @@ def over_best_plain(rows: Rows) -> Iterator[str]:
     return table(["head", "no mask", "a mask", "GiB, a mask", "GiB, plain"], cells)
 
 
+OF_README = (
+    "plain",
+    "best plain",
+    "one pass, a mask",
+    "a fifth",
+    "two passes, kept logits, a mask",
+    "two passes, a mask",
+    "forward",
+)
+
+
 def readme(rows: Rows) -> Iterator[str]:
     """The sums of computing and collectives."""
     cells = []
-    for version in (
-        "plain",
-        "best plain",
-        "one pass, a mask",
-        "a fifth",
-        "two passes, kept logits, a mask",
-        "two passes, a mask",
-        "forward",
-    ):
+    for version in OF_README:
         name = version.replace("a fifth", "one pass, a mask")
         both = [rows[chip, "cp=4,tp=4", "qwen3-8b", 8192, name] for chip in CHIPS]
         times = [r["fifth_ms"] if version == "a fifth" else r["compute_ms"] + r["collectives_ms"] for r in both]

@@ -246,7 +246,8 @@ def trend(numbers: Numbers) -> float:
     variance of n^2 (2n + 1) / 12. Mann and Whitney 1947, https://doi.org/10.1214/aoms/1177730491
     """
     half = len(numbers) // 2
-    earlier, later = numbers[:half], numbers[half:]
+    earlier = numbers[:half]
+    later = numbers[half:]
     larger = (later[:, None] > earlier).sum() + (later[:, None] == earlier).sum() / 2
     return float((larger - half**2 / 2) / math.sqrt(half**2 * (2 * half + 1) / 12))
 
@@ -262,9 +263,12 @@ def _entropy(seen: Seen) -> str | None:
     half = len(entropy) // 2
     if 2 * half < FEWEST_STEPS or not rewards.size:
         return None
-    entropy, rewards = entropy[-2 * half :], rewards[-2 * half :]
-    before, after = entropy[:half].mean(), entropy[half:].mean()
-    reward, reward_after = rewards[:half].mean(), rewards[half:].mean()
+    entropy = entropy[-2 * half :]
+    rewards = rewards[-2 * half :]
+    before = entropy[:half].mean()
+    after = entropy[half:].mean()
+    reward = rewards[:half].mean()
+    reward_after = rewards[half:].mean()
     if not (trend(-entropy) >= RARE and reward_after <= reward):
         return None
     return (
