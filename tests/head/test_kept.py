@@ -23,14 +23,7 @@ MIXED = "dp=2,cp=2,tp=2"
 TOLERANCES = {"rtol": 5e-6, "atol": 1e-5}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_read_that_was_not_written():
-    """Fills arrays that start uninitialised on accelerators with NaN; on CPUs they would be zeros."""
-    with pytest.MonkeyPatch.context() as patch:
-        jax.clear_caches()
-        patch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
-        yield
-    jax.clear_caches()
+pytestmark = pytest.mark.usefixtures("nothing_is_read_that_was_not_written")
 
 
 def meshes(*names, **options):
