@@ -15,6 +15,7 @@ import comparisons
 import hypothesis
 import installed
 import jax
+import jax.numpy as jnp
 import programs
 import pytest
 
@@ -161,3 +162,13 @@ def pytest_terminal_summary(terminalreporter, config):
 def built(tmp_path_factory):
     """The sdist and the wheel of this tree."""
     return installed.build(tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def nothing_is_read_that_was_not_written():
+    """Fills arrays that start uninitialised on accelerators with NaN; on CPUs they would be zeros."""
+    with pytest.MonkeyPatch.context() as patch:
+        jax.clear_caches()
+        patch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+        yield
+    jax.clear_caches()
