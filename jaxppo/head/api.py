@@ -173,10 +173,10 @@ def _of_logits(
     v_names: Names = ()
     if set(axes.tensor) & varying(logits):  # else each device holds all columns
         v_names = axes.tensor
-    columns = V_local * axes.size(v_names)
+    width = V_local * axes.size(v_names)
     if vocab_size is None:
-        vocab_size = columns
-    check("vocab_size", vocab_size, vocab_size <= columns, f"1 to {columns}, the columns there are")
+        vocab_size = width
+    check("vocab_size", vocab_size, vocab_size <= width, f"1 to {width}, the columns there are")
     call = _Call(axes, asked, v_names, vocab_size)
     tokens, where = flat_tokens(tokens, where, R * T, call.vocab_size)
     return in_rows((R, T), _statistics(call, logits.reshape(R * T, V_local), tokens, where))
@@ -205,7 +205,7 @@ def _statistics(call: _Call, stored: jax.Array, tokens: Tokens, where: jax.Array
 
 def _forward(call: _Call, stored: jax.Array, tokens: Tokens, where: jax.Array | None) -> tuple[TokenStats, Any]:
     z, columns = _z(call, unless(where, stored), tokens)
-    reduced = statistics.over_devices(statistics.reduced(call.asked, z, tokens, columns), call.axes)
+    reduced = statistics.over_devices(statistics.reduce_columns(call.asked, z, tokens, columns), call.axes)
     stats = statistics.finish(call.asked, reduced, tokens, call.vocab_size)
     return unless(where, stats), (stored, tokens, where, statistics.left_for_gradients(call.asked, reduced))
 

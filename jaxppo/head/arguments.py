@@ -57,29 +57,34 @@ def prepare_head(
     name: str = "head",  # in errors
 ) -> Prepared:
     """Checks the arguments of `log_probs_from_hidden`, with targets or without, and prepares the call."""
+    model = name.removesuffix("head")  # what its arguments' names begin with
     checked = check_options(options)
-    model = name.removesuffix("head")
-    check_floating(f"{model}hidden", hidden, 3, "[R, T, H]")
-    head = as_head(name, head)
     asked = as_asked(entropy, logit_stats, top_k)
     check_parallel(parallel)
     roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
+
+    check_floating(f"{model}hidden", hidden, 3, "[R, T, H]")
+    head = as_head(name, head)
     spec = checked.pop("hidden_spec")
     hidden, by_position = _bring_hidden(f"{model}hidden_spec", parallel, roles, hidden, spec)
     head.check(name, hidden.shape[2])
     h_names, v_names = _kernel_axes(parallel, roles, name, hidden, head)
+
     R, T = hidden.shape[:2]
-    columns = head.kernel.shape[head.v_dim]
+    kernel_width = head.kernel.shape[head.v_dim]
     if not isinstance(parallel, ParallelMesh):  # arrays are one device's part
-        columns *= roles.size(v_names)
+        kernel_width *= roles.size(v_names)
         if by_position:
             T *= roles.size(roles.tensor)
-    vocab_size = columns
+    vocab_size = kernel_width
     if head.vocab_size is not None:
         vocab_size = head.vocab_size
-    check("vocab_size", vocab_size, vocab_size <= columns, f"1 to {columns}, the columns there are")
-    tokens, where = as_token_arrays("hidden", (R, T), targets, nucleus_ids, ids, where, temperature)
+    what = f"{name}.vocab_size"
+    check(what, vocab_size, vocab_size <= kernel_width, f"1 to {kernel_width}, the columns there are")
+
+    tokens, where = as_token_arrays(f"{model}hidden", (R, T), targets, nucleus_ids, ids, where, temperature)
     adapter_ids = as_adapter_ids(f"{name}.lora", head.lora, adapter_ids, R)
+
     device = calls.device_kind(parallel, head.kernel)
     transposed = _lies_transposed(parallel, head, v_names, device)
     call = HeadCall(
@@ -91,7 +96,7 @@ def prepare_head(
         sequence_parallel=by_position,
         transform=Transform(cast(LogitsDtype, head.logits_dtype), head.softcap, head.scale),
         scales=_scales(head),
-        columns=columns,
+        kernel_width=kernel_width,
         vocab_size=vocab_size,
         asked=asked,
         profile=calls.profile_of(device),
@@ -106,10 +111,10 @@ def prepare_head(
 
 def _lies_transposed(parallel: Parallel, head: Head, v_names: Names, device: str) -> bool:
     """Whether the device stores a `[H, V]` kernel as `[V, H]`: TPUs do unless 128, their lanes, divides V."""
-    columns = head.kernel.shape[head.v_dim]
+    width = head.kernel.shape[head.v_dim]  # of a device
     if isinstance(parallel, ParallelMesh):
-        columns //= math.prod(parallel.mesh.shape.get(name, 1) for name in v_names)
-    return head.layout == "hv" and "TPU" in device and columns % 128 != 0
+        width //= math.prod(parallel.mesh.shape.get(name, 1) for name in v_names)
+    return head.layout == "hv" and "TPU" in device and width % 128 != 0
 
 
 def _scales(head: Head) -> tuple[float, ...]:
@@ -134,26 +139,26 @@ def _bring_hidden(
     sizes: Any = jax.sharding.get_abstract_mesh().shape
     if isinstance(parallel, ParallelMesh):
         sizes = parallel.mesh.shape
-    entries = _above_1(sizes, (*spec, *[None] * (3 - len(spec))))
-    data, context, tensor = _above_1(sizes, (roles.data, roles.context, roles.tensor))
+    entries = _cutting_axes(sizes, (*spec, *[None] * (3 - len(spec))))
+    data, context, tensor = _cutting_axes(sizes, (roles.data, roles.context, roles.tensor))
     if entries == [data, context, ()]:
         return hidden, False
     if entries == [data, context + tensor, ()]:
         return hidden, True
     if not isinstance(parallel, ParallelMesh) or not _can_move(parallel, hidden, entries):
         raise ValueError(_wrong_spec(what, parallel, hidden, spec, data, context, tensor))
-    whole = hidden.shape[1] % parallel.size(context + tensor) == 0
-    by_position = bool(tensor) and set(tensor) <= set(entries[1]) and whole
+    divides = hidden.shape[1] % parallel.size(context + tensor) == 0
+    by_position = bool(tensor) and set(tensor) <= set(entries[1]) and divides
     wanted = dataclasses.replace(parallel, sequence_parallel=by_position).hidden_spec
-    to: Any = lax.with_sharding_constraint
+    move: Any = lax.with_sharding_constraint
     if parallel.is_explicit:
-        to = jax.reshard
+        move = jax.reshard
     with note(f"hidden states brought from {spec} to {wanted}"):
-        hidden = to(hidden, parallel.sharding(spec))  # gives the gradient the caller's spec
-        return to(hidden, parallel.sharding(wanted)), by_position
+        hidden = move(hidden, parallel.sharding(spec))  # gives the gradient the caller's spec
+        return move(hidden, parallel.sharding(wanted)), by_position
 
 
-def _above_1(sizes: Any, entries: Sequence[Any]) -> list[Names]:
+def _cutting_axes(sizes: Any, entries: Sequence[Any]) -> list[Names]:
     """The axes of each entry, without those of size 1, which have no role and do not cut anything."""
     each = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
     return [tuple(name for name in names if sizes.get(name) != 1) for names in each]
@@ -184,47 +189,48 @@ def _kernel_axes(parallel: Parallel, roles: ShardAxes, name: str, hidden: jax.Ar
     """The mesh axes that shard the kernel's H and its V. Raises unless its shape then fits the hidden states."""
     kernel = head.kernel
     on_mesh = isinstance(parallel, ParallelMesh)
-    h_names, v_names = _spec_axes(parallel, roles, hidden, head)
-    rows = kernel.shape[1 - head.v_dim]
+    h_names, v_names = _spec_axes(parallel, roles, name, hidden, head)
+    features = kernel.shape[1 - head.v_dim]
     if not on_mesh:  # of this device's part
-        rows *= roles.size(h_names)
+        features *= roles.size(h_names)
     shape = f"shape {kernel.shape} with layout {head.layout!r}"
     expected = f"{hidden.shape[2]} rows of H, as in hidden {hidden.shape}"
-    check(f"{name}.kernel", shape, rows == hidden.shape[2], expected)
+    check(f"{name}.kernel", shape, features == hidden.shape[2], expected)
     if on_mesh:
         return h_names, v_names
-    own = kernel.shape[head.v_dim]
+    width = kernel.shape[head.v_dim]
     shards = roles.size(roles.tensor)
     names = varying(kernel)
     sharded = bool(set(roles.tensor) & names)
-    if sharded and head.vocab_size is not None and head.vocab_size <= own * (shards - 1):
+    if sharded and head.vocab_size is not None and head.vocab_size <= width * (shards - 1):
         raise ValueError(
-            f"{name}.vocab_size: got {head.vocab_size} with {own} columns on each of {shards} tensor shards, the last "
-            "of which would hold padding alone, expected each device's part of the vocabulary; a kernel that was "
+            f"{name}.vocab_size: got {head.vocab_size} with {width} columns on each of {shards} tensor shards, the "
+            "last of which would hold padding alone, expected each device's part of the vocabulary; a kernel that was "
             "gathered over the tensor axis is to be invariant over it: all_gather(..., to='invarying')"
         )
     return h_names, tuple(n for n in v_names if n in names)
 
 
-def _spec_axes(parallel: Parallel, roles: ShardAxes, hidden: jax.Array, head: Head) -> tuple[Names, Names]:
+def _spec_axes(parallel: Parallel, roles: ShardAxes, name: str, hidden: jax.Array, head: Head) -> tuple[Names, Names]:
     """The axes of the head's spec, of H and of V, or the defaults."""
     spec = head.spec
     if isinstance(parallel, ParallelMesh) and parallel.is_explicit and spec is None:
         spec = getattr(jax.typeof(head.kernel).sharding, "spec", None)
     if spec is None:
         return _default_axes(parallel, roles, hidden, head)
-    check("head.spec", f"{spec} without parallel=", parallel is not None or not any(spec), NO_MESH)
-    check("head.spec", spec, len(spec) <= 2, "a PartitionSpec of two dimensions")
+    what = f"{name}.spec"
+    check(what, f"{spec} without parallel=", parallel is not None or not any(spec), NO_MESH)
+    check(what, spec, len(spec) <= 2, "a PartitionSpec of two dimensions")
     sizes: Any = {}
     if isinstance(parallel, ParallelMesh):
         sizes = parallel.mesh.shape
-    entries = _above_1(sizes, (*spec, *[None] * (2 - len(spec))))
+    entries = _cutting_axes(sizes, (*spec, *[None] * (2 - len(spec))))
     h_names = entries[1 - head.v_dim]
     v_names = entries[head.v_dim]
     tensor = set(roles.tensor)
-    check("head.spec", spec, not set(h_names) & tensor, f"the tensor axes {roles.tensor} on the vocabulary only")
+    check(what, spec, not set(h_names) & tensor, f"the tensor axes {roles.tensor} on the vocabulary only")
     good = set(v_names) & tensor in (set(), tensor)
-    check("head.spec", spec, good, f"all of the tensor axes {roles.tensor} or none")
+    check(what, spec, good, f"all of the tensor axes {roles.tensor} or none")
     return h_names, v_names
 
 
@@ -266,22 +272,22 @@ def _placed(parallel: Parallel, v_dim: int, prepared: Prepared) -> Prepared:
 
 
 def as_token_arrays(
-    source: str, tokens: tuple[int, ...], targets: Any, nucleus_ids: Any, ids: Any, where: Any, temperature: Any
+    source: str, shape: tuple[int, ...], targets: Any, nucleus_ids: Any, ids: Any, where: Any, temperature: Any
 ) -> tuple[Tokens, Any]:
     """The last five arguments, checked against the [R, T] of `source`: ids in i32, the temperature in f32."""
     if targets is not None:
         check_array("targets", targets)
-        check("targets", f"shape {targets.shape}", targets.shape == tokens, f"{tokens}, the [R, T] of {source}")
+        check("targets", f"shape {targets.shape}", targets.shape == shape, f"{shape}, the [R, T] of {source}")
         targets = as_token_ids(targets)
-    temperature = as_temperature(temperature, tokens)
+    temperature = as_temperature(temperature, shape)
     if where is not None:
         check_array("where", where)
-        check("where", f"shape {where.shape}", where.shape == tokens, f"{tokens}, the shape of targets")
+        check("where", f"shape {where.shape}", where.shape == shape, f"{shape}, the [R, T] of {source}")
         if where.dtype != bool:
             temperature = _nan_where_odd(temperature, where)
         where = where.astype(bool)
-    nucleus_ids = calls.as_id_sets("nucleus_ids", nucleus_ids, tokens)
-    ids = calls.as_id_sets("ids", ids, tokens)
+    nucleus_ids = calls.as_id_sets("nucleus_ids", nucleus_ids, shape)
+    ids = calls.as_id_sets("ids", ids, shape)
     return Tokens(targets, nucleus_ids, ids, temperature), where
 
 
@@ -373,39 +379,42 @@ def prepare_pair(
     prepare: Callable[..., Prepared] = partial(prepare_head, targets=None, entropy="none", heads=2, **arguments)
     one = prepare(*first, options=options)
     other = prepare(*second, name=name, options={**options, "hidden_spec": second_spec})
-    good = one.tokens == other.tokens
-    check(f"{names[1]}_hidden", f"[R, T] = {other.tokens}", good, f"{the}, {one.tokens}")
-    columns = (one.call.columns, other.call.columns)
-    sizes = (one.call.vocab_size, other.call.vocab_size)
-    by_padding = columns[0] != columns[1] and sizes[0] == sizes[1]  # equal but for padding
+    good = one.shape == other.shape
+    check(f"{names[1]}_hidden", f"[R, T] = {other.shape}", good, f"{the}, {one.shape}")
+    widths = (one.call.kernel_width, other.call.kernel_width)
+    vocab_sizes = (one.call.vocab_size, other.call.vocab_size)
+    by_padding = widths[0] != widths[1] and vocab_sizes[0] == vocab_sizes[1]  # equal but for padding
     cut = isinstance(arguments["parallel"], ShardAxes) and bool(one.call.v_names or other.call.v_names)
     if by_padding and not cut:
-        first = (first[0], _padded(as_head("head", first[1]), max(columns)))
-        second = (second[0], _padded(as_head(name, second[1]), max(columns)))
+        first = (first[0], _padded(as_head("head", first[1]), max(widths)))
+        second = (second[0], _padded(as_head(name, second[1]), max(widths)))
         return prepare_pair(first, second, names=names, second_spec=second_spec, options=options, **arguments)
     advice = ""
     if by_padding:  # padding at the end of each device's part would move the columns after it
         advice = "; pad kernels that a shard_map cuts to one width before it, and give vocab_size"
-    elif columns[0] != columns[1]:
-        advice = f"; if some are padding, give both heads one vocab_size, here {sizes[1]} and {the} {sizes[0]}"
-    check(f"{name}.kernel", f"{columns[1]} columns", columns[0] == columns[1], f"{the} {columns[0]}{advice}")
-    check(f"{name}.vocab_size", sizes[1], sizes[0] == sizes[1], f"{the}, {sizes[0]}")
-    axes = (one.call.v_names, other.call.v_names)
-    check(f"{name}.kernel", f"its vocabulary over {axes[1]}", axes[0] == axes[1], f"over {axes[0]}, as {the}")
+    elif widths[0] != widths[1]:
+        advice = (
+            f"; if some are padding, give both heads one vocab_size, here {vocab_sizes[1]} and {the} {vocab_sizes[0]}"
+        )
+    check(f"{name}.kernel", f"{widths[1]} columns", widths[0] == widths[1], f"{the} {widths[0]}{advice}")
+    check(f"{name}.vocab_size", vocab_sizes[1], vocab_sizes[0] == vocab_sizes[1], f"{the}, {vocab_sizes[0]}")
+    v_names = (one.call.v_names, other.call.v_names)
+    good = v_names[0] == v_names[1]
+    check(f"{name}.kernel", f"its vocabulary over {v_names[1]}", good, f"over {v_names[0]}, as {the}")
     return one, other
 
 
-def _padded(head: Head, columns: int) -> Head:
+def _padded(head: Head, width: int) -> Head:
     """The head with padding up to so many columns."""
-    own = head.kernel.shape[head.v_dim]
-    added = (0, columns - own)
-    widths = [(0, 0), (0, 0)]
-    widths[head.v_dim] = added
+    before = head.kernel.shape[head.v_dim]
+    added = (0, width - before)
+    padding = [(0, 0), (0, 0)]
+    padding[head.v_dim] = added
     bias = head.bias
     if bias is not None:
         bias = jnp.pad(bias, added)
     lora = head.lora
     if lora is not None:
         lora = dataclasses.replace(lora, b=jnp.pad(lora.b, [*[(0, 0)] * (lora.b.ndim - 1), added]))
-    kernel = jnp.pad(head.kernel, widths)
-    return dataclasses.replace(head, kernel=kernel, bias=bias, lora=lora, vocab_size=head.vocab_size or own)
+    kernel = jnp.pad(head.kernel, padding)
+    return dataclasses.replace(head, kernel=kernel, bias=bias, lora=lora, vocab_size=head.vocab_size or before)

@@ -19,14 +19,14 @@ from jaxppo.head.walk import Chunk, Work, gradient_of_products
 from jaxppo.sharding import vary, varying
 
 SumsOfProduct = Callable[[jax.Array], Any]  # the sums of a tile as a function of its products
-# sums_at(work of a block, its first column, i, chunk i, what is known of the chunk's tokens): the sums of the tile, and
+# sums_at(work of a block, its first column, i, chunk i, what `by_token` has of its tokens): the sums of the tile, and
 # their cotangents
 SumsAt = Callable[[Work, Index, Index, Chunk, Any], tuple[SumsOfProduct, Any]]
 
 
-def second_pass(work: Work, local: Local, width: int, known: Any, sums_at: SumsAt) -> Local:
-    """The cotangents of `local`, in blocks of `width` columns. `known` are arrays `[N', ...]` of tokens in order."""
-    V = work.columns.size
+def second_pass(work: Work, local: Local, width: int, by_token: Any, sums_at: SumsAt) -> Local:
+    """The cotangents of `local`, in blocks of `width` columns. `by_token` are arrays `[N', ...]` of tokens in order."""
+    V = work.columns.width
     v_dim = work.call.v_dim
 
     def one_block(b: Index, carry: Any) -> Any:
@@ -35,8 +35,8 @@ def second_pass(work: Work, local: Local, width: int, known: Any, sums_at: SumsA
         start = jnp.minimum(b * width, V - width)
         columns = block_of(work.columns, start, width, b * width)
         block = work._replace(parameters=read(work.parameters, start, width, v_dim), columns=columns)
-        dproducts = work.vary(lax.empty((work.size, width), work.dtype))
-        write_tile = partial(_write_tile, block, partial(sums_at, block, start), known)
+        dproducts = work.vary(lax.empty((work.rows, width), work.dtype))
+        write_tile = partial(_write_tile, block, partial(sums_at, block, start), by_token)
         dfeatures, dproducts = loop(work.turns, write_tile, (dfeatures, dproducts))
         added = [
             parameter_cotangent(block, k, primal, dproducts, pieces=1) for k, primal in enumerate(local.parameters)
@@ -54,18 +54,18 @@ def second_pass(work: Work, local: Local, width: int, known: Any, sums_at: SumsA
     return Local(tuple(features), dparameters, None, None)
 
 
-def _write_tile(block: Work, sums_at: Callable[..., Any], known: Any, i: Index, carry: Any) -> Any:
+def _write_tile(block: Work, sums_at: Callable[..., Any], by_token: Any, i: Index, carry: Any) -> Any:
     """Writes the gradients of the products of one tile, chunk i by a block, and adds those of features."""
     dfeatures, dproducts = carry
     call = block.call
     C = block.chunk
     chunk = block.read(i)
     product = products(call, chunk.features, block.parameters)
-    sums_of, dsums = sums_at(i, chunk, read(known, i * C, C))
+    sums_of, dsums = sums_at(i, chunk, read(by_token, i * C, C))
     # without a barrier XLA for TPUs computes it in both products that read it
     dproduct = lax.optimization_barrier(gradient_of_products(block, product, sums_of, dsums))
-    rows = []
+    gradients = []
     for k, before in enumerate(read(dfeatures, i * C, C)):
-        rows.append(before + feature_gradient(call, k, dproduct, block.parameters[k]))
-    dfeatures = block.vary(write(dfeatures, tuple(rows), i * C))
+        gradients.append(before + feature_gradient(call, k, dproduct, block.parameters[k]))
+    dfeatures = block.vary(write(dfeatures, tuple(gradients), i * C))
     return dfeatures, write(dproducts, block.vary(dproduct), i * C)

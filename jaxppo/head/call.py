@@ -92,30 +92,32 @@ class Profile:
     """The sizes that suit a kind of device."""
 
     memory: int  # bytes that one pass may take by default
-    tile: int  # bytes of the f32 logits of a chunk of the forward
-    tokens: int  # the most tokens of a chunk
-    columns: int  # of a block of the second pass
-    rows: int = 8192  # the most tokens of a tile of the second pass, without a mask
-    columns_with_mask: int | None = None  # of a block, whose tiles have fewer tokens then; None for `columns`
+    forward_bytes: int  # of the f32 logits of a chunk of the forward
+    chunk_tokens: int  # the most tokens of a chunk
+    block_width: int  # columns of a block of the second pass
+    tile_tokens: int = 8192  # the most tokens of a tile of the second pass, without a mask
+    block_width_with_mask: int | None = None  # tiles have fewer tokens then; None for `block_width`
     fixed_chunk: int = 1024  # tokens of a chunk of a deterministic call
-    group: int = 8192  # the most tokens whose gradients of logits exist at once in one pass
-    groups: bool = True  # whether one pass may take several
+    group_tokens: int = 8192  # the most tokens whose gradients of logits exist at once in one pass
+    shrinks_groups: bool = True  # where groups do not fit the memory; else two passes are taken
     ring: int = 0  # the most devices around which a sum goes beside its products, if all need it; 0 for no ring
     parts: int = 4  # in which the products of one pass follow a mask
-    tiles: int = 1  # of f32 logits that XLA keeps at once
+    logit_copies: int = 1  # how many arrays of a tile's f32 logits XLA keeps at once
     upcast: bool = False  # bf16 is multiplied as f32
     gathers: bool = False  # logits lie in memory, where a target's is read; else XLA finds it in a sum over all columns
     rounding_products: bool = False  # a product rounds its f32 sums itself, if no sum over devices follows
 
 
-def _tpu(kind: str, columns: int, tile: int = 150, rows: int = 4096) -> Profile:
+def _tpu(kind: str, block_width: int, mebibytes: int = 150, tile_tokens: int = 4096) -> Profile:
     """One pass may take an eighth of the memory. On a v5e or v6e 75 MiB of logits stay in VMEM."""
-    return Profile(_eighth(kind), tile * MIB, 2048, columns, rows, ring=4)
+    return Profile(_eighth(kind), mebibytes * MIB, 2048, block_width, tile_tokens, ring=4)
 
 
 def _gpu(kind: str) -> Profile:
     """XLA for GPUs would write an f32 product to memory before it rounds it: dkernel would exist twice."""
-    return Profile(_eighth(kind), 512 * MIB, 2048, 4608, columns_with_mask=9216, gathers=True, rounding_products=True)
+    return Profile(
+        _eighth(kind), 512 * MIB, 2048, 4608, block_width_with_mask=9216, gathers=True, rounding_products=True
+    )
 
 
 def _eighth(kind: str) -> int:
@@ -134,10 +136,10 @@ CPU = Profile(
     512,
     4096,
     fixed_chunk=256,
-    group=2048,
-    groups=False,
+    group_tokens=2048,
+    shrinks_groups=False,
     parts=1,
-    tiles=3,
+    logit_copies=3,
     upcast=True,
     gathers=True,
 )
@@ -146,11 +148,11 @@ CPU = Profile(
 PROFILES = {
     "cpu": CPU,
     "TPU v4": _tpu("TPU v4", 2048),
-    "TPU v5 lite": _tpu("TPU v5 lite", 2048, tile=75, rows=8192),
-    "TPU v5e": _tpu("TPU v5e", 2048, tile=75, rows=8192),
+    "TPU v5 lite": _tpu("TPU v5 lite", 2048, mebibytes=75, tile_tokens=8192),
+    "TPU v5e": _tpu("TPU v5e", 2048, mebibytes=75, tile_tokens=8192),
     "TPU v5": _tpu("TPU v5", 2048),
-    "TPU v6 lite": _tpu("TPU v6 lite", 3072, tile=75, rows=8192),
-    "TPU v6e": _tpu("TPU v6e", 3072, tile=75, rows=8192),
+    "TPU v6 lite": _tpu("TPU v6 lite", 3072, mebibytes=75, tile_tokens=8192),
+    "TPU v6e": _tpu("TPU v6e", 3072, mebibytes=75, tile_tokens=8192),
     "TPU7x": _tpu("TPU7x", 2048),
     "TPU": _tpu("TPU", 2048),
     "H100": _gpu("H100"),
@@ -179,7 +181,7 @@ def profile_of(device: str) -> Profile:
 class HeadCall:
     """The static part of a call to a head, checked."""
 
-    axes: ShardAxes
+    axes: ShardAxes  # the roles of mesh axes
     v_dim: int  # the kernel's dimension of the vocabulary, as a device multiplies it
     transposed: bool  # the caller's kernel is the transpose of that
     h_names: Names  # mesh axes that shard the kernel's H; it is gathered over all of them
@@ -187,7 +189,7 @@ class HeadCall:
     sequence_parallel: bool  # hidden states are sharded by position over the tensor axis
     transform: Transform
     scales: tuple[float, ...]  # the factor of each product: of the kernel's, the adapter's, the bias's
-    columns: int  # of the whole kernel
+    kernel_width: int  # columns of the whole kernel
     vocab_size: int  # columns that are no padding
     asked: Asked
     profile: Profile
@@ -203,7 +205,7 @@ class HeadCall:
     def eighths(self) -> int:
         """How many eighths of the vocabulary a device works on; 0 if its columns end within one."""
         shards = self.axes.size(self.axes.tensor)
-        if not self.deterministic or EIGHTHS % shards or self.columns % EIGHTHS:
+        if not self.deterministic or EIGHTHS % shards or self.kernel_width % EIGHTHS:
             return 0
         return EIGHTHS // shards
 
@@ -214,16 +216,16 @@ class Prepared(NamedTuple):
     call: HeadCall
     inputs: Inputs
     specs: Inputs | None  # PartitionSpecs for `shard_call`; None without a mesh
-    tokens: tuple[int, int]  # [R, T]
+    shape: tuple[int, int]  # [R, T] of the tokens
 
 
-def as_id_sets(what: str, ids: Any, tokens: tuple[int, ...]) -> Any:
+def as_id_sets(what: str, ids: Any, shape: tuple[int, ...]) -> Any:
     """Sets of ids, K at each position, as `i32[R, T, K]`; None stays None."""
     if ids is None:
         return None
     check_array(what, ids)
-    good = ids.ndim == 3 and ids.shape[:2] == tokens and ids.shape[2] > 0
-    check(what, f"shape {ids.shape}", good, f"[R, T, K] with [R, T] = {tokens}")
+    good = ids.ndim == 3 and ids.shape[:2] == shape and ids.shape[2] > 0
+    check(what, f"shape {ids.shape}", good, f"[R, T, K] with [R, T] = {shape}")
     return as_token_ids(ids)
 
 

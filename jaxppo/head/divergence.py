@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 
 from jaxppo.base.kl import k3, magnitude
 from jaxppo.head.call import HeadCall, Inputs
-from jaxppo.head.door import Local, enter
-from jaxppo.head.gradient import gradients, once
+from jaxppo.head.door import Local, all_positions, enter, summed_in_f32
+from jaxppo.head.gradient import gradients, refuse_second_derivatives
 from jaxppo.head.order import Index, Tree, read, unless
 from jaxppo.head.sizes import block_of_second, chunk_of_forward
 from jaxppo.head.statistics import Columns, Reduced, over_devices
@@ -29,7 +29,7 @@ Softmaxes = tuple[Softmax, Softmax]  # of student and teacher
 
 @dataclasses.dataclass(frozen=True)
 class DivergenceCall:
-    """The static part of a call: two heads whose blocks hold the same columns, and the divergences, see `terms`."""
+    """The static part of a call: two heads whose blocks hold the same columns, and the divergences, see `terms_of`."""
 
     student: HeadCall
     teacher: HeadCall
@@ -37,7 +37,9 @@ class DivergenceCall:
     beta: float
 
 
-def terms(divergence: str, beta: float, log_p: Float[Array, "..."], log_q: Float[Array, "..."]) -> Float[Array, "..."]:
+def terms_of(
+    divergence: str, beta: float, log_p: Float[Array, "..."], log_q: Float[Array, "..."]
+) -> Float[Array, "..."]:
     """The term of each column in the divergence of student p and teacher q; no term is below 0.
 
     A column's term of KL(a || b) is a log(a / b) - a + b: the part -a + b is 0 in the sum over all columns, and keeps
@@ -96,14 +98,15 @@ def local_pair(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[D
     teacher_local = enter(teacher_call, teacher)
     # a divergence differs between devices wherever either model's hidden states do
     names = varying(local.features, teacher_local.features)
-    local = local._replace(features=tuple(vary(feature, names) for feature in local.features))
+    features = tuple(summed_in_f32(feature, names - varying(feature)) for feature in local.features)
+    local = local._replace(features=features)
     return call, local, teacher_local
 
 
 def _whole_rows(call: HeadCall, inputs: Inputs) -> tuple[HeadCall, Inputs]:
     if not call.sequence_parallel:
         return call, inputs
-    hidden = lax.all_gather(inputs.hidden, call.axes.tensor, axis=1, tiled=True)
+    hidden = all_positions(inputs.hidden, call.axes.tensor)
     return dataclasses.replace(call, sequence_parallel=False), inputs._replace(hidden=hidden)
 
 
@@ -112,8 +115,8 @@ def works_of(call: DivergenceCall, local: Local, teacher_local: Local) -> tuple[
     chunk = chunk_of_forward(call.student, local)
     student = Work.of(call.student, local, chunk)
     teacher = Work.of(call.teacher, teacher_local, chunk)
-    axes = student.axes | teacher.axes
-    return student._replace(axes=axes), teacher._replace(axes=axes)
+    mesh_axes = student.mesh_axes | teacher.mesh_axes
+    return student._replace(mesh_axes=mesh_axes), teacher._replace(mesh_axes=mesh_axes)
 
 
 def finite_logits(work: Work, chunk: Chunk) -> jax.Array:
@@ -138,7 +141,7 @@ def sums_of_terms(call: DivergenceCall, columns: Columns, log_p: jax.Array, log_
     """The sums of the terms of each divergence over some columns."""
     sums = []
     for divergence in call.divergences:
-        each = terms(divergence, call.beta, log_p, log_q)
+        each = terms_of(divergence, call.beta, log_p, log_q)
         if columns.valid is not None:
             each = jnp.where(columns.valid[None], each, 0)
         sums.append(each.sum(1))
@@ -172,27 +175,30 @@ def _evaluate(
     """
     student, teacher = works_of(call, local, teacher_local)
     axes = call.student.axes
-    own = softmax_of(over_devices(sweep(student), axes))
+    student_softmax = softmax_of(over_devices(sweep(student), axes))
     if log_z is None:
-        other = softmax_of(over_devices(sweep(teacher), axes))
+        teacher_softmax = softmax_of(over_devices(sweep(teacher), axes))
     else:
-        log_z = teacher.order.put(unless(local.counts, log_z), teacher.size)
-        other = (log_z, jnp.zeros_like(log_z))
-    softmaxes: Softmaxes = student.vary((own, other))
+        log_z = teacher.order.put(unless(local.counts, log_z), teacher.rows)
+        teacher_softmax = (log_z, jnp.zeros_like(log_z))
+    softmaxes: Softmaxes = student.vary((student_softmax, teacher_softmax))
 
     def sums_and_slopes(z: jax.Array, teacher_z: jax.Array, softmaxes: Softmaxes) -> Any:
-        (m, log_s), other = softmaxes
+        (m, log_s), teacher_softmax = softmaxes
 
         def shifted(log_s: jax.Array) -> tuple[jax.Array, ...]:
-            return sums_of_terms(call, student.columns, _log_p(z, (m, log_s)), _log_p(teacher_z, other))
+            return sums_of_terms(call, student.columns, _log_p(z, (m, log_s)), _log_p(teacher_z, teacher_softmax))
 
         _, slopes = jax.jvp(shifted, (log_s,), (jnp.ones_like(log_s),))
         log_p = exact_log_p(z, softmaxes[0])
-        log_q = exact_log_p(teacher_z, other)
+        log_q = exact_log_p(teacher_z, teacher_softmax)
         return sums_of_terms(call, student.columns, log_p, log_q), slopes
 
-    parts = compared(student, teacher, softmaxes, sums_and_slopes)
-    sums = axes.psum(vary(jnp.stack(jax.tree.leaves(parts)), axes.tensor), axes.tensor)
+    sums_of_shard = compared(student, teacher, softmaxes, sums_and_slopes)
+    sums = axes.psum(vary(jnp.stack(jax.tree.leaves(sums_of_shard)), axes.tensor), axes.tensor)
+    # a head that excludes all columns has no distribution
+    exist = (student_softmax[0] > LOW / 2) & (teacher_softmax[0] > LOW / 2)
+    sums = jnp.where(exist[None], sums, jnp.nan)
     sums, softmaxes = student.order.take_back((sums.T, softmaxes))
     # equal on the devices of a tensor axis, which their type does not say
     sums_and_slopes_of_tokens = tuple(unless(local.counts, column) for column in sums.T)
@@ -209,7 +215,7 @@ def _divergences(
 
 
 def _forward(call: DivergenceCall, local: Local, teacher_local: Local, log_z: jax.Array | None) -> Any:
-    divergences, left = _evaluate(call, *jax.tree.map(once, (local, teacher_local, log_z)))
+    divergences, left = _evaluate(call, *jax.tree.map(refuse_second_derivatives, (local, teacher_local, log_z)))
     return divergences, (local, teacher_local, left)
 
 
@@ -218,28 +224,31 @@ def _backward(call: DivergenceCall, saved: Any, cotangents: tuple[jax.Array, ...
     counts = jnp.stack([cotangent != 0 for cotangent in cotangents]).any(0)
     if local.counts is not None:
         counts &= local.counts
-    (m, log_s), other = softmaxes
+    (m, log_s), teacher_softmax = softmaxes
     # d log s = ds / s, and ds is the sum of the exponentials' own slopes
     ds = sum(cotangent * slope for cotangent, slope in zip(cotangents, slopes, strict=True)) / jnp.exp(log_s)
-    own = (unless(counts, m, -LOW), unless(counts, log_s))
-    known = (own, unless(counts, other), unless(counts, (cotangents, ds)))
+    student_softmax = (unless(counts, m, -LOW), unless(counts, log_s))
+    by_token = (student_softmax, unless(counts, teacher_softmax), unless(counts, (cotangents, ds)))
     chunk, _ = block_of_second(call.student, local)
     follow = local.counts is not None
     teacher = Work.of(call.teacher, teacher_local._replace(counts=counts), chunk, follow=follow)
-    return gradients(call.student, local, counts, known, partial(_sums_at, call, teacher)), None, None
+    return gradients(call.student, local, counts, by_token, partial(_sums_at, call, teacher)), None, None
 
 
-def _sums_at(call: DivergenceCall, teacher: Work, block: Work, start: Index, i: Index, chunk: Chunk, known: Any) -> Any:
+def _sums_at(
+    call: DivergenceCall, teacher: Work, block: Work, start: Index, i: Index, chunk: Chunk, by_token: Any
+) -> Any:
     """The sums of terms of a tile, and of the student's exponentials, with their cotangents; see `SumsAt`."""
-    own, other, dsums = known
+    student_softmax, teacher_softmax, dsums = by_token
     columns = block.columns
-    parameters = read(teacher.parameters, start, columns.size, call.teacher.v_dim)
+    parameters = read(teacher.parameters, start, columns.width, call.teacher.v_dim)
     teacher_block = teacher._replace(parameters=parameters, columns=columns)
-    log_q = _log_p(finite_logits(teacher_block, teacher.read(i)), other)
+    log_q = _log_p(finite_logits(teacher_block, teacher.read(i)), teacher_softmax)
 
     def sums_of(product: jax.Array) -> Any:
         z = _finite(block.logits(product, chunk.tokens))
-        return sums_of_terms(call, columns, _log_p(z, own), log_q), jnp.exp(z - own[0][:, None]).sum(1)
+        exponentials = jnp.exp(z - student_softmax[0][:, None])
+        return sums_of_terms(call, columns, _log_p(z, student_softmax), log_q), exponentials.sum(1)
 
     return sums_of, dsums
 

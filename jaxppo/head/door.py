@@ -23,7 +23,7 @@ from jaxppo.head.statistics import Columns
 from jaxppo.head.tile import Features, Parameters, low_rank, low_rank_by_row, rounded
 from jaxppo.sharding import ShardAxes, vary, varying
 
-Axes = frozenset[str]
+MeshAxes = frozenset[str]
 
 
 class Local(NamedTuple):
@@ -59,11 +59,11 @@ def enter(call: HeadCall, inputs: Inputs) -> Local:
     if counts is None and call.deterministic:
         counts = jnp.ones(N, bool)  # the same program with a mask and without
     tokens, counts = flat_tokens(inputs.tokens, counts, N, call.vocab_size)
-    # If devices share hidden states but not targets, JAX sums the gradients of hidden states over these devices.
+    # If devices share hidden states but not targets, the gradients of hidden states are summed over these devices.
     # Ones that a bias is multiplied by differ as hidden states do: their gradients do.
     names = varying(inputs.hidden, tokens, counts)
     return Local(
-        tuple(vary(feature, names) for feature in features),
+        tuple(summed_in_f32(feature, names - varying(feature)) for feature in features),
         tuple(own_columns(call.axes, call.v_names, call.vocab_size, p, call.v_dim) for p in parameters),
         lax.stop_gradient(tokens),
         counts,
@@ -73,7 +73,7 @@ def enter(call: HeadCall, inputs: Inputs) -> Local:
 def _adapter(call: HeadCall, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """The features `[R, T, r]` and the parameter, `[r, V]` or `[V, r]`, of an adapter's product."""
     hidden = inputs.hidden
-    lora_a = summed_in_f32(inputs.lora_a, tuple(sorted(varying(hidden) - varying(inputs.lora_a))))
+    lora_a = summed_in_f32(inputs.lora_a, varying(hidden) - varying(inputs.lora_a))
     lora_b = inputs.lora_b
     if inputs.adapter_ids is None:
         low = low_rank(call, hidden, lora_a)
@@ -117,15 +117,15 @@ def columns_of(axes: ShardAxes, vocab_size: int, V: int) -> Columns:
     return Columns(first, V, first + jnp.arange(V, dtype=jnp.int32) < vocab_size)
 
 
-def block_of(columns: Columns, start: Index, size: int, own: Index) -> Columns:
-    """`size` of the columns from `start` on, of which those from `own` on are valid."""
+def block_of(columns: Columns, start: Index, width: int, first_valid: Index) -> Columns:
+    """So many of the columns from `start` on, of which those from `first_valid` on are valid."""
     valid = columns.valid
     if valid is not None:
-        valid = read(valid, start, size)
-    if columns.size % size:
-        of_block = start + jnp.arange(size, dtype=jnp.int32) >= own
-        valid = of_block if valid is None else valid & of_block
-    return Columns(columns.first + start, size, valid)
+        valid = read(valid, start, width)
+    if columns.width % width:
+        is_first = start + jnp.arange(width, dtype=jnp.int32) >= first_valid
+        valid = is_first if valid is None else valid & is_first
+    return Columns(columns.first + start, width, valid)
 
 
 def flat_tokens(
@@ -148,29 +148,44 @@ def flat_tokens(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def summed_in_f32(array: jax.Array, names: Names) -> jax.Array:
+def summed_in_f32(array: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
     """The array, varying along these axes too; its gradient is summed over them in f32."""
-    return vary(array, names)
+    return vary(array, mesh_axes)
 
 
-def _summed_in_f32_backward(names: Names, _residual: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    if not names:
+def _summed_in_f32_backward(mesh_axes: MeshAxes, _residual: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    if not mesh_axes:
         return (cotangent,)
-    return (rounded(lax.psum(cotangent.astype(jnp.float32), names), cotangent.dtype),)
+    total = lax.psum(cotangent.astype(jnp.float32), tuple(sorted(mesh_axes)))
+    return (rounded(total, cotangent.dtype),)
 
 
-summed_in_f32.defvjp(lambda array, names: (vary(array, names), None), _summed_in_f32_backward)
+summed_in_f32.defvjp(lambda array, mesh_axes: (vary(array, mesh_axes), None), _summed_in_f32_backward)
 
 
-def whole_features(call: HeadCall, axes: Axes, features: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def all_positions(hidden: jax.Array, names: Names) -> jax.Array:
+    """Hidden states `[R, T, H]` of which each device along these axes holds some positions; gradients add up in f32."""
+    return lax.all_gather(hidden, names, axis=1, tiled=True)
+
+
+def _all_positions_backward(names: Names, _residual: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    share = lax.psum_scatter(cotangent.astype(jnp.float32), names, scatter_dimension=1, tiled=True)
+    return (rounded(share, cotangent.dtype),)
+
+
+all_positions.defvjp(lambda hidden, names: (all_positions(hidden, names), None), _all_positions_backward)
+
+
+def whole_features(call: HeadCall, mesh_axes: MeshAxes, features: jax.Array) -> jax.Array:
     """The features of all N tokens, `[N, f]`, from those that a device holds, `[R, T, f]`; linear."""
     if call.sequence_parallel:
         features = lax.all_gather(features, call.axes.tensor, axis=1, tiled=True)
-    return vary(features.reshape(-1, features.shape[2]), axes)
+    return vary(features.reshape(-1, features.shape[2]), mesh_axes)
 
 
-def whole_parameter(call: HeadCall, k: int, axes: Axes, parameter: jax.Array) -> jax.Array:
+def whole_parameter(call: HeadCall, k: int, mesh_axes: MeshAxes, parameter: jax.Array) -> jax.Array:
     """All features of some columns of parameter k, from those that a device holds."""
     if k == 0 and call.h_names:
         parameter = lax.all_gather(parameter, call.h_names, axis=1 - call.v_dim, tiled=True)
-    return vary(parameter, axes)
+    return vary(parameter, mesh_axes)

@@ -23,7 +23,7 @@ def sweep_in_eighths(work: Work) -> Reduced:
     """The numbers of all tokens over the whole vocabulary, in order."""
     call = work.call
     count = call.eighths
-    width = work.columns.size // count
+    width = work.columns.width // count
 
     def write_eighth(i: Index, reduced: Reduced) -> Reduced:
         start = i * width

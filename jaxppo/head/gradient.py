@@ -26,10 +26,11 @@ from jaxppo.head.tile import LOW
 from jaxppo.head.walk import Chunk, Work, one_pass, sweep, tile_sums
 from jaxppo.sharding import ShardAxes, note, vary, varying
 
-# (statistics f32[n], arrays [n, ...] of these tokens, `shared` arrays that are read whole) -> weighted losses f32[n]
+# (statistics f32[n], arrays [n, ...] of these tokens, `shared` arrays that are read whole) -> weighted losses f32[n], 0
+# where tokens do not count
 TokenLoss = Callable[..., jax.Array]
 Sum = tuple[jax.Array, TokenStats]  # of losses, and statistics
-QUARTERS = 4  # of the tokens, in which the products of a block follow a mask
+QUARTERS = 4  # of the tokens, in which the products of a block follow a mask, on every platform
 
 
 def stats_of_tokens(axes: ShardAxes, call: HeadCall, inputs: Inputs) -> TokenStats:
@@ -84,7 +85,7 @@ def _token_stats(call: HeadCall, local: Local) -> tuple[TokenStats, Reduced]:
     if call.deterministic and call.asked.entropy == "none":
         return _without_entropy(*_token_stats(_asking(call, "metric"), local))  # the same sums, and so the same bits
     work = Work.of(call, local, chunk_of_forward(call, local))
-    with note(f"forward, {work.chunk} tokens x {work.columns.size // max(1, call.eighths)} columns"):
+    with note(f"forward, {work.chunk} tokens x {work.columns.width // max(1, call.eighths)} columns"):
         if call.eighths:
             reduced = sweep_in_eighths(work)
         else:
@@ -108,7 +109,7 @@ def _without_entropy(stats: TokenStats, reduced: Reduced) -> tuple[TokenStats, R
 
 
 def _token_stats_forward(call: HeadCall, local: Local) -> Any:
-    stats, reduced = _token_stats(call, jax.tree.map(once, local))
+    stats, reduced = _token_stats(call, jax.tree.map(refuse_second_derivatives, local))
     return stats, (local, statistics.left_for_gradients(call.asked, reduced))
 
 
@@ -123,36 +124,36 @@ def _token_stats_backward(call: HeadCall, saved: tuple[Local, Reduced], dstats: 
     return (gradients(call, local, counts, (peaks, unless(counts, dsums)), _sums_at),)
 
 
-def _sums_at(block: Work, start: Index, i: Index, chunk: Chunk, known: Any) -> Any:
+def _sums_at(block: Work, start: Index, i: Index, chunk: Chunk, by_token: Any) -> Any:
     """The sums of a tile and their cotangents; see `SumsAt`."""
-    peaks, dsums = known
+    peaks, dsums = by_token
     return partial(tile_sums, block, peaks, chunk.tokens), dsums
 
 
 token_stats.defvjp(_token_stats_forward, _token_stats_backward)
 
 
-def gradients(call: HeadCall, local: Local, counts: jax.Array, known: Any, sums_at: SumsAt) -> Local:
+def gradients(call: HeadCall, local: Local, counts: jax.Array, by_token: Any, sums_at: SumsAt) -> Local:
     """The cotangents of `local` by a second pass. `counts`, bool[N], are the tokens that have one.
 
-    `known` are arrays `[N, ...]`, of which `sums_at` gets those of a chunk's tokens.
+    `by_token` are arrays `[N, ...]`, of which `sums_at` gets those of a chunk's tokens.
     """
-    local, known = jax.tree.map(once, (local, known))
+    local, by_token = jax.tree.map(refuse_second_derivatives, (local, by_token))
     chunk, width = block_of_second(call, local)
     masked = local.counts is not None
     work = Work.of(call, local._replace(counts=counts), chunk, parts=QUARTERS, follow=masked)
-    known = work.vary(work.order.put(known, work.size))
+    by_token = work.vary(work.order.put(by_token, work.rows))
     with note(f"gradients, {chunk} tokens x {width} columns"):
-        return second_pass(work, local, width, known, sums_at)
+        return second_pass(work, local, width, by_token, sums_at)
 
 
 @jax.custom_jvp
-def once(array: jax.Array) -> jax.Array:
+def refuse_second_derivatives(array: jax.Array) -> jax.Array:
     """The array, from which gradients follow that cannot be differentiated again: an attempt raises."""
     return array
 
 
-@once.defjvp
+@refuse_second_derivatives.defjvp
 def _second_order(primals: Any, tangents: Any) -> NoReturn:
     raise NotImplementedError(
         "second derivatives of a loss from hidden states: not implemented, since they would keep every block of "
@@ -175,14 +176,14 @@ def loss_in_one_pass(
 def _one_pass_forward(
     call: HeadCall, sizes: tuple[int, int], token_loss: TokenLoss, local: Local, per_token: Any, shared: Any
 ) -> Any:
-    local, per_token, shared = jax.tree.map(once, (local, per_token, shared))
+    local, per_token, shared = jax.tree.map(refuse_second_derivatives, (local, per_token, shared))
     chunk, group = sizes
     groups = -(-Sizes.of(call, local).N // group)
     work = Work.of(call, local, chunk, group=group, parts=call.profile.parts * groups, together=True)
-    per_token = work.order.put(per_token, work.size)
+    per_token = work.order.put(per_token, work.rows)
 
     loss = partial(token_loss, shared=shared)
-    text = f"one pass, {chunk} tokens x {work.columns.size} columns"
+    text = f"one pass, {chunk} tokens x {work.columns.width} columns"
     if groups > 1:
         text += f", groups of {group} tokens"
     with note(text):
@@ -190,7 +191,9 @@ def _one_pass_forward(
             results, cotangents = one_pass_in_groups(work, local, loss, per_token, group)
         else:
             results, dproducts = one_pass(work, loss, per_token)
-            cotangents = late_products(work, local, lax.optimization_barrier(dproducts))
+            # without a barrier XLA for TPUs computes them in both products that read them
+            dproducts = lax.optimization_barrier(dproducts)
+            cotangents = late_products(work, local, dproducts)
     each, stats = work.order.take_back(results)
     return (over_tokens(call, each), stats), cotangents
 

@@ -32,23 +32,27 @@ def one_pass_in_groups(
     def one_group(g: Index, carry: Any) -> Any:
         results, dfeatures, totals = carry
         start = g * group
-        own = _group_of(work, start, group)
-        own_results, dproducts = one_pass(own, loss, read(per_token, start, group))
+        of_group = _group_of(work, start, group)
+        group_results, dproducts = one_pass(of_group, loss, read(per_token, start, group))
+        # without a barrier XLA for TPUs computes them in both products that read them
         dproducts = lax.optimization_barrier(dproducts)
-        rows = []
+        gradients = []
         for k, primal in enumerate(local.features):
-            rows.append(sum_features(own, partial(feature_term, own, k, dproducts), primal))
-        added = tuple(of_written(own, partial(_add, own, k, total, dproducts)) for k, total in enumerate(totals))
-        return write(results, own_results, start), write(dfeatures, tuple(rows), start), added
+            term = partial(feature_term, of_group, k, dproducts)
+            gradients.append(sum_features(of_group, term, primal))
+        added = []
+        for k, total in enumerate(totals):
+            added.append(of_written(of_group, partial(_add, of_group, k, total, dproducts)))
+        return write(results, group_results, start), write(dfeatures, tuple(gradients), start), tuple(added)
 
-    stats = statistics.zero_stats(call.asked, work.tokens, work.size)
+    stats = statistics.zero_stats(call.asked, work.tokens, work.rows)
     results = work.vary((stats.log_probs, stats), results=True)
     dfeatures = tuple(_no_gradient(work, k, primal) for k, primal in enumerate(local.features))
     totals = work.vary(tuple(jnp.zeros(parameter.shape, jnp.float32) for parameter in work.parameters))
     turns = -(-work.turns * work.chunk // group)
     if not isinstance(turns, int):
         # at most all groups, which tells `audit` how many turns there may be
-        turns = jnp.minimum(turns, work.size // group)
+        turns = jnp.minimum(turns, work.rows // group)
     results, dfeatures, totals = lax.fori_loop(0, turns, one_group, (results, dfeatures, totals))
     features = []
     for total, primal in zip(dfeatures, local.features, strict=True):
@@ -74,7 +78,7 @@ def _group_of(work: Work, start: Index, group: int) -> Work:
         turns = chunks
     counts, tokens, features = read((work.counts, work.tokens, work.features), start, group)
     return work._replace(
-        size=group, turns=turns, part=part, order=Order(group), counts=counts, tokens=tokens, features=features
+        rows=group, turns=turns, part=part, order=Order(group), counts=counts, tokens=tokens, features=features
     )
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from jaxppo.head import statistics
 from jaxppo.head.call import HeadCall, Inputs
 from jaxppo.head.door import Local, enter
-from jaxppo.head.gradient import in_rows, once, token_stats
+from jaxppo.head.gradient import in_rows, refuse_second_derivatives, token_stats
 from jaxppo.head.head import TokenStats
 from jaxppo.head.late import late_products
 from jaxppo.head.order import Index, read, unless
@@ -42,7 +42,7 @@ def kept_stats(call: HeadCall, chunk: int, local: Local) -> TokenStats:
     return token_stats(call, local)
 
 
-class Known(NamedTuple):
+class ByToken(NamedTuple):
     """What the second walk reads of tokens beside their products."""
 
     counts: jax.Array  # bool[N], the tokens with a cotangent
@@ -51,12 +51,12 @@ class Known(NamedTuple):
 
 
 def _forward(call: HeadCall, chunk: int, local: Local) -> Any:
-    local = jax.tree.map(once, local)
+    local = jax.tree.map(refuse_second_derivatives, local)
     work = Work.of(call, local, chunk, parts=call.profile.parts)
-    with note(f"kept logits, {chunk} tokens x {work.columns.size} columns"):
-        own, kept = over_chunks(work, partial(numbers_of_chunk, work), lax.empty)
+    with note(f"kept logits, {chunk} tokens x {work.columns.width} columns"):
+        reduced, kept = over_chunks(work, partial(numbers_of_chunk, work), lax.empty)
     # tokens that do not count have numbers, since 0 / 0 would stop jax_debug_nans
-    reduced = statistics.over_devices(unless(work.counts, own, 1), call.axes)
+    reduced = statistics.over_devices(unless(work.counts, reduced, 1), call.axes)
     reduced = work.order.take_back(reduced)
     stats = statistics.finish(call.asked, reduced, local.tokens, call.vocab_size)
     return unless(local.counts, stats), (local, statistics.left_for_gradients(call.asked, reduced), kept)
@@ -68,21 +68,21 @@ def _backward(call: HeadCall, chunk: int, saved: tuple[Local, Reduced, jax.Array
     call = dataclasses.replace(call, asked=asked)
     if local.counts is not None:
         counts &= local.counts
-    local, kept, dsums = jax.tree.map(once, (local, kept, dsums))
+    local, kept, dsums = jax.tree.map(refuse_second_derivatives, (local, kept, dsums))
     work = Work.of(call, local, chunk, parts=call.profile.parts)  # in the order of the first walk
-    known = work.vary(work.order.put(Known(counts, reduced.peaks, dsums), work.size))
+    by_token = work.vary(work.order.put(ByToken(counts, reduced.peaks, dsums), work.rows))
     # tokens without a cotangent may hold NaN
-    work = work._replace(features=unless(known.counts, work.features))
-    dproducts = over_chunks(work, partial(_gradient_of_chunk, work, known, kept), lax.empty)
+    work = work._replace(features=unless(by_token.counts, work.features))
+    dproducts = over_chunks(work, partial(_gradient_of_chunk, work, by_token, kept), lax.empty)
     return (late_products(work, local, lax.optimization_barrier(dproducts)),)
 
 
-def _gradient_of_chunk(work: Work, known: Known, kept: jax.Array, i: Index) -> jax.Array:
+def _gradient_of_chunk(work: Work, by_token: ByToken, kept: jax.Array, i: Index) -> jax.Array:
     """The gradient of a chunk's products, `[C, V]`."""
-    tokens, own, product = read((work.tokens, known, kept), i * work.chunk, work.chunk)
-    sums_of_product = partial(tile_sums, work, own.peaks, tokens)
-    gradient = gradient_of_products(work, product, sums_of_product, own.dsums)
-    return work.vary(unless(own.counts, gradient))
+    tokens, by_token, product = read((work.tokens, by_token, kept), i * work.chunk, work.chunk)
+    sums_of_product = partial(tile_sums, work, by_token.peaks, tokens)
+    gradient = gradient_of_products(work, product, sums_of_product, by_token.dsums)
+    return work.vary(unless(by_token.counts, gradient))
 
 
 kept_stats.defvjp(_forward, _backward)

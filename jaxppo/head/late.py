@@ -42,17 +42,17 @@ def feature_term(work: Work, k: int, dproducts: jax.Array, starts: Starts, size:
         gradient = feature_gradient(work.call, k, read(dproducts, start, rows), work.parameters[k])
         return jnp.pad(gradient, ((0, size - rows), (0, 0)))
 
-    parts = []
+    gradients = []
     for start in starts:
         of_rows = partial(product, start)
-        if size == work.size:
-            parts.append(of_written(work, of_rows))
+        if size == work.rows:
+            gradients.append(of_written(work, of_rows))
         elif isinstance(work.turns, int):
-            parts.append(of_rows(size))
+            gradients.append(of_rows(size))
         else:
             is_written = start < work.turns * work.chunk
-            parts.append(lax.cond(is_written, partial(of_rows, size), partial(of_rows, 0)))
-    return jnp.concatenate(parts)
+            gradients.append(lax.cond(is_written, partial(of_rows, size), partial(of_rows, 0)))
+    return jnp.concatenate(gradients)
 
 
 def sum_features(work: Work, term: Term, primal: jax.Array) -> jax.Array:
@@ -61,9 +61,9 @@ def sum_features(work: Work, term: Term, primal: jax.Array) -> jax.Array:
     It is no sum yet, and f32, if each device holds the features of some positions: then `feature_cotangent` sums it.
     """
     if work.call.sequence_parallel:
-        return unless(work.counts, term((0,), work.size))
-    names = in_order(work.axes - varying(primal))
-    total = summed(term, 0, work.size, names, primal.dtype, work.call.profile.ring, PIECES)
+        return unless(work.counts, term((0,), work.rows))
+    names = in_order(work.mesh_axes - varying(primal))
+    total = summed(term, 0, work.rows, names, primal.dtype, work.call.profile.ring, PIECES)
     return unless(work.counts, total)
 
 
@@ -74,7 +74,7 @@ def feature_cotangent(work: Work, total: jax.Array, primal: jax.Array) -> jax.Ar
         return total.reshape(primal.shape)
     like = vary(jnp.zeros(primal.shape, total.dtype), varying(primal))
     # the transpose of a gather is a sum, of which each device keeps its part
-    _, pull = jax.vjp(partial(whole_features, work.call, work.axes), like)
+    _, pull = jax.vjp(partial(whole_features, work.call, work.mesh_axes), like)
     (cotangent,) = pull(total)
     return rounded(cotangent, primal.dtype)
 
@@ -84,7 +84,7 @@ def parameter_cotangent(work: Work, k: int, primal: jax.Array, dproducts: jax.Ar
     call = work.call
     features = work.features[k]
     dtype = jnp.float32
-    if work.axes <= varying(primal):
+    if work.mesh_axes <= varying(primal):
         dtype = primal.dtype  # of columns: no sum follows
 
     # A slice of rows and columns is one: XLA for TPUs would copy what lies between two.
@@ -115,16 +115,16 @@ def parameter_cotangent(work: Work, k: int, primal: jax.Array, dproducts: jax.Ar
 def of_written(work: Work, product: Callable[[int], jax.Array]) -> jax.Array:
     """product(rows), with the number of rows that are written."""
     if isinstance(work.turns, int):
-        return product(work.size)
-    counts = [*range(0, work.size, work.part * work.chunk), work.size]
-    return lax.switch(-(-work.turns // work.part), [partial(product, count) for count in counts])
+        return product(work.rows)
+    written = [*range(0, work.rows, work.part * work.chunk), work.rows]
+    return lax.switch(-(-work.turns // work.part), [partial(product, rows) for rows in written])
 
 
 def sum_parameter(work: Work, k: int, term: Term, primal: jax.Array, length: int, pieces: int = PIECES) -> jax.Array:
     """The sum over devices of terms of the gradient of parameter k, cut along `cut_dim`, in the parameter's dtype."""
     call = work.call
     dim = cut_dim(work, k)
-    names = in_order(work.axes - varying(primal))
+    names = in_order(work.mesh_axes - varying(primal))
     if call.gradient_sum_dtype == "parameter":
         term = partial(_rounded_term, term, primal.dtype)
     if dim != call.v_dim:

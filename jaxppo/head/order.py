@@ -18,7 +18,7 @@ Tree = TypeVar("Tree")  # a pytree of arrays
 class Order(NamedTuple):
     """Where each token stands. Without places all tokens stay where they are."""
 
-    tokens: int  # N
+    count: int  # N, of tokens
     places: jax.Array | None = None  # i32[N], the tokens in the order in which they are computed
     inverse: jax.Array | None = None  # i32[N], where each token is in that order
 
@@ -36,7 +36,7 @@ class Order(NamedTuple):
         def put_one(array: jax.Array) -> jax.Array:
             if self.places is not None:
                 array = rows_at(self.places, array)
-            return jnp.pad(array, ((0, size - self.tokens), *[(0, 0)] * (array.ndim - 1)))
+            return jnp.pad(array, ((0, size - self.count), *[(0, 0)] * (array.ndim - 1)))
 
         return jax.tree.map(put_one, tree)
 
@@ -44,7 +44,7 @@ class Order(NamedTuple):
         """Arrays `[size, ...]` in this order, as the caller's `[N, ...]`."""
 
         def take_one(array: jax.Array) -> jax.Array:
-            array = array[: self.tokens]
+            array = array[: self.count]
             if self.inverse is not None:
                 array = rows_at(self.inverse, array)
             return array
@@ -77,15 +77,15 @@ def read(tree: Tree, start: Index, size: int, dim: int = 0) -> Tree:
     return jax.tree.map(read_one, tree)
 
 
-def write(tree: Tree, part: Tree, start: Index, dim: int = 0) -> Tree:
-    """All arrays, with a part of each written along a dimension from `start` on."""
+def write(tree: Tree, new: Tree, start: Index, dim: int = 0) -> Tree:
+    """All arrays, with the new entries of each written along a dimension from `start` on."""
 
-    def write_one(array: jax.Array, new: jax.Array) -> jax.Array:
-        if new.shape == array.shape:
-            return new
-        return lax.dynamic_update_slice_in_dim(array, new, start, dim, allow_negative_indices=False)
+    def write_one(array: jax.Array, entries: jax.Array) -> jax.Array:
+        if entries.shape == array.shape:
+            return entries
+        return lax.dynamic_update_slice_in_dim(array, entries, start, dim, allow_negative_indices=False)
 
-    return jax.tree.map(write_one, tree, part)
+    return jax.tree.map(write_one, tree, new)
 
 
 def unless(counts: jax.Array | None, tree: Tree, fill: float = 0) -> Tree:

@@ -1,7 +1,7 @@
 """The sizes of chunks and blocks, from the memory that a call may take. They change results by rounding only.
 
 A chunk is some of a device's tokens, by all of its columns. A group is some chunks, whose gradients of logits exist at
-once. A block, in the second of two passes, is some columns.
+once. A block, in the second of two passes, is some columns: its width is their number.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ LEAST_GROUP = 128  # tokens
 
 def chunk_of_forward(call: HeadCall, local: Local) -> int:
     """The tokens of a chunk. Raises if no chunk fits the memory."""
-    N, H, V, number, logit = Sizes.of(call, local)
-    token = logit * V
+    N, H, V, number_bytes, logit_bytes = Sizes.of(call, local)
+    token_bytes = logit_bytes * V
     if call.deterministic:
         fixed = call.profile.fixed_chunk
-        _check(call, fixed * token // call.profile.tiles // max(1, call.eighths))
+        _check(call, fixed * token_bytes // call.profile.logit_copies // max(1, call.eighths))
         return fixed
-    _check(call, min(N, LEAST) * token)
-    memory = call.memory or max(call.profile.tile, 256 * token)
+    _check(call, min(N, LEAST) * token_bytes)
+    memory = call.memory or max(call.profile.forward_bytes, 256 * token_bytes)
     if call.memory and local.counts is not None:
-        memory -= number * N * H  # tokens in order
-    return fitting(N, call.profile.tokens, token, memory)
+        memory -= number_bytes * N * H  # tokens in order
+    return fitting(N, call.profile.chunk_tokens, token_bytes, memory)
 
 
 def chunk_of_one_pass(call: HeadCall, local: Local) -> tuple[int, int] | None:
     """The tokens of a chunk and of a group of chunks; None if one pass does not fit the memory."""
     if call.deterministic:
         return None
-    N, H, V, number, logit = Sizes.of(call, local)
-    token = logit * V
+    N, H, V, number_bytes, logit_bytes = Sizes.of(call, local)
+    token_bytes = logit_bytes * V
     memory = call.memory or call.profile.memory
     if call.h_names:
-        memory -= number * call.axes.size(call.h_names) * local.parameters[0].size
-    memory -= 2 * number * N * H  # tokens in order and their gradients
+        memory -= number_bytes * call.axes.size(call.h_names) * local.parameters[0].size
+    memory -= 2 * number_bytes * N * H  # tokens in order and their gradients
     messages = 0  # around a ring, behind the chunks: half as much as the kernel's gradient
     if call.profile.ring and (call.h_names or 1 < call.axes.size(call.axes.tokens) <= call.profile.ring):
         messages = 2 * H * V
     group = N
-    most = call.profile.tokens
-    if call.profile.group < N:
-        group = even(N, call.profile.group // 2)
+    most = call.profile.chunk_tokens
+    if call.profile.group_tokens < N:
+        group = even(N, call.profile.group_tokens // 2)
     while True:
         # the gradients of a group's logits, and f32 gradients of the kernel: of a share, or of all for several groups
-        kernel = 4 * H * V
+        gradient = 4 * H * V
         if group == N:
-            kernel //= 4
+            gradient //= 4
         else:
-            most = call.profile.tokens // 2  # so that several groups take little more memory than one
-        room = memory - number * group * V - kernel
-        if room >= max(min(N, 4 * LEAST) * token, messages):
-            chunk = fitting(group, most, token, room)
+            most = call.profile.chunk_tokens // 2  # so that several groups take little more memory than one
+        room = memory - number_bytes * group * V - gradient
+        if room >= max(min(N, 4 * LEAST) * token_bytes, messages):
+            chunk = fitting(group, most, token_bytes, room)
             return chunk, -(-group // chunk) * chunk
-        if group <= LEAST_GROUP or not call.profile.groups:
+        if group <= LEAST_GROUP or not call.profile.shrinks_groups:
             return None
         group = even(N, group // 2)
 
@@ -73,10 +73,10 @@ def chunk_of_kept(call: HeadCall, local: Local) -> int | None:
     """
     N, _, V, _, _ = Sizes.of(call, local)
     memory = (call.memory or call.profile.memory) - 4 * N * V
-    most = call.profile.tokens
+    most = call.profile.chunk_tokens
     if local.counts is None:
         most = N  # a single chunk is what is kept, and not copied there
-    profile = dataclasses.replace(call.profile, tokens=most, group=N, groups=False)
+    profile = dataclasses.replace(call.profile, chunk_tokens=most, group_tokens=N, shrinks_groups=False)
     sizes = chunk_of_one_pass(dataclasses.replace(call, memory=max(1, memory), profile=profile), local)
     if sizes is None:
         return None
@@ -84,34 +84,36 @@ def chunk_of_kept(call: HeadCall, local: Local) -> int | None:
 
 
 def block_of_second(call: HeadCall, local: Local) -> tuple[int, int]:
-    """The tokens and the columns of a tile of the second pass. Raises if no tile fits the memory."""
-    N, H, V, number, logit = Sizes.of(call, local)
-    columns = call.profile.columns
-    most = call.profile.rows
+    """The tokens of a chunk and the width of a block of the second pass. Raises if no tile fits the memory."""
+    N, H, V, number_bytes, logit_bytes = Sizes.of(call, local)
+    width = call.profile.block_width
+    most = call.profile.tile_tokens
     if local.counts is not None:
-        columns = call.profile.columns_with_mask or columns
-        most = call.profile.tokens  # work that follows a mask can stop behind a chunk only
-    columns = min(V, columns)
+        width = call.profile.block_width_with_mask or width
+        most = call.profile.chunk_tokens  # work that follows a mask can stop behind a chunk only
+    width = min(V, width)
     chunk = even(N, most)
     if call.deterministic:
         chunk = call.profile.fixed_chunk
 
-    def need(chunk: int, columns: int) -> int:  # a tile, a block's gradients of logits and of columns, and of features
-        return chunk * columns * (logit + number) + (4 * H + number * N) * columns + 4 * N * H
+    def need(chunk: int, width: int) -> int:
+        tile = chunk * width * (logit_bytes + number_bytes)
+        block = (4 * H + number_bytes * N) * width  # its gradients of columns and of logits
+        return tile + block + 4 * N * H
 
     _check(call, need(min(chunk, LEAST), min(V, LEAST)))
-    memory = call.memory or need(chunk, columns)
-    while need(chunk, columns) > memory:
-        if columns > LEAST and (columns > chunk or chunk <= LEAST):
-            columns = max(LEAST, columns // 2)
+    memory = call.memory or need(chunk, width)
+    while need(chunk, width) > memory:
+        if width > LEAST and (width > chunk or chunk <= LEAST):
+            width = max(LEAST, width // 2)
         else:
             chunk = max(LEAST, chunk // 2)
     if not call.deterministic:
         chunk = even(N, chunk)
     unit = LEAST
-    if columns >= UNIT:
+    if width >= UNIT:
         unit = UNIT
-    return chunk, even(V, columns, unit)
+    return chunk, even(V, width, unit)
 
 
 class Sizes(NamedTuple):
@@ -120,8 +122,8 @@ class Sizes(NamedTuple):
     N: int  # tokens
     H: int  # features
     V: int  # columns
-    number: int  # bytes of a number that is multiplied
-    logit: int  # bytes of an f32 logit, and of what lies beside it
+    number_bytes: int  # of a number that is multiplied
+    logit_bytes: int  # of an f32 logit, and of what lies beside it
 
     @classmethod
     def of(cls, call: HeadCall, local: Local) -> Sizes:
@@ -132,21 +134,22 @@ class Sizes(NamedTuple):
         N = hidden.size // H
         if call.sequence_parallel:
             N *= call.axes.size(call.axes.tensor)
-        logit = 4
+        logit_bytes = 4
         if local.tokens.nucleus_ids is not None:
-            logit += 1
+            logit_bytes += 1
         if local.tokens.ids is not None:
-            logit += 4
+            logit_bytes += 4
         if call.asked.top_k:
-            logit += 8
-        number = wider_dtype(hidden.dtype, kernel.dtype).itemsize
-        return cls(N, H, kernel.shape[call.v_dim], number, logit * call.heads * call.profile.tiles)
+            logit_bytes += 8
+        number_bytes = wider_dtype(hidden.dtype, kernel.dtype).itemsize
+        copies = call.heads * call.profile.logit_copies
+        return cls(N, H, kernel.shape[call.v_dim], number_bytes, logit_bytes * copies)
 
 
-def fitting(N: int, most: int, token: int, memory: int) -> int:
+def fitting(N: int, most: int, token_bytes: int, memory: int) -> int:
     """The tokens of equal chunks that fit the memory, if each token takes so many bytes."""
     chunk = min(N, most)
-    while chunk > LEAST and chunk * token > memory:
+    while chunk > LEAST and chunk * token_bytes > memory:
         chunk = -(-chunk // 2)
     return even(N, chunk)
 

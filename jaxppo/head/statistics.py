@@ -35,14 +35,14 @@ class Columns(NamedTuple):
     """Some columns of the vocabulary, whose ids rise by one."""
 
     first: jax.Array | int  # the id of the first one
-    size: int
+    width: int
     valid: jax.Array | None = None  # bool[B], False for padding and for another block's columns; None if none is
 
     @property
     def ids(self) -> jax.Array:
-        return self.first + jnp.arange(self.size, dtype=jnp.int32)
+        return self.first + jnp.arange(self.width, dtype=jnp.int32)
 
-    def are(self, ids: jax.Array) -> jax.Array:
+    def one_hot(self, ids: jax.Array) -> jax.Array:
         """One-hot `[C, B]` of one id per token."""
         hot = self.ids[None] == ids[:, None]
         if self.valid is not None:
@@ -52,7 +52,7 @@ class Columns(NamedTuple):
     def places(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The place of each id, and whether it is there."""
         place = ids - self.first
-        inside = (place >= 0) & (place < self.size)
+        inside = (place >= 0) & (place < self.width)
         place = jnp.where(inside, place, 0)
         if self.valid is not None:
             inside = inside & self.valid[place]
@@ -63,18 +63,18 @@ class Columns(NamedTuple):
         ids = jnp.concatenate([tokens.nucleus_ids, tokens.targets[:, None]], axis=1)
         place, inside = self.places(ids)
         rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
-        none = vary(jnp.zeros((ids.shape[0], self.size), bool), varying(place) | varying(inside))
-        return none.at[rows, jnp.where(inside, place, self.size)].set(True, mode="drop")
+        none = vary(jnp.zeros((ids.shape[0], self.width), bool), varying(place) | varying(inside))
+        return none.at[rows, jnp.where(inside, place, self.width)].set(True, mode="drop")
 
 
-def reduced(asked: Asked, z: jax.Array, tokens: Tokens, columns: Columns, gathers: bool = False) -> Reduced:
+def reduce_columns(asked: Asked, z: jax.Array, tokens: Tokens, columns: Columns, gathers: bool = False) -> Reduced:
     """All numbers of one tile; sums are relative to the largest logits. `gathers` reads a target's logit by itself."""
     constant = lax.stop_gradient(z)
     peaks = {"m": jnp.maximum(constant.max(1), LOW)}  # all logits may be -inf
     if tokens.nucleus_ids is not None:
         peaks["nucleus"] = jnp.where(columns.nucleus(tokens) & ~(constant < LOW), constant, LOW).max(1)
     if "accuracy" in asked.logit_stats:
-        peaks["key"] = _sortable(constant, columns.are(tokens.targets)).max(1)
+        peaks["key"] = _sortable(constant, columns.one_hot(tokens.targets)).max(1)
     top = None
     if asked.top_k:
         top = _top_of(constant, columns, asked.top_k)
@@ -91,14 +91,17 @@ def sums_of(
     differentiated: bool = False,
     gathers: bool = False,
 ) -> Numbers:
-    """The sums over columns `[C, B]`, or only those through which a gradient flows: 0 * u costs as much as g * u."""
+    """The sums over columns `[C, B]`, or only those through which a gradient flows: 0 * u costs as much as g * u.
+
+    With `gathers` a target's logit is read where it lies, but not if JAX differentiates: a gather's transpose scatters.
+    """
     d = z - peaks["m"][:, None]
     e = jnp.exp(d)
     sums = {"s": e.sum(1)}
     if tokens.targets is not None and gathers:
         sums["z_y"] = _logits_at(z, tokens.targets[:, None], columns)[:, 0]
     elif tokens.targets is not None:
-        sums["z_y"] = jnp.where(columns.are(tokens.targets), z, 0).sum(1)
+        sums["z_y"] = jnp.where(columns.one_hot(tokens.targets), z, 0).sum(1)
     if asked.entropy == "bonus" or (asked.entropy == "metric" and not differentiated):
         if differentiated:
             d = jnp.where(e > 0, d, 0)  # it may be -inf, and its slope 0 * inf
@@ -146,10 +149,10 @@ def _top_of(z: jax.Array, columns: Columns, k: int) -> Top:
         z = z[:, None]
         ids = ids[:, None]
     else:
-        z, place = lax.top_k(z, min(k, columns.size))
+        z, place = lax.top_k(z, min(k, columns.width))
         ids = columns.ids[place]
     ids = jnp.where(z <= LOW / 2, NO_ID, ids)
-    missing = ((0, 0), (0, max(0, k - columns.size)))
+    missing = ((0, 0), (0, max(0, k - columns.width)))
     return jnp.pad(z, missing, constant_values=LOW), jnp.pad(ids, missing, constant_values=NO_ID)
 
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxppo.head import statistics
 from jaxppo.head.call import HeadCall, Tokens
-from jaxppo.head.door import Axes, Local, columns_of, whole_features, whole_parameter
+from jaxppo.head.door import Local, MeshAxes, columns_of, whole_features, whole_parameter
 from jaxppo.head.head import TokenStats
 from jaxppo.head.order import Index, Order, Tree, loop, read, unless, write
 from jaxppo.head.statistics import Columns, Numbers, Reduced
@@ -34,9 +34,9 @@ class Work(NamedTuple):
     """A device's tokens in chunks, those that count first, and its columns."""
 
     call: HeadCall
-    axes: Axes  # along which anything differs; features and parameters vary along all of them
+    mesh_axes: MeshAxes  # along which anything differs; features and parameters vary along all of them
     chunk: int  # C, the tokens of a chunk
-    size: int  # N', the tokens of all chunks
+    rows: int  # N', the tokens of all chunks
     turns: Index  # how many chunks are computed, at least those with a token that counts
     part: int  # the chunks of a part: parts are computed as a whole
     dtype: Any  # in which products are multiplied
@@ -68,40 +68,55 @@ class Work(NamedTuple):
           together: all devices take as many turns, as a loop with collectives must.
           follow: False computes all chunks, whether or not their tokens count.
         """
-        axes = varying(local) | set(call.axes.tensor)
-        features = tuple(whole_features(call, axes, feature) for feature in local.features)
-        parameters = tuple(whole_parameter(call, k, axes, parameter) for k, parameter in enumerate(local.parameters))
+        mesh_axes = varying(local) | set(call.axes.tensor)
+        features = tuple(whole_features(call, mesh_axes, feature) for feature in local.features)
+        parameters = []
+        for k, parameter in enumerate(local.parameters):
+            parameters.append(whole_parameter(call, k, mesh_axes, parameter))
+
         N = features[0].shape[0]
         unit = max(chunk, group)
-        size = -(-N // unit) * unit
+        rows = -(-N // unit) * unit
         if call.deterministic:
-            size = max(size, 2 * chunk)  # one turn would be another program, other bits
-        chunks = size // chunk
+            rows = max(rows, 2 * chunk)  # one turn would be another program, other bits
+        chunks = rows // chunk
         part = -(-chunks // (parts or chunks))
+
         counts = local.counts
         order = Order(N)
         turns: Index = chunks
         # a single chunk keeps tokens in place
-        if counts is not None and follow and call.follow_mask and size > chunk:
+        if counts is not None and follow and call.follow_mask and rows > chunk:
             order = Order.of(counts)
-            turns = _turns(counts, chunk, chunks, part, axes if together else frozenset())
-        if counts is None and size > N:
+            turns = _turns(counts, chunk, chunks, part, mesh_axes if together else frozenset())
+
+        if counts is None and rows > N:
             counts = jnp.ones(N, bool)
-        counts = order.put(counts, size)
-        features = unless(counts, order.put(features, size))
-        tokens = order.put(local.tokens, size)
-        # of a token without a cotangent it may be NaN
-        tokens = tokens._replace(temperature=unless(counts, tokens.temperature, 1))
-        columns = columns_of(call.axes, call.vocab_size, local.parameters[0].shape[call.v_dim])
-        dtype = wider_dtype(features[0].dtype, parameters[0].dtype)
-        return cls(call, axes, chunk, size, turns, part, dtype, order, counts, tokens, features, parameters, columns)
+        counts = order.put(counts, rows)
+        tokens = order.put(local.tokens, rows)
+        return cls(
+            call=call,
+            mesh_axes=mesh_axes,
+            chunk=chunk,
+            rows=rows,
+            turns=turns,
+            part=part,
+            dtype=wider_dtype(features[0].dtype, parameters[0].dtype),
+            order=order,
+            counts=counts,
+            # of a token without a cotangent a temperature may be NaN, as features may
+            tokens=tokens._replace(temperature=unless(counts, tokens.temperature, 1)),
+            features=unless(counts, order.put(features, rows)),
+            parameters=tuple(parameters),
+            columns=columns_of(call.axes, call.vocab_size, local.parameters[0].shape[call.v_dim]),
+        )
 
     def vary(self, tree: Tree, results: bool = False) -> Tree:
         """A loop's carry must vary over all axes from the start; but results are equal along the tensor axes."""
-        axes = self.axes
+        mesh_axes = self.mesh_axes
         if results:
-            axes = axes - set(self.call.axes.tensor)
-        return jax.tree.map(lambda array: vary(array, axes), tree)
+            mesh_axes = mesh_axes - set(self.call.axes.tensor)
+        return jax.tree.map(lambda array: vary(array, mesh_axes), tree)
 
     def read(self, i: Index) -> Chunk:
         """Chunk i."""
@@ -112,7 +127,7 @@ class Work(NamedTuple):
         return logits(self.call.transform, product, tokens.temperature, self.columns.valid)
 
 
-def _turns(counts: jax.Array, chunk: int, chunks: int, part: int, equal: Axes) -> jax.Array:
+def _turns(counts: jax.Array, chunk: int, chunks: int, part: int, equal: MeshAxes) -> jax.Array:
     """How many chunks are computed: the parts that have a token that counts; equally many along the axes `equal`."""
     counted = counts.sum(dtype=jnp.int32)
     names = tuple(sorted(equal & varying(counted)))
@@ -134,8 +149,8 @@ def numbers_of_chunk(work: Work, i: Index) -> tuple[Reduced, jax.Array]:
     chunk = work.read(i)
     product = products(call, chunk.features, work.parameters)
     z = work.logits(product, chunk.tokens)
-    own = statistics.reduced(call.asked, z, chunk.tokens, work.columns, gathers=call.profile.gathers)
-    return work.vary((own, product))
+    reduced = statistics.reduce_columns(call.asked, z, chunk.tokens, work.columns, gathers=call.profile.gathers)
+    return work.vary((reduced, product))
 
 
 def over_chunks(work: Work, of_chunk: Callable[[Index], Tree], new: Callable[..., jax.Array] = jnp.zeros) -> Tree:
@@ -148,7 +163,7 @@ def over_chunks(work: Work, of_chunk: Callable[[Index], Tree], new: Callable[...
         return write(arrays, of_chunk(i), i * work.chunk)
 
     like = jax.eval_shape(of_chunk, 0)
-    arrays = jax.tree.map(lambda array: new((work.size, *array.shape[1:]), array.dtype), like)
+    arrays = jax.tree.map(lambda array: new((work.rows, *array.shape[1:]), array.dtype), like)
     return loop(work.turns, write_chunk, work.vary(arrays))
 
 
@@ -166,10 +181,10 @@ def one_pass(work: Work, loss: Loss, per_token: Any) -> tuple[tuple[jax.Array, T
         results = write(results, work.vary(chunk_results, results=True), i * C)
         return results, write(dproducts, work.vary(chunk_dproducts), i * C)
 
-    stats = statistics.zero_stats(work.call.asked, work.tokens, work.size)
+    stats = statistics.zero_stats(work.call.asked, work.tokens, work.rows)
     results = work.vary((stats.log_probs, stats), results=True)
     # XLA for TPUs would take 7 million cycles to fill it with zeros, at 8192 tokens by 37984 columns
-    dproducts = work.vary(lax.empty((work.size, work.columns.size), work.dtype))
+    dproducts = work.vary(lax.empty((work.rows, work.columns.width), work.dtype))
     return loop(work.turns, write_chunk, (results, dproducts))
 
 
@@ -180,8 +195,8 @@ def _loss_of_chunk(
     call = work.call
     product = products(call, chunk.features, work.parameters)  # f32[C, V]
     z = work.logits(product, chunk.tokens)
-    own = statistics.reduced(call.asked, z, chunk.tokens, work.columns, gathers=call.profile.gathers)
-    reduced = statistics.over_devices(work.vary(own), call.axes)
+    of_shard = statistics.reduce_columns(call.asked, z, chunk.tokens, work.columns, gathers=call.profile.gathers)
+    reduced = statistics.over_devices(work.vary(of_shard), call.axes)
 
     def losses_of(sums: Numbers) -> Any:
         stats = statistics.finish(call.asked, reduced, chunk.tokens, call.vocab_size, sums)

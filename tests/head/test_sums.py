@@ -185,7 +185,7 @@ def test_a_head(layout, way, mesh, monkeypatch):
         return (found.log_probs * jnp.arange(1024.0)[None] + found.entropy).sum()
 
     gradients = jax.grad(loss, 0 if way == "frozen" else (0, 1))
-    roomy = dataclasses.replace(DEVICES["wide"], tokens=512, columns=2048)
+    roomy = dataclasses.replace(DEVICES["wide"], chunk_tokens=512, block_width=2048)
     with tiles_of("wide"):
         monkeypatch.setitem(calls.PROFILES, "wide", roomy)
         around = jax.jit(gradients)(hidden, kernel)
@@ -206,7 +206,7 @@ def test_a_head(layout, way, mesh, monkeypatch):
 def test_gradients_beside_float64(mesh, form, monkeypatch):
     """With columns and features enough for each device to have a share."""
     monkeypatch.setattr(head_cases, "H", 512)
-    monkeypatch.setitem(calls.PROFILES, "wide", dataclasses.replace(DEVICES["wide"], columns=4096, ring=8))
+    monkeypatch.setitem(calls.PROFILES, "wide", dataclasses.replace(DEVICES["wide"], block_width=4096, ring=8))
     arrays = head_cases.head_arrays(4096, scale=1 / 22, **form)
     options = {"layout": form["layout"]} if "layout" in form else {}
     parallel = make_parallel_mesh(mesh)

@@ -94,6 +94,27 @@ def test_kernels_sharded_over_fsdp_and_bf16(sequence_parallel):
     assert_trees_close(jax.tree.map(lambda g: g.astype(jnp.float32), gradients), exact, rtol=2**-7, atol=2**-8)
 
 
+def narrow_sums(fn, *args):
+    """The lines of a traced program that sum bf16 arrays over devices."""
+    lines = str(jax.make_jaxpr(fn)(*args)).splitlines()
+    return [line for line in lines if re.search(r":bf16\[.*= (psum|reduce_scatter)", line)]
+
+
+def test_hidden_states_of_which_only_the_students_are_sharded_by_position():
+    """They are gathered, and their gradients, which each device holds a part of, are summed in f32."""
+    parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
+    by_position = dataclasses.replace(parallel, sequence_parallel=True).hidden_spec
+    student, teacher = heads(96, dtype=jnp.bfloat16)
+    specs = {"hidden_spec": by_position, "teacher_hidden_spec": parallel.hidden_spec}
+    loss = weighted(lambda s: divergence_from_hidden(*s, *teacher, where=MASK, parallel=parallel, **specs))
+    assert narrow_sums(loss, student) == []
+    found, gradients = jax.jit(loss)(student)
+    as_f32 = [jax.tree.map(lambda x: x.astype(jnp.float32), states) for states in (student, teacher)]
+    expected, exact = weighted(lambda s: reference_divergence(s, as_f32[1], where=MASK))(as_f32[0])
+    assert_trees_close(found, expected, rtol=1e-5, atol=2e-6)
+    assert_trees_close(jax.tree.map(lambda g: g.astype(jnp.float32), gradients), exact, rtol=2**-7, atol=2**-8)
+
+
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 def test_heads_of_one_vocabulary_with_other_padding(mesh):
     """Qwen's sizes pad one vocabulary to other numbers of columns: 1000 tokens in 1004 and in 1024 columns."""
@@ -353,6 +374,26 @@ def test_a_divergence_where_one_model_excludes_a_column():
     assert of(half, half, "reverse_kl") == of(half, half, "jensen_shannon") == 0
     of_half, of_whole = np.log(0.5 / 0.375), 0.5 * np.log(0.25 / 0.375) + 0.5 * np.log(0.25 / 0.125)
     assert of(whole, half, "jensen_shannon") == pytest.approx((of_half + of_whole) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("of_teacher", [False, True])
+def test_a_head_that_excludes_all_columns_has_no_divergence(divergence, of_teacher):
+    """As its log-probs it is NaN, and so are the gradients that a cotangent asks for."""
+    hidden, kernel = jnp.ones((1, 2, 2)), jnp.eye(2, 4)
+    none = Head(kernel, jnp.full(4, -jnp.inf))
+    where = jnp.array([[True, False]])
+
+    def of(kernel):
+        heads = [Head(kernel), none] if of_teacher else [dataclasses.replace(none, kernel=kernel), Head(kernel)]
+        options = {"divergence": divergence, "where": where}
+        found = divergence_from_hidden(hidden, heads[0], hidden, heads[1], **options)
+        return found.sum(), found
+
+    (_, found), gradient = jax.value_and_grad(of, has_aux=True)(kernel)
+    assert np.isnan(found[0, 0])
+    assert found[0, 1] == 0
+    assert np.isnan(gradient).any()
 
 
 def test_distillation_through_advantages_in_expectation():

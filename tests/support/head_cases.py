@@ -29,13 +29,13 @@ BF16 = {"rtol": 2**-8, "atol": 2**-8}
 # 512 columns on CPUs, and 128 on accelerators.
 CPU = dataclasses.replace(calls.CPU, memory=2**30)
 DEVICES = {
-    "small": dataclasses.replace(CPU, tokens=16, rows=64),
-    "five": dataclasses.replace(CPU, tokens=5, rows=20),
-    "wide": calls.Profile(memory=2**30, tile=2**30, tokens=8, columns=128, rows=32, ring=4),
+    "small": dataclasses.replace(CPU, chunk_tokens=16, tile_tokens=64),
+    "five": dataclasses.replace(CPU, chunk_tokens=5, tile_tokens=20),
+    "wide": calls.Profile(2**30, forward_bytes=2**30, chunk_tokens=8, block_width=128, tile_tokens=32, ring=4),
 }
-DEVICES["groups"] = dataclasses.replace(DEVICES["wide"], group=100)  # several groups of 48 tokens above 100
+DEVICES["groups"] = dataclasses.replace(DEVICES["wide"], group_tokens=100)  # several groups of 48 tokens above 100
 DEVICES["like a GPU"] = dataclasses.replace(
-    DEVICES["wide"], ring=0, columns_with_mask=256, gathers=True, rounding_products=True
+    DEVICES["wide"], ring=0, block_width_with_mask=256, gathers=True, rounding_products=True
 )
 
 calls.PROFILES = {**DEVICES, **calls.PROFILES}
