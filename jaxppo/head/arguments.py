@@ -65,8 +65,7 @@ def prepare_head(
 
     check_floating(f"{model}hidden", hidden, 3, "[R, T, H]")
     head = as_head(name, head)
-    spec = checked.pop("hidden_spec")
-    hidden, by_position = _bring_hidden(f"{model}hidden_spec", parallel, roles, hidden, spec)
+    hidden, by_position = _bring_hidden(f"{model}hidden_spec", parallel, roles, hidden, checked.pop("hidden_spec"))
     head.check(name, hidden.shape[2])
     h_names, v_names = _kernel_axes(parallel, roles, name, hidden, head)
 
@@ -79,8 +78,8 @@ def prepare_head(
     vocab_size = kernel_width
     if head.vocab_size is not None:
         vocab_size = head.vocab_size
-    what = f"{name}.vocab_size"
-    check(what, vocab_size, vocab_size <= kernel_width, f"1 to {kernel_width}, the columns there are")
+    expected = f"1 to {kernel_width}, the columns there are"
+    check(f"{name}.vocab_size", vocab_size, vocab_size <= kernel_width, expected)
 
     tokens, where = as_token_arrays(f"{model}hidden", (R, T), targets, nucleus_ids, ids, where, temperature)
     adapter_ids = as_adapter_ids(f"{name}.lora", head.lora, adapter_ids, R)

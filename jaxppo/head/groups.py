@@ -15,7 +15,7 @@ from jaxppo.head.head import TokenStats
 from jaxppo.head.late import cut_dim, feature_cotangent, feature_term, of_written, sum_features, sum_parameter
 from jaxppo.head.order import Index, Order, read, write
 from jaxppo.head.sums import stored
-from jaxppo.head.tile import parameter_gradient
+from jaxppo.head.tile import Parameters, parameter_gradient
 from jaxppo.head.walk import Loss, Work, one_pass
 from jaxppo.sharding import vary, varying
 
@@ -36,14 +36,8 @@ def one_pass_in_groups(
         group_results, dproducts = one_pass(of_group, loss, read(per_token, start, group))
         # without a barrier XLA for TPUs computes them in both products that read them
         dproducts = lax.optimization_barrier(dproducts)
-        gradients = []
-        for k, primal in enumerate(local.features):
-            term = partial(feature_term, of_group, k, dproducts)
-            gradients.append(sum_features(of_group, term, primal))
-        added = []
-        for k, total in enumerate(totals):
-            added.append(of_written(of_group, partial(_add, of_group, k, total, dproducts)))
-        return write(results, group_results, start), write(dfeatures, tuple(gradients), start), tuple(added)
+        gradients, totals = _products_of_group(of_group, local, totals, dproducts)
+        return write(results, group_results, start), write(dfeatures, gradients, start), totals
 
     stats = statistics.zero_stats(call.asked, work.tokens, work.rows)
     results = work.vary((stats.log_probs, stats), results=True)
@@ -63,6 +57,17 @@ def one_pass_in_groups(
         term = partial(stored, totals[k], dim)
         parameters.append(sum_parameter(work, k, term, primal, totals[k].shape[dim]))
     return results, Local(tuple(features), tuple(parameters), None, None)
+
+
+def _products_of_group(of_group: Work, local: Local, totals: Parameters, dproducts: jax.Array) -> tuple[Any, Any]:
+    """The gradients of a group's features, and the totals of those of parameters with the group's added."""
+    gradients = []
+    for k, primal in enumerate(local.features):
+        gradients.append(sum_features(of_group, partial(feature_term, of_group, k, dproducts), primal))
+    added = []
+    for k, total in enumerate(totals):
+        added.append(of_written(of_group, partial(_add, of_group, k, total, dproducts)))
+    return tuple(gradients), tuple(added)
 
 
 def _group_of(work: Work, start: Index, group: int) -> Work:

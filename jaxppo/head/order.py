@@ -18,7 +18,7 @@ Tree = TypeVar("Tree")  # a pytree of arrays
 class Order(NamedTuple):
     """Where each token stands. Without places all tokens stay where they are."""
 
-    count: int  # N, of tokens
+    N: int  # tokens
     places: jax.Array | None = None  # i32[N], the tokens in the order in which they are computed
     inverse: jax.Array | None = None  # i32[N], where each token is in that order
 
@@ -36,7 +36,7 @@ class Order(NamedTuple):
         def put_one(array: jax.Array) -> jax.Array:
             if self.places is not None:
                 array = rows_at(self.places, array)
-            return jnp.pad(array, ((0, size - self.count), *[(0, 0)] * (array.ndim - 1)))
+            return jnp.pad(array, ((0, size - self.N), *[(0, 0)] * (array.ndim - 1)))
 
         return jax.tree.map(put_one, tree)
 
@@ -44,7 +44,7 @@ class Order(NamedTuple):
         """Arrays `[size, ...]` in this order, as the caller's `[N, ...]`."""
 
         def take_one(array: jax.Array) -> jax.Array:
-            array = array[: self.count]
+            array = array[: self.N]
             if self.inverse is not None:
                 array = rows_at(self.inverse, array)
             return array
