@@ -19,8 +19,8 @@ from jaxppo.batch.loss_tokens import LossTokens
 from jaxppo.batch.reads import FINITE, LOG_PROBS, PER_TOKEN
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
-from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
+from jaxppo.head.token_arguments import check_stats
 from jaxppo.losses.policy_tokens import BY_RATIO, PolicyTokenLoss, check_needed
 from jaxppo.policy.config import ImpossibleTokens, PolicyLossConfig
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary

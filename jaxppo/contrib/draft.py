@@ -21,7 +21,7 @@ from jaxppo.contrib.draft_ids import as_draft_ids, inputs_of_columns, sound_ids
 from jaxppo.head.arguments import Pair, prepare_head, prepare_pair
 from jaxppo.head.call import Asked, HeadOptions, Inputs, Prepared
 from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
-from jaxppo.head.gradient import stats_of_tokens
+from jaxppo.head.gradient import stats_of_inputs
 from jaxppo.head.head import Head, as_head
 from jaxppo.losses.distillation import DivergenceLoss
 from jaxppo.losses.mtp import Heads, OfDepths, States, heads_of, shift_targets, shift_temperature, sum_of_depths
@@ -289,7 +289,7 @@ def _compare(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Input
 
 def _of_columns(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Inputs, ids: Array) -> tuple[Array, ...]:
     """The divergences of a draft with fewer columns, and with `top_k` whether the top tokens are the same."""
-    of_policy = stats_of_tokens(axes, call.teacher, policy)
+    of_policy = stats_of_inputs(axes, call.teacher, policy)
     student = dataclasses.replace(call.student, asked=Asked())
     teacher, columns = inputs_of_columns(call.teacher, policy, ids, student, draft)
     pair = dataclasses.replace(call, student=student, teacher=teacher)
@@ -297,7 +297,7 @@ def _of_columns(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: In
     divergences = divergences_of_tokens(axes, pair, without_targets, columns, of_policy.log_z)
     if not call.student.asked.top_k:
         return divergences
-    of_draft = stats_of_tokens(axes, call.student, draft)
+    of_draft = stats_of_inputs(axes, call.student, draft)
     draft_top = ids[of_draft.top_ids[..., 0]]
     policy_top = of_policy.top_ids[..., 0]
     return *divergences, (draft_top == policy_top).astype(jnp.float32)

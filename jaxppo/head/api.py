@@ -14,16 +14,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo.base.arrays import check, check_array, check_count, check_floating
 from jaxppo.head import statistics
-from jaxppo.head.arguments import as_asked, as_token_arrays, prepare_head, token_specs
+from jaxppo.head.arguments import prepare_head, token_specs
 from jaxppo.head.call import Asked, HeadOptions, Names, Tokens
-from jaxppo.head.door import columns_of, flat_tokens, own_columns
-from jaxppo.head.gradient import in_rows, stats_of_tokens
+from jaxppo.head.columns import Columns, columns_of
+from jaxppo.head.door import flat_tokens, own_columns
+from jaxppo.head.gradient import in_rows, stats_of_inputs
 from jaxppo.head.head import Entropy, Head, LogitStat, TokenStats, Transform
 from jaxppo.head.kept import stats_with_kept_logits
-from jaxppo.head.order import unless
-from jaxppo.head.statistics import Columns
+from jaxppo.head.order import where_counts
 from jaxppo.head.tile import LOW
 from jaxppo.head.tile import logits as to_logits
+from jaxppo.head.token_arguments import as_asked, as_token_arrays
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary, varying
 
 
@@ -104,7 +105,7 @@ def log_probs_from_hidden(
     def specs(parallel: ParallelMesh) -> tuple[list[Any], P]:
         return [prepared.specs], parallel.tokens_spec
 
-    stats_of = stats_of_tokens
+    stats_of = stats_of_inputs
     if prepared.call.memory is not None:
         stats_of = stats_with_kept_logits
     args = {"head": prepared.inputs}
@@ -177,12 +178,12 @@ def _of_logits(
     if vocab_size is None:
         vocab_size = width
     check("vocab_size", vocab_size, vocab_size <= width, f"1 to {width}, the columns there are")
-    call = _Call(axes, asked, v_names, vocab_size)
+    call = _LogitsCall(axes, asked, v_names, vocab_size)
     tokens, where = flat_tokens(tokens, where, R * T, call.vocab_size)
     return in_rows((R, T), _statistics(call, logits.reshape(R * T, V_local), tokens, where))
 
 
-class _Call(NamedTuple):
+class _LogitsCall(NamedTuple):
     """The static part of a call with logits, on a device."""
 
     axes: ShardAxes
@@ -191,42 +192,42 @@ class _Call(NamedTuple):
     vocab_size: int
 
 
-def _z(call: _Call, stored: jax.Array, tokens: Tokens) -> tuple[jax.Array, Columns]:
+def _own_logits(call: _LogitsCall, given: jax.Array, tokens: Tokens) -> tuple[jax.Array, Columns]:
     """The logits of the columns on which this device works, f32[N, V] after temperature, and these columns."""
-    stored = own_columns(call.axes, call.v_names, call.vocab_size, stored, dim=1)
-    columns = columns_of(call.axes, call.vocab_size, stored.shape[1])
-    return to_logits(Transform(), stored.astype(jnp.float32), tokens.temperature, columns.valid), columns
+    given = own_columns(call.axes, call.v_names, call.vocab_size, given, dim=1)
+    columns = columns_of(call.axes, call.vocab_size, given.shape[1])
+    return to_logits(Transform(), given.astype(jnp.float32), tokens.temperature, columns.valid), columns
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _statistics(call: _Call, stored: jax.Array, tokens: Tokens, where: jax.Array | None) -> TokenStats:
-    return _forward(call, stored, tokens, where)[0]
+def _statistics(call: _LogitsCall, given: jax.Array, tokens: Tokens, where: jax.Array | None) -> TokenStats:
+    return _forward(call, given, tokens, where)[0]
 
 
-def _forward(call: _Call, stored: jax.Array, tokens: Tokens, where: jax.Array | None) -> tuple[TokenStats, Any]:
-    z, columns = _z(call, unless(where, stored), tokens)
+def _forward(call: _LogitsCall, given: jax.Array, tokens: Tokens, where: jax.Array | None) -> tuple[TokenStats, Any]:
+    z, columns = _own_logits(call, where_counts(where, given), tokens)
     reduced = statistics.over_devices(statistics.reduce_columns(call.asked, z, tokens, columns), call.axes)
-    stats = statistics.finish(call.asked, reduced, tokens, call.vocab_size)
-    return unless(where, stats), (stored, tokens, where, statistics.left_for_gradients(call.asked, reduced))
+    stats = statistics.stats_of_numbers(call.asked, reduced, tokens, call.vocab_size)
+    return where_counts(where, stats), (given, tokens, where, statistics.left_for_gradients(call.asked, reduced))
 
 
-def _backward(call: _Call, saved: Any, dstats: TokenStats) -> tuple[jax.Array, None, None]:
-    stored, tokens, where, reduced = saved
+def _backward(call: _LogitsCall, saved: Any, dstats: TokenStats) -> tuple[jax.Array, None, None]:
+    given, tokens, where, reduced = saved
     asked, counts, dsums = statistics.cotangents(call.asked, reduced, tokens, call.vocab_size, dstats)
     # A token whose numbers are finite counts even without a cotangent: its gradient is 0, but may have a derivative.
     # One that has no loss and holds NaN, or excludes all columns, does not: 0 * NaN is NaN.
-    finite = [jnp.isfinite(numbers).reshape(stored.shape[0], -1).all(1) for numbers in reduced.sums.values()]
+    finite = [jnp.isfinite(numbers).reshape(given.shape[0], -1).all(1) for numbers in reduced.sums.values()]
     counts |= jnp.stack(finite).all(0) & (reduced.sums["s"] > 0)
     if where is not None:
         counts = counts & where
-    dsums = unless(counts, dsums)
-    peaks = unless(counts, reduced.peaks, -LOW)
+    dsums = where_counts(counts, dsums)
+    peaks = where_counts(counts, reduced.peaks, -LOW)
 
-    def sums_of(stored: jax.Array) -> statistics.Numbers:
-        z, columns = _z(call, unless(counts, stored), tokens)
+    def sums_of(given: jax.Array) -> statistics.Numbers:
+        z, columns = _own_logits(call, where_counts(counts, given), tokens)
         return statistics.sums_of(asked, z, peaks, tokens, columns, differentiated=True)
 
-    sums, pull = jax.vjp(sums_of, stored)
+    sums, pull = jax.vjp(sums_of, given)
     dsums = jax.tree.map(lambda cotangent, like: vary(cotangent, varying(like)), dsums, sums)
     return *pull(dsums), None, None
 

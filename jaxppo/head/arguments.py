@@ -11,26 +11,23 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
 
 from jaxppo.base.arrays import (
-    as_token_ids,
     check,
-    check_array,
     check_choice,
     check_count,
     check_flag,
     check_floating,
-    check_number,
     check_type,
     dtype_name,
 )
 from jaxppo.head import call as calls
-from jaxppo.head.call import Asked, HeadCall, HeadOptions, Inputs, Names, Prepared, Tokens
+from jaxppo.head import profiles
+from jaxppo.head.call import HeadCall, HeadOptions, Inputs, Names, Prepared, Tokens
 from jaxppo.head.head import Entropy, Head, LogitsDtype, LogitStat, Transform, as_head
+from jaxppo.head.token_arguments import as_adapter_ids, as_asked, as_token_arrays
 from jaxppo.sharding import ParallelMesh, ShardAxes, check_parallel, note, varying
 
 Parallel = ParallelMesh | ShardAxes | None
@@ -57,15 +54,16 @@ def prepare_head(
     name: str = "head",  # in errors
 ) -> Prepared:
     """Checks the arguments of `log_probs_from_hidden`, with targets or without, and prepares the call."""
-    model = name.removesuffix("head")  # what its arguments' names begin with
+    prefix = name.removesuffix("head")  # of its arguments' names
     checked = check_options(options)
+    hidden_spec = checked.pop("hidden_spec")
     asked = as_asked(entropy, logit_stats, top_k)
     check_parallel(parallel)
     roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
 
-    check_floating(f"{model}hidden", hidden, 3, "[R, T, H]")
+    check_floating(f"{prefix}hidden", hidden, 3, "[R, T, H]")
     head = as_head(name, head)
-    hidden, by_position = _bring_hidden(f"{model}hidden_spec", parallel, roles, hidden, checked.pop("hidden_spec"))
+    hidden, sequence_parallel = _bring_hidden(f"{prefix}hidden_spec", parallel, roles, hidden, hidden_spec)
     head.check(name, hidden.shape[2])
     h_names, v_names = _kernel_axes(parallel, roles, name, hidden, head)
 
@@ -73,18 +71,17 @@ def prepare_head(
     kernel_width = head.kernel.shape[head.v_dim]
     if not isinstance(parallel, ParallelMesh):  # arrays are one device's part
         kernel_width *= roles.size(v_names)
-        if by_position:
+        if sequence_parallel:
             T *= roles.size(roles.tensor)
     vocab_size = kernel_width
     if head.vocab_size is not None:
         vocab_size = head.vocab_size
-    expected = f"1 to {kernel_width}, the columns there are"
-    check(f"{name}.vocab_size", vocab_size, vocab_size <= kernel_width, expected)
+    check(f"{name}.vocab_size", vocab_size, vocab_size <= kernel_width, f"1 to {kernel_width}, the columns there are")
 
-    tokens, where = as_token_arrays(f"{model}hidden", (R, T), targets, nucleus_ids, ids, where, temperature)
+    tokens, where = as_token_arrays(f"{prefix}hidden", (R, T), targets, nucleus_ids, ids, where, temperature)
     adapter_ids = as_adapter_ids(f"{name}.lora", head.lora, adapter_ids, R)
 
-    device = calls.device_kind(parallel, head.kernel)
+    device = profiles.device_kind(parallel, head.kernel)
     transposed = _lies_transposed(parallel, head, v_names, device)
     call = HeadCall(
         axes=roles,
@@ -92,13 +89,13 @@ def prepare_head(
         transposed=transposed,
         h_names=h_names,
         v_names=v_names,
-        sequence_parallel=by_position,
+        sequence_parallel=sequence_parallel,
         transform=Transform(cast(LogitsDtype, head.logits_dtype), head.softcap, head.scale),
         scales=_scales(head),
         kernel_width=kernel_width,
         vocab_size=vocab_size,
         asked=asked,
-        profile=calls.profile_of(device),
+        profile=profiles.profile_of(device),
         heads=heads,
         **checked,
     )
@@ -147,14 +144,14 @@ def _bring_hidden(
     if not isinstance(parallel, ParallelMesh) or not _can_move(parallel, hidden, entries):
         raise ValueError(_wrong_spec(what, parallel, hidden, spec, data, context, tensor))
     divides = hidden.shape[1] % parallel.size(context + tensor) == 0
-    by_position = bool(tensor) and set(tensor) <= set(entries[1]) and divides
-    wanted = dataclasses.replace(parallel, sequence_parallel=by_position).hidden_spec
+    sequence_parallel = bool(tensor) and set(tensor) <= set(entries[1]) and divides
+    wanted = dataclasses.replace(parallel, sequence_parallel=sequence_parallel).hidden_spec
     move: Any = lax.with_sharding_constraint
     if parallel.is_explicit:
         move = jax.reshard
     with note(f"hidden states brought from {spec} to {wanted}"):
         hidden = move(hidden, parallel.sharding(spec))  # gives the gradient the caller's spec
-        return move(hidden, parallel.sharding(wanted)), by_position
+        return move(hidden, parallel.sharding(wanted)), sequence_parallel
 
 
 def _cutting_axes(sizes: Any, entries: Sequence[Any]) -> list[Names]:
@@ -228,6 +225,7 @@ def _spec_axes(parallel: Parallel, roles: ShardAxes, name: str, hidden: jax.Arra
     v_names = entries[head.v_dim]
     tensor = set(roles.tensor)
     check(what, spec, not set(h_names) & tensor, f"the tensor axes {roles.tensor} on the vocabulary only")
+    check(what, spec, set(h_names) <= set(roles.tokens), f"H over axes that tokens are spread over, {roles.tokens}")
     good = set(v_names) & tensor in (set(), tensor)
     check(what, spec, good, f"all of the tensor axes {roles.tensor} or none")
     return h_names, v_names
@@ -268,66 +266,6 @@ def _placed(parallel: Parallel, v_dim: int, prepared: Prepared) -> Prepared:
         adapter_ids=P(parallel.rows_spec[0]),
     )
     return prepared._replace(specs=specs)
-
-
-def as_token_arrays(
-    source: str, shape: tuple[int, ...], targets: Any, nucleus_ids: Any, ids: Any, where: Any, temperature: Any
-) -> tuple[Tokens, Any]:
-    """The last five arguments, checked against the [R, T] of `source`: ids in i32, the temperature in f32."""
-    if targets is not None:
-        check_array("targets", targets)
-        check("targets", f"shape {targets.shape}", targets.shape == shape, f"{shape}, the [R, T] of {source}")
-        targets = as_token_ids(targets)
-    temperature = as_temperature(temperature, shape)
-    if where is not None:
-        check_array("where", where)
-        check("where", f"shape {where.shape}", where.shape == shape, f"{shape}, the [R, T] of {source}")
-        if where.dtype != bool:
-            temperature = _nan_where_odd(temperature, where)
-        where = where.astype(bool)
-    nucleus_ids = calls.as_id_sets("nucleus_ids", nucleus_ids, shape)
-    ids = calls.as_id_sets("ids", ids, shape)
-    return Tokens(targets, nucleus_ids, ids, temperature), where
-
-
-def _nan_where_odd(temperature: Any, where: Any) -> Any:
-    """The temperature, NaN where a mask of numbers is neither 0 nor 1: the results there are then NaN."""
-    if temperature is None:
-        temperature = jnp.float32(1)
-    is_odd = (where != 0) & (where != 1)
-    return jnp.where(is_odd, jnp.nan, jnp.broadcast_to(temperature, where.shape))
-
-
-def as_asked(entropy: Any, logit_stats: Any, top_k: Any) -> Asked:
-    check_choice("entropy", entropy, Entropy)
-    check_count("top_k", top_k)
-    return Asked(entropy, calls.as_logit_stats(logit_stats), top_k)
-
-
-def as_adapter_ids(what: str, lora: Any, adapter_ids: Any, rows: int) -> Int[Array, " R"] | None:
-    """The adapter of each row, as i32; None if all rows share one adapter, or there is none."""
-    if lora is None or lora.a.ndim == 2:
-        check("adapter_ids", "an array", adapter_ids is None, f"None without several adapters in {what}, [A, H, r]")
-        return None
-    check("adapter_ids", None, adapter_ids is not None, f"i32[R] for the {lora.a.shape[0]} adapters of {what}")
-    check_array("adapter_ids", adapter_ids)
-    check("adapter_ids", f"shape {adapter_ids.shape}", adapter_ids.shape == (rows,), f"{(rows,)}, one per row")
-    return as_token_ids(adapter_ids)
-
-
-def as_temperature(temperature: Any, shape: tuple[int, ...]) -> Float[Array, ""] | Float[Array, "R T"] | None:
-    """The temperature in f32, without a gradient; NaN where it is not a finite number above 0. None stands for 1."""
-    if not isinstance(temperature, (np.ndarray, jax.Array)):
-        check_number("temperature", temperature, above=0)
-    else:
-        check_array("temperature", temperature)
-    if isinstance(temperature, (int, float, np.number)) and temperature == 1:
-        return None
-    temperature = jnp.asarray(temperature, jnp.float32)
-    good = temperature.shape in ((), shape)
-    check("temperature", f"shape {temperature.shape}", good, f"a scalar or {shape}, one per token")
-    sound = (temperature > 0) & jnp.isfinite(temperature)
-    return jax.lax.stop_gradient(jnp.where(sound, temperature, jnp.nan))
 
 
 def token_specs(parallel: ParallelMesh, tokens: Tokens) -> Tokens:

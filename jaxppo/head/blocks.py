@@ -10,18 +10,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.door import Local, block_of
+from jaxppo.head.columns import block_of
+from jaxppo.head.door import Local
 from jaxppo.head.late import feature_cotangent, parameter_cotangent, sum_features
 from jaxppo.head.order import Index, loop, read, write
 from jaxppo.head.sums import stored
-from jaxppo.head.tile import feature_gradient, products
-from jaxppo.head.walk import Chunk, Work, gradient_of_products
+from jaxppo.head.tile import feature_gradient, raw_logits
+from jaxppo.head.walk import Chunk, Work, gradient_of_raw
 from jaxppo.sharding import vary, varying
 
-SumsOfProduct = Callable[[jax.Array], Any]  # the sums of a tile as a function of its products
+SumsOfRaw = Callable[[jax.Array], Any]  # the sums of a tile as a function of its raw logits
 # sums_at(work of a block, its first column, i, chunk i, what `by_token` has of its tokens): the sums of the tile, and
 # their cotangents
-SumsAt = Callable[[Work, Index, Index, Chunk, Any], tuple[SumsOfProduct, Any]]
+SumsAt = Callable[[Work, Index, Index, Chunk, Any], tuple[SumsOfRaw, Any]]
 
 
 def second_pass(work: Work, local: Local, width: int, by_token: Any, sums_at: SumsAt) -> Local:
@@ -35,37 +36,35 @@ def second_pass(work: Work, local: Local, width: int, by_token: Any, sums_at: Su
         start = jnp.minimum(b * width, V - width)
         columns = block_of(work.columns, start, width, b * width)
         block = work._replace(parameters=read(work.parameters, start, width, v_dim), columns=columns)
-        dproducts = work.vary(lax.empty((work.rows, width), work.dtype))
+        d_raw = work.vary(lax.empty((work.rows, width), work.dtype))
         write_tile = partial(_write_tile, block, partial(sums_at, block, start), by_token)
-        dfeatures, dproducts = loop(work.turns, write_tile, (dfeatures, dproducts))
-        added = [
-            parameter_cotangent(block, k, primal, dproducts, pieces=1) for k, primal in enumerate(local.parameters)
-        ]
+        dfeatures, d_raw = loop(work.turns, write_tile, (dfeatures, d_raw))
+        added = [parameter_cotangent(block, k, primal, d_raw, pieces=1) for k, primal in enumerate(local.parameters)]
         before = read(dparameters, start, width, v_dim)
         return dfeatures, write(dparameters, jax.tree.map(jnp.add, before, tuple(added)), start, v_dim)
 
     dfeatures = work.vary(tuple(jnp.zeros(feature.shape, jnp.float32) for feature in work.features))
     dparameters = tuple(vary(jnp.zeros(p.shape, p.dtype), varying(p)) for p in local.parameters)
     dfeatures, dparameters = loop(-(-V // width), one_block, (dfeatures, dparameters))
-    features = []
+    dfeatures_of_caller = []
     for dfeature, primal in zip(dfeatures, local.features, strict=True):
         total = sum_features(work, partial(stored, dfeature, 0), primal)
-        features.append(feature_cotangent(work, total, primal))
-    return Local(tuple(features), dparameters, None, None)
+        dfeatures_of_caller.append(feature_cotangent(work, total, primal))
+    return Local(tuple(dfeatures_of_caller), dparameters, None, None)
 
 
 def _write_tile(block: Work, sums_at: Callable[..., Any], by_token: Any, i: Index, carry: Any) -> Any:
     """Writes the gradients of the products of one tile, chunk i by a block, and adds those of features."""
-    dfeatures, dproducts = carry
+    dfeatures, d_raw = carry
     call = block.call
     C = block.chunk
     chunk = block.read(i)
-    product = products(call, chunk.features, block.parameters)
+    raw = raw_logits(call, chunk.features, block.parameters)
     sums_of, dsums = sums_at(i, chunk, read(by_token, i * C, C))
     # without a barrier XLA for TPUs computes it in both products that read it
-    dproduct = lax.optimization_barrier(gradient_of_products(block, product, sums_of, dsums))
+    tile_d_raw = lax.optimization_barrier(gradient_of_raw(block, raw, sums_of, dsums))
     gradients = []
     for k, before in enumerate(read(dfeatures, i * C, C)):
-        gradients.append(before + feature_gradient(call, k, dproduct, block.parameters[k]))
+        gradients.append(before + feature_gradient(call, k, tile_d_raw, block.parameters[k]))
     dfeatures = block.vary(write(dfeatures, tuple(gradients), i * C))
-    return dfeatures, write(dproducts, block.vary(dproduct), i * C)
+    return dfeatures, write(d_raw, block.vary(tile_d_raw), i * C)

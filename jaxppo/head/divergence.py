@@ -14,12 +14,13 @@ from jaxtyping import Array, Float
 
 from jaxppo.base.kl import k3, magnitude
 from jaxppo.head.call import HeadCall, Inputs
-from jaxppo.head.door import Local, all_positions, enter, summed_in_f32
+from jaxppo.head.columns import Columns
+from jaxppo.head.door import Local, all_positions, enter, vary_with_f32_sum
 from jaxppo.head.gradient import gradients, refuse_second_derivatives
-from jaxppo.head.order import Index, Tree, read, unless
+from jaxppo.head.order import Index, Tree, read, where_counts
 from jaxppo.head.sizes import block_of_second, chunk_of_forward
-from jaxppo.head.statistics import Columns, Reduced, over_devices
-from jaxppo.head.tile import LOW, products
+from jaxppo.head.statistics import Reduced, over_devices
+from jaxppo.head.tile import LOW, raw_logits
 from jaxppo.head.walk import Chunk, Work, over_chunks, sweep
 from jaxppo.sharding import ShardAxes, vary, varying
 
@@ -98,7 +99,7 @@ def local_pair(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[D
     teacher_local = enter(teacher_call, teacher)
     # a divergence differs between devices wherever either model's hidden states do
     names = varying(local.features, teacher_local.features)
-    features = tuple(summed_in_f32(feature, names - varying(feature)) for feature in local.features)
+    features = tuple(vary_with_f32_sum(feature, names - varying(feature)) for feature in local.features)
     local = local._replace(features=features)
     return call, local, teacher_local
 
@@ -121,7 +122,7 @@ def works_of(call: DivergenceCall, local: Local, teacher_local: Local) -> tuple[
 
 def finite_logits(work: Work, chunk: Chunk) -> jax.Array:
     """f32[C, V], of columns that a head excludes `LOW`, which keeps slopes finite; NaN stays."""
-    return _finite(work.logits(products(work.call, chunk.features, work.parameters), chunk.tokens))
+    return _finite(work.logits(raw_logits(work.call, chunk.features, work.parameters), chunk.tokens))
 
 
 def _finite(z: jax.Array) -> jax.Array:
@@ -179,8 +180,9 @@ def _evaluate(
     if log_z is None:
         teacher_softmax = softmax_of(over_devices(sweep(teacher), axes))
     else:
-        log_z = teacher.order.put(unless(local.counts, log_z), teacher.rows)
+        log_z = teacher.order.put(where_counts(local.counts, log_z), teacher.rows)
         teacher_softmax = (log_z, jnp.zeros_like(log_z))
+    # they vary by type along the tensor axes, though they are equal there
     softmaxes: Softmaxes = student.vary((student_softmax, teacher_softmax))
 
     def sums_and_slopes(z: jax.Array, teacher_z: jax.Array, softmaxes: Softmaxes) -> Any:
@@ -200,8 +202,7 @@ def _evaluate(
     exist = (student_softmax[0] > LOW / 2) & (teacher_softmax[0] > LOW / 2)
     sums = jnp.where(exist[None], sums, jnp.nan)
     sums, softmaxes = student.order.take_back((sums.T, softmaxes))
-    # equal on the devices of a tensor axis, which their type does not say
-    sums_and_slopes_of_tokens = tuple(unless(local.counts, column) for column in sums.T)
+    sums_and_slopes_of_tokens = tuple(where_counts(local.counts, column) for column in sums.T)
     count = len(call.divergences)
     return sums_and_slopes_of_tokens[:count], (sums_and_slopes_of_tokens[count:], softmaxes)
 
@@ -221,18 +222,22 @@ def _forward(call: DivergenceCall, local: Local, teacher_local: Local, log_z: ja
 
 def _backward(call: DivergenceCall, saved: Any, cotangents: tuple[jax.Array, ...]) -> tuple[Local, None, None]:
     local, teacher_local, (slopes, softmaxes) = saved
-    counts = jnp.stack([cotangent != 0 for cotangent in cotangents]).any(0)
+    has_cotangent = jnp.stack([cotangent != 0 for cotangent in cotangents]).any(0)
     if local.counts is not None:
-        counts &= local.counts
+        has_cotangent &= local.counts
     (m, log_s), teacher_softmax = softmaxes
     # d log s = ds / s, and ds is the sum of the exponentials' own slopes
     ds = sum(cotangent * slope for cotangent, slope in zip(cotangents, slopes, strict=True)) / jnp.exp(log_s)
-    student_softmax = (unless(counts, m, -LOW), unless(counts, log_s))
-    by_token = (student_softmax, unless(counts, teacher_softmax), unless(counts, (cotangents, ds)))
+    student_softmax = (where_counts(has_cotangent, m, -LOW), where_counts(has_cotangent, log_s))
+    by_token = (
+        student_softmax,
+        where_counts(has_cotangent, teacher_softmax),
+        where_counts(has_cotangent, (cotangents, ds)),
+    )
     chunk, _ = block_of_second(call.student, local)
     follow = local.counts is not None
-    teacher = Work.of(call.teacher, teacher_local._replace(counts=counts), chunk, follow=follow)
-    return gradients(call.student, local, counts, by_token, partial(_sums_at, call, teacher)), None, None
+    teacher = Work.of(call.teacher, teacher_local._replace(counts=has_cotangent), chunk, follow=follow)
+    return gradients(call.student, local, has_cotangent, by_token, partial(_sums_at, call, teacher)), None, None
 
 
 def _sums_at(
@@ -245,8 +250,8 @@ def _sums_at(
     teacher_block = teacher._replace(parameters=parameters, columns=columns)
     log_q = _log_p(finite_logits(teacher_block, teacher.read(i)), teacher_softmax)
 
-    def sums_of(product: jax.Array) -> Any:
-        z = _finite(block.logits(product, chunk.tokens))
+    def sums_of(raw: jax.Array) -> Any:
+        z = _finite(block.logits(raw, chunk.tokens))
         exponentials = jnp.exp(z - student_softmax[0][:, None])
         return sums_of_terms(call, columns, _log_p(z, student_softmax), log_q), exponentials.sum(1)
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head.call import HeadCall, Inputs, Names, Tokens
-from jaxppo.head.order import Index, read, unless
-from jaxppo.head.statistics import Columns
+from jaxppo.head.columns import columns_of
+from jaxppo.head.order import where_counts
 from jaxppo.head.tile import Features, Parameters, low_rank, low_rank_by_row, rounded
 from jaxppo.sharding import ShardAxes, vary, varying
 
@@ -63,7 +63,7 @@ def enter(call: HeadCall, inputs: Inputs) -> Local:
     # Ones that a bias is multiplied by differ as hidden states do: their gradients do.
     names = varying(inputs.hidden, tokens, counts)
     return Local(
-        tuple(summed_in_f32(feature, names - varying(feature)) for feature in features),
+        tuple(vary_with_f32_sum(feature, names - varying(feature)) for feature in features),
         tuple(own_columns(call.axes, call.v_names, call.vocab_size, p, call.v_dim) for p in parameters),
         lax.stop_gradient(tokens),
         counts,
@@ -73,7 +73,7 @@ def enter(call: HeadCall, inputs: Inputs) -> Local:
 def _adapter(call: HeadCall, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """The features `[R, T, r]` and the parameter, `[r, V]` or `[V, r]`, of an adapter's product."""
     hidden = inputs.hidden
-    lora_a = summed_in_f32(inputs.lora_a, varying(hidden) - varying(inputs.lora_a))
+    lora_a = vary_with_f32_sum(inputs.lora_a, varying(hidden) - varying(inputs.lora_a))
     lora_b = inputs.lora_b
     if inputs.adapter_ids is None:
         low = low_rank(call, hidden, lora_a)
@@ -109,25 +109,6 @@ def own_columns(axes: ShardAxes, v_names: Names, vocab_size: int, matrix: jax.Ar
     return matrix
 
 
-def columns_of(axes: ShardAxes, vocab_size: int, V: int) -> Columns:
-    """The columns of a device that has V of them."""
-    first = axes.index(axes.tensor) * V
-    if vocab_size == V * axes.size(axes.tensor):
-        return Columns(first, V)
-    return Columns(first, V, first + jnp.arange(V, dtype=jnp.int32) < vocab_size)
-
-
-def block_of(columns: Columns, start: Index, width: int, first_valid: Index) -> Columns:
-    """So many of the columns from `start` on, of which those from `first_valid` on are valid."""
-    valid = columns.valid
-    if valid is not None:
-        valid = read(valid, start, width)
-    if columns.width % width:
-        is_first = start + jnp.arange(width, dtype=jnp.int32) >= first_valid
-        valid = is_first if valid is None else valid & is_first
-    return Columns(columns.first + start, width, valid)
-
-
 def flat_tokens(
     tokens: Tokens, counts: jax.Array | None, size: int, vocab_size: int
 ) -> tuple[Tokens, jax.Array | None]:
@@ -138,29 +119,29 @@ def flat_tokens(
         tokens = tokens._replace(targets=jnp.where(exist.all(axis=-1), tokens.targets, -2))
 
     def flat(array: jax.Array) -> jax.Array:
-        if array.ndim < 2:  # of all tokens
+        if array.ndim < 2:  # a scalar of all tokens, or `counts` that `enter` made
             return jnp.broadcast_to(array, size)
         return array.reshape(size, *array.shape[2:])
 
     tokens, counts = jax.tree.map(flat, (tokens, counts))
     fills = Tokens(targets=0, nucleus_ids=-1, ids=-1, temperature=1)
-    return Tokens(*(unless(counts, array, fill) for array, fill in zip(tokens, fills, strict=True))), counts
+    return Tokens(*(where_counts(counts, array, fill) for array, fill in zip(tokens, fills, strict=True))), counts
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def summed_in_f32(array: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
+def vary_with_f32_sum(array: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
     """The array, varying along these axes too; its gradient is summed over them in f32."""
     return vary(array, mesh_axes)
 
 
-def _summed_in_f32_backward(mesh_axes: MeshAxes, _residual: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _f32_sum(mesh_axes: MeshAxes, _residual: None, cotangent: jax.Array) -> tuple[jax.Array]:
     if not mesh_axes:
         return (cotangent,)
     total = lax.psum(cotangent.astype(jnp.float32), tuple(sorted(mesh_axes)))
     return (rounded(total, cotangent.dtype),)
 
 
-summed_in_f32.defvjp(lambda array, mesh_axes: (vary(array, mesh_axes), None), _summed_in_f32_backward)
+vary_with_f32_sum.defvjp(lambda array, mesh_axes: (vary(array, mesh_axes), None), _f32_sum)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

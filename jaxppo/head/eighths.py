@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxppo.head.columns import Columns
 from jaxppo.head.order import Index, read, write
-from jaxppo.head.statistics import Columns, Reduced, first_of, rescaled
+from jaxppo.head.statistics import Reduced, first_of, rescaled
 from jaxppo.head.walk import Work, sweep
 from jaxppo.sharding import note, vary
 

@@ -19,7 +19,7 @@ from jaxppo.head.eighths import sweep_in_eighths
 from jaxppo.head.groups import one_pass_in_groups
 from jaxppo.head.head import TokenStats
 from jaxppo.head.late import late_products
-from jaxppo.head.order import Index, unless
+from jaxppo.head.order import Index, where_counts
 from jaxppo.head.sizes import Sizes, block_of_second, chunk_of_forward, chunk_of_one_pass
 from jaxppo.head.statistics import Reduced
 from jaxppo.head.tile import LOW
@@ -28,12 +28,12 @@ from jaxppo.sharding import ShardAxes, note, vary, varying
 
 # (statistics f32[n], arrays [n, ...] of these tokens, `shared` arrays that are read whole) -> weighted losses f32[n], 0
 # where tokens do not count
-TokenLoss = Callable[..., jax.Array]
-Sum = tuple[jax.Array, TokenStats]  # of losses, and statistics
-QUARTERS = 4  # of the tokens, in which the products of a block follow a mask, on every platform
+WeightedLosses = Callable[..., jax.Array]
+LossAndStats = tuple[jax.Array, TokenStats]  # the sum of losses, and statistics
+QUARTERS = 4  # of the tokens: the second pass walks whole ones, so that few products are compiled
 
 
-def stats_of_tokens(axes: ShardAxes, call: HeadCall, inputs: Inputs) -> TokenStats:
+def stats_of_inputs(axes: ShardAxes, call: HeadCall, inputs: Inputs) -> TokenStats:
     """Per-shard: the statistics of the device's tokens, `[R, T]` each."""
     return in_rows(inputs.tokens.targets.shape, token_stats(call, enter(call, inputs)))
 
@@ -43,7 +43,9 @@ def in_rows(shape: tuple[int, ...], stats: Any) -> Any:
     return jax.tree.map(lambda array: array.reshape(*shape, *array.shape[1:]), stats)
 
 
-def reduce_tokens(call: HeadCall, inputs: Inputs, token_loss: TokenLoss, per_token: Any, shared: Any) -> Sum:
+def reduce_tokens(
+    call: HeadCall, inputs: Inputs, token_loss: WeightedLosses, per_token: Any, shared: Any
+) -> LossAndStats:
     """Per-shard: the sum of all devices' token losses, and this device's statistics without gradients.
 
     `token_loss` is hashable, and the loss of a token depends on that token alone. It reads the arrays `[R, T, ...]` of
@@ -72,18 +74,20 @@ def over_tokens(call: HeadCall, losses: jax.Array) -> jax.Array:
     return call.axes.psum(vary(losses.sum(), call.axes.tokens), call.axes.tokens)
 
 
-# Two passes: the statistics, whose gradients need the products again.
+# Two passes: the statistics, whose gradients need the raw logits again.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def token_stats(call: HeadCall, local: Local) -> TokenStats:
     """The statistics of one device's tokens, f32[N] each."""
-    return _token_stats(call, local)[0]
+    return _stats_and_numbers(call, local)[0]
 
 
-def _token_stats(call: HeadCall, local: Local) -> tuple[TokenStats, Reduced]:
+def _stats_and_numbers(call: HeadCall, local: Local) -> tuple[TokenStats, Reduced]:
     if call.deterministic and call.asked.entropy == "none":
-        return _without_entropy(*_token_stats(_asking(call, "metric"), local))  # the same sums, and so the same bits
+        return _without_entropy(
+            *_stats_and_numbers(_asking(call, "metric"), local)
+        )  # the same sums, and so the same bits
     work = Work.of(call, local, chunk_of_forward(call, local))
     with note(f"forward, {work.chunk} tokens x {work.columns.width // max(1, call.eighths)} columns"):
         if call.eighths:
@@ -92,9 +96,9 @@ def _token_stats(call: HeadCall, local: Local) -> tuple[TokenStats, Reduced]:
             reduced = statistics.over_devices(sweep(work), call.axes)
     reduced = work.order.take_back(reduced)
     # 0 / 0 of tokens that do not count would stop jax_debug_nans
-    reduced = reduced._replace(sums=unless(local.counts, reduced.sums, 1))
-    stats = statistics.finish(call.asked, reduced, local.tokens, call.vocab_size)
-    return unless(local.counts, stats), reduced
+    reduced = reduced._replace(sums=where_counts(local.counts, reduced.sums, 1))
+    stats = statistics.stats_of_numbers(call.asked, reduced, local.tokens, call.vocab_size)
+    return where_counts(local.counts, stats), reduced
 
 
 def _asking(call: HeadCall, entropy: Any) -> HeadCall:
@@ -102,26 +106,27 @@ def _asking(call: HeadCall, entropy: Any) -> HeadCall:
 
 
 def _without_entropy(stats: TokenStats, reduced: Reduced) -> tuple[TokenStats, Reduced]:
-    # a use that changes nothing, without which the compiler would leave the entropy out
+    # A use of the entropy, without which the compiler would leave it out. It is NaN only where the whole distribution
+    # is; with a nucleus the log-prob alone might be a number.
     log_probs = jnp.where(jnp.isnan(stats.entropy), jnp.nan, stats.log_probs)
     stats = dataclasses.replace(stats, log_probs=log_probs, entropy=None, entropy_mode="none")  # type: ignore[arg-type]
     return stats, reduced
 
 
 def _token_stats_forward(call: HeadCall, local: Local) -> Any:
-    stats, reduced = _token_stats(call, jax.tree.map(refuse_second_derivatives, local))
+    stats, reduced = _stats_and_numbers(call, jax.tree.map(refuse_second_derivatives, local))
     return stats, (local, statistics.left_for_gradients(call.asked, reduced))
 
 
 def _token_stats_backward(call: HeadCall, saved: tuple[Local, Reduced], dstats: TokenStats) -> tuple[Local]:
     local, reduced = saved
-    asked, counts, dsums = statistics.cotangents(call.asked, reduced, local.tokens, call.vocab_size, dstats)
+    asked, has_cotangent, dsums = statistics.cotangents(call.asked, reduced, local.tokens, call.vocab_size, dstats)
     call = dataclasses.replace(call, asked=asked)
     if local.counts is not None:
-        counts &= local.counts
+        has_cotangent &= local.counts
     # hidden states may be NaN at tokens without a cotangent; a peak far above all logits makes exponentials 0
-    peaks = unless(counts, reduced.peaks, -LOW)
-    return (gradients(call, local, counts, (peaks, unless(counts, dsums)), _sums_at),)
+    peaks = where_counts(has_cotangent, reduced.peaks, -LOW)
+    return (gradients(call, local, has_cotangent, (peaks, where_counts(has_cotangent, dsums)), _sums_at),)
 
 
 def _sums_at(block: Work, start: Index, i: Index, chunk: Chunk, by_token: Any) -> Any:
@@ -133,15 +138,15 @@ def _sums_at(block: Work, start: Index, i: Index, chunk: Chunk, by_token: Any) -
 token_stats.defvjp(_token_stats_forward, _token_stats_backward)
 
 
-def gradients(call: HeadCall, local: Local, counts: jax.Array, by_token: Any, sums_at: SumsAt) -> Local:
-    """The cotangents of `local` by a second pass. `counts`, bool[N], are the tokens that have one.
+def gradients(call: HeadCall, local: Local, has_cotangent: jax.Array, by_token: Any, sums_at: SumsAt) -> Local:
+    """The cotangents of `local` by a second pass. `has_cotangent` is bool[N].
 
     `by_token` are arrays `[N, ...]`, of which `sums_at` gets those of a chunk's tokens.
     """
     local, by_token = jax.tree.map(refuse_second_derivatives, (local, by_token))
     chunk, width = block_of_second(call, local)
     masked = local.counts is not None
-    work = Work.of(call, local._replace(counts=counts), chunk, parts=QUARTERS, follow=masked)
+    work = Work.of(call, local._replace(counts=has_cotangent), chunk, parts=QUARTERS, follow=masked)
     by_token = work.vary(work.order.put(by_token, work.rows))
     with note(f"gradients, {chunk} tokens x {width} columns"):
         return second_pass(work, local, width, by_token, sums_at)
@@ -166,15 +171,15 @@ def _second_order(primals: Any, tangents: Any) -> NoReturn:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def loss_in_one_pass(
-    call: HeadCall, sizes: tuple[int, int], token_loss: TokenLoss, local: Local, per_token: Any, shared: Any
-) -> Sum:
+    call: HeadCall, sizes: tuple[int, int], token_loss: WeightedLosses, local: Local, per_token: Any, shared: Any
+) -> LossAndStats:
     """The sum of all devices' losses, and this device's statistics (not differentiable), f32[N] each."""
-    stats, _ = _token_stats(call, local)
+    stats, _ = _stats_and_numbers(call, local)
     return over_tokens(call, token_loss(stats, per_token, shared=shared)), stats
 
 
 def _one_pass_forward(
-    call: HeadCall, sizes: tuple[int, int], token_loss: TokenLoss, local: Local, per_token: Any, shared: Any
+    call: HeadCall, sizes: tuple[int, int], token_loss: WeightedLosses, local: Local, per_token: Any, shared: Any
 ) -> Any:
     local, per_token, shared = jax.tree.map(refuse_second_derivatives, (local, per_token, shared))
     chunk, group = sizes
@@ -190,16 +195,16 @@ def _one_pass_forward(
         if groups > 1:
             results, cotangents = one_pass_in_groups(work, local, loss, per_token, group)
         else:
-            results, dproducts = one_pass(work, loss, per_token)
+            results, d_raw = one_pass(work, loss, per_token)
             # without a barrier XLA for TPUs computes them in both products that read them
-            dproducts = lax.optimization_barrier(dproducts)
-            cotangents = late_products(work, local, dproducts)
+            d_raw = lax.optimization_barrier(d_raw)
+            cotangents = late_products(work, local, d_raw)
     each, stats = work.order.take_back(results)
     return (over_tokens(call, each), stats), cotangents
 
 
 def _one_pass_backward(
-    call: HeadCall, sizes: tuple[int, int], token_loss: TokenLoss, cotangents: Local, dresults: Any
+    call: HeadCall, sizes: tuple[int, int], token_loss: WeightedLosses, cotangents: Local, dresults: Any
 ) -> Any:
     factor = dresults[0]
 

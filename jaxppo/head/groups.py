@@ -16,12 +16,12 @@ from jaxppo.head.late import cut_dim, feature_cotangent, feature_term, of_writte
 from jaxppo.head.order import Index, Order, read, write
 from jaxppo.head.sums import stored
 from jaxppo.head.tile import Parameters, parameter_gradient
-from jaxppo.head.walk import Loss, Work, one_pass
+from jaxppo.head.walk import ChunkLoss, Work, one_pass
 from jaxppo.sharding import vary, varying
 
 
 def one_pass_in_groups(
-    work: Work, local: Local, loss: Loss, per_token: Any, group: int
+    work: Work, local: Local, loss: ChunkLoss, per_token: Any, group: int
 ) -> tuple[tuple[jax.Array, TokenStats], Local]:
     """What `one_pass` returns of all tokens, and the cotangents of `local`.
 
@@ -33,66 +33,72 @@ def one_pass_in_groups(
         results, dfeatures, totals = carry
         start = g * group
         of_group = _group_of(work, start, group)
-        group_results, dproducts = one_pass(of_group, loss, read(per_token, start, group))
+        group_results, d_raw = one_pass(of_group, loss, read(per_token, start, group))
         # without a barrier XLA for TPUs computes them in both products that read them
-        dproducts = lax.optimization_barrier(dproducts)
-        gradients, totals = _products_of_group(of_group, local, totals, dproducts)
+        d_raw = lax.optimization_barrier(d_raw)
+        gradients, totals = _products_of_group(of_group, local, totals, d_raw)
         return write(results, group_results, start), write(dfeatures, gradients, start), totals
 
     stats = statistics.zero_stats(call.asked, work.tokens, work.rows)
     results = work.vary((stats.log_probs, stats), results=True)
-    dfeatures = tuple(_no_gradient(work, k, primal) for k, primal in enumerate(local.features))
+    dfeatures = tuple(_zero_dfeatures(work, k, primal) for k, primal in enumerate(local.features))
     totals = work.vary(tuple(jnp.zeros(parameter.shape, jnp.float32) for parameter in work.parameters))
     turns = -(-work.turns * work.chunk // group)
     if not isinstance(turns, int):
         # at most all groups, which tells `audit` how many turns there may be
         turns = jnp.minimum(turns, work.rows // group)
     results, dfeatures, totals = lax.fori_loop(0, turns, one_group, (results, dfeatures, totals))
-    features = []
+    dfeatures_of_caller = []
     for total, primal in zip(dfeatures, local.features, strict=True):
-        features.append(feature_cotangent(work, total, primal))
-    parameters = []
+        dfeatures_of_caller.append(feature_cotangent(work, total, primal))
+    dparameters_of_caller = []
     for k, primal in enumerate(local.parameters):
         dim = cut_dim(work, k)
         term = partial(stored, totals[k], dim)
-        parameters.append(sum_parameter(work, k, term, primal, totals[k].shape[dim]))
-    return results, Local(tuple(features), tuple(parameters), None, None)
+        dparameters_of_caller.append(sum_parameter(work, k, term, primal, totals[k].shape[dim]))
+    return results, Local(tuple(dfeatures_of_caller), tuple(dparameters_of_caller), None, None)
 
 
-def _products_of_group(of_group: Work, local: Local, totals: Parameters, dproducts: jax.Array) -> tuple[Any, Any]:
+def _products_of_group(of_group: Work, local: Local, totals: Parameters, d_raw: jax.Array) -> tuple[Any, Any]:
     """The gradients of a group's features, and the totals of those of parameters with the group's added."""
     gradients = []
     for k, primal in enumerate(local.features):
-        gradients.append(sum_features(of_group, partial(feature_term, of_group, k, dproducts), primal))
+        gradients.append(sum_features(of_group, partial(feature_term, of_group, k, d_raw), primal))
     added = []
     for k, total in enumerate(totals):
-        added.append(of_written(of_group, partial(_add, of_group, k, total, dproducts)))
+        added.append(of_written(of_group, partial(_add, of_group, k, total, d_raw)))
     return tuple(gradients), tuple(added)
 
 
 def _group_of(work: Work, start: Index, group: int) -> Work:
     """The work on the tokens of a group."""
     chunks = group // work.chunk
-    part = min(work.part, chunks)
+    chunks_of_part = min(work.chunks_of_part, chunks)
     turns = work.turns
     if not isinstance(turns, int):
         left = jnp.maximum(turns - start // work.chunk, 0)
         # at most all chunks, which tells `audit` how many turns there may be
-        turns = jnp.minimum(-(-left // part) * part, chunks)
+        turns = jnp.minimum(-(-left // chunks_of_part) * chunks_of_part, chunks)
     else:
         turns = chunks
     counts, tokens, features = read((work.counts, work.tokens, work.features), start, group)
     return work._replace(
-        rows=group, turns=turns, part=part, order=Order(group), counts=counts, tokens=tokens, features=features
+        rows=group,
+        turns=turns,
+        chunks_of_part=chunks_of_part,
+        order=Order(group),
+        counts=counts,
+        tokens=tokens,
+        features=features,
     )
 
 
-def _add(work: Work, k: int, total: jax.Array, dproducts: jax.Array, rows: int) -> jax.Array:
+def _add(work: Work, k: int, total: jax.Array, d_raw: jax.Array, rows: int) -> jax.Array:
     """The total with a group's gradient, in the product's own branch: XLA for GPUs adds as it multiplies."""
-    return total + parameter_gradient(work.call, k, dproducts[:rows], work.features[k][:rows])
+    return total + parameter_gradient(work.call, k, d_raw[:rows], work.features[k][:rows])
 
 
-def _no_gradient(work: Work, k: int, primal: jax.Array) -> jax.Array:
+def _zero_dfeatures(work: Work, k: int, primal: jax.Array) -> jax.Array:
     """Zeros `[N', f]` for what `sum_features` returns of all groups."""
     if work.call.sequence_parallel:
         return work.vary(jnp.zeros(work.features[k].shape, jnp.float32))

@@ -1,7 +1,7 @@
-"""The products behind a walk: the gradients of features and of parameters, from those of the tiles' products.
+"""The products that wait for a walk: gradients of features and of parameters, from those of all tiles' raw logits.
 
-They follow the mask: rows behind the last chunk that counts are not multiplied, but for what a part rounds up to. Each
-is cut along one dimension into terms, `term(starts, size)`, which `sums.py` sums over devices.
+They follow the mask: rows after the last chunk that counts are not multiplied, but for what a part rounds up to. A
+device's gradient is its term of a sum over devices. `sums.py` asks for it piece by piece along one dimension.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head.door import Local, whole_features
-from jaxppo.head.order import Index, read, unless
+from jaxppo.head.order import Index, read, where_counts
 from jaxppo.head.sums import Starts, Term, in_order, scattered, summed
 from jaxppo.head.tile import feature_gradient, parameter_gradient, rounded
 from jaxppo.head.walk import Work
@@ -24,22 +24,22 @@ from jaxppo.sharding import vary, varying
 PIECES = 4  # of a sum over devices: the product of one is computed beside the sum of another
 
 
-def late_products(work: Work, local: Local, dproducts: jax.Array) -> Local:
-    """The cotangents of `local` from dproducts, `[N', V]`."""
-    features = []
+def late_products(work: Work, local: Local, d_raw: jax.Array) -> Local:
+    """The cotangents of `local` from d_raw, `[N', V]`."""
+    dfeatures = []
     for k, primal in enumerate(local.features):
-        total = sum_features(work, partial(feature_term, work, k, dproducts), primal)
-        features.append(feature_cotangent(work, total, primal))
-    parameters = [parameter_cotangent(work, k, primal, dproducts) for k, primal in enumerate(local.parameters)]
-    return Local(tuple(features), tuple(parameters), None, None)
+        total = sum_features(work, partial(feature_term, work, k, d_raw), primal)
+        dfeatures.append(feature_cotangent(work, total, primal))
+    dparameters = [parameter_cotangent(work, k, primal, d_raw) for k, primal in enumerate(local.parameters)]
+    return Local(tuple(dfeatures), tuple(dparameters), None, None)
 
 
-def feature_term(work: Work, k: int, dproducts: jax.Array, starts: Starts, size: int) -> jax.Array:
+def feature_term(work: Work, k: int, d_raw: jax.Array, starts: Starts, size: int) -> jax.Array:
     """The gradient of features k of some tokens, f32; anything where nothing is written."""
 
     def product(start: Index, rows: int) -> jax.Array:
         # XLA for TPUs would copy rows that are read outside of the branch
-        gradient = feature_gradient(work.call, k, read(dproducts, start, rows), work.parameters[k])
+        gradient = feature_gradient(work.call, k, read(d_raw, start, rows), work.parameters[k])
         return jnp.pad(gradient, ((0, size - rows), (0, 0)))
 
     gradients = []
@@ -61,10 +61,10 @@ def sum_features(work: Work, term: Term, primal: jax.Array) -> jax.Array:
     It is no sum yet, and f32, if each device holds the features of some positions: then `feature_cotangent` sums it.
     """
     if work.call.sequence_parallel:
-        return unless(work.counts, term((0,), work.rows))
+        return where_counts(work.counts, term((0,), work.rows))
     names = in_order(work.mesh_axes - varying(primal))
     total = summed(term, 0, work.rows, names, primal.dtype, work.call.profile.ring, PIECES)
-    return unless(work.counts, total)
+    return where_counts(work.counts, total)
 
 
 def feature_cotangent(work: Work, total: jax.Array, primal: jax.Array) -> jax.Array:
@@ -79,45 +79,50 @@ def feature_cotangent(work: Work, total: jax.Array, primal: jax.Array) -> jax.Ar
     return rounded(cotangent, primal.dtype)
 
 
-def parameter_cotangent(work: Work, k: int, primal: jax.Array, dproducts: jax.Array, pieces: int = PIECES) -> jax.Array:
-    """The gradient of the columns of parameter k that `dproducts` are of, summed over devices in so many pieces."""
-    call = work.call
-    features = work.features[k]
+def parameter_cotangent(work: Work, k: int, primal: jax.Array, d_raw: jax.Array, pieces: int = PIECES) -> jax.Array:
+    """The gradient of the columns of parameter k that `d_raw` is of, summed over devices in so many pieces."""
+    if cut_dim(work, k) != work.call.v_dim:
+        term: Term = partial(_features_term, work, k, d_raw)
+        return sum_parameter(work, k, term, primal, work.features[k].shape[1], pieces)
     dtype = jnp.float32
     if work.mesh_axes <= varying(primal):
-        dtype = primal.dtype  # of columns: no sum follows
+        dtype = primal.dtype  # no sum follows
+    term = partial(_columns_term, work, k, d_raw, dtype)
+    return sum_parameter(work, k, term, primal, d_raw.shape[1], pieces)
 
-    # A slice of rows and columns is one: XLA for TPUs would copy what lies between two.
-    def of_columns(starts: Starts, size: int) -> jax.Array:
-        def product(rows: int) -> jax.Array:
-            gradients = []
-            for start in starts:
-                dx = lax.dynamic_slice(dproducts, (0, start), (rows, size), allow_negative_indices=False)
-                gradients.append(parameter_gradient(call, k, dx, features[:rows], dtype))
-            return jnp.concatenate(gradients, call.v_dim)
 
-        return of_written(work, product)
+def _columns_term(work: Work, k: int, d_raw: jax.Array, dtype: Any, starts: Starts, size: int) -> jax.Array:
+    """The gradient of some columns of parameter k."""
 
-    def of_features(starts: Starts, size: int) -> jax.Array:
-        def product(rows: int) -> jax.Array:  # one for all starts: it reads all of dproducts
-            x = []
-            for start in starts:
-                x.append(lax.dynamic_slice(features, (0, start), (rows, size), allow_negative_indices=False))
-            return parameter_gradient(call, k, dproducts[:rows], jnp.concatenate(x, 1))
+    def product(rows: int) -> jax.Array:
+        gradients = []
+        for start in starts:
+            # one slice cuts rows and columns: between two XLA for TPUs would write a copy
+            part = lax.dynamic_slice(d_raw, (0, start), (rows, size), allow_negative_indices=False)
+            gradients.append(parameter_gradient(work.call, k, part, work.features[k][:rows], dtype))
+        return jnp.concatenate(gradients, work.call.v_dim)
 
-        return of_written(work, product)
+    return of_written(work, product)
 
-    if cut_dim(work, k) != call.v_dim:
-        return sum_parameter(work, k, of_features, primal, features.shape[1], pieces)
-    return sum_parameter(work, k, of_columns, primal, dproducts.shape[1], pieces)
+
+def _features_term(work: Work, k: int, d_raw: jax.Array, starts: Starts, size: int) -> jax.Array:
+    """The gradient of some features of parameter k; one product for all starts, since it reads all of `d_raw`."""
+
+    def product(rows: int) -> jax.Array:
+        x = []
+        for start in starts:
+            x.append(lax.dynamic_slice(work.features[k], (0, start), (rows, size), allow_negative_indices=False))
+        return parameter_gradient(work.call, k, d_raw[:rows], jnp.concatenate(x, 1))
+
+    return of_written(work, product)
 
 
 def of_written(work: Work, product: Callable[[int], jax.Array]) -> jax.Array:
     """product(rows), with the number of rows that are written."""
     if isinstance(work.turns, int):
         return product(work.rows)
-    written = [*range(0, work.rows, work.part * work.chunk), work.rows]
-    return lax.switch(-(-work.turns // work.part), [partial(product, rows) for rows in written])
+    written = [*range(0, work.rows, work.chunks_of_part * work.chunk), work.rows]
+    return lax.switch(-(-work.turns // work.chunks_of_part), [partial(product, rows) for rows in written])
 
 
 def sum_parameter(work: Work, k: int, term: Term, primal: jax.Array, length: int, pieces: int = PIECES) -> jax.Array:
@@ -137,7 +142,7 @@ def _rounded_term(term: Term, dtype: Any, starts: Starts, size: int) -> jax.Arra
 
 
 def cut_dim(work: Work, k: int) -> int:
-    """The dimension of parameter k along which its gradient is cut into terms: features if FSDP shards these."""
+    """The dimension of parameter k along which its gradient is computed in pieces: features if FSDP shards these."""
     if k == 0 and work.call.h_names:
         return 1 - work.call.v_dim
     return work.call.v_dim

@@ -71,7 +71,7 @@ def read(tree: Tree, start: Index, size: int, dim: int = 0) -> Tree:
     def read_one(array: jax.Array) -> jax.Array:
         if size == array.shape[dim]:
             return array
-        assert size < array.shape[dim], "a slice beyond the end would start earlier"
+        assert size < array.shape[dim], "more entries than there are"
         return lax.dynamic_slice_in_dim(array, start, size, dim, allow_negative_indices=False)
 
     return jax.tree.map(read_one, tree)
@@ -88,7 +88,7 @@ def write(tree: Tree, new: Tree, start: Index, dim: int = 0) -> Tree:
     return jax.tree.map(write_one, tree, new)
 
 
-def unless(counts: jax.Array | None, tree: Tree, fill: float = 0) -> Tree:
+def where_counts(counts: jax.Array | None, tree: Tree, fill: float = 0) -> Tree:
     """Arrays `[N, ...]` of tokens, with `fill` at the tokens that do not count."""
     if counts is None:
         return tree

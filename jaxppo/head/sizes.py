@@ -1,7 +1,7 @@
 """The sizes of chunks and blocks, from the memory that a call may take. They change results by rounding only.
 
-A chunk is some of a device's tokens, by all of its columns. A group is some chunks, whose gradients of logits exist at
-once. A block, in the second of two passes, is some columns: its width is their number.
+A chunk is some of a device's tokens. A group is some chunks, whose gradients of raw logits exist at once. A block is
+some columns, and its width is their number. A tile is a chunk by all columns or by a block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jaxppo.head.call import HeadCall
 from jaxppo.head.door import Local
 from jaxppo.sharding import wider_dtype
 
-LEAST = 8  # tokens of a chunk
+LEAST = 8  # tokens of a chunk, and columns of a block
 UNIT = 128  # columns, to which blocks and shares are rounded: the lanes of a TPU's register
 LEAST_GROUP = 128  # tokens
 
@@ -24,12 +24,16 @@ def chunk_of_forward(call: HeadCall, local: Local) -> int:
     token_bytes = logit_bytes * V
     if call.deterministic:
         fixed = call.profile.fixed_chunk
-        _check(call, fixed * token_bytes // call.profile.logit_copies // max(1, call.eighths))
+        least = fixed * token_bytes // call.profile.logit_copies  # f32 logits alone: a fixed chunk cannot be smaller
+        if call.heads == 1:
+            least //= max(1, call.eighths)  # two heads are compared by all columns
+        _check(call, least)
         return fixed
     _check(call, min(N, LEAST) * token_bytes)
     memory = call.memory or max(call.profile.forward_bytes, 256 * token_bytes)
     if call.memory and local.counts is not None:
-        memory -= number_bytes * N * H  # tokens in order
+        # tokens in order; they may lie beside half of it, else chunks would be tiny
+        memory -= min(memory // 2, number_bytes * N * H)
     return fitting(N, call.profile.chunk_tokens, token_bytes, memory)
 
 
@@ -43,15 +47,15 @@ def chunk_of_one_pass(call: HeadCall, local: Local) -> tuple[int, int] | None:
     if call.h_names:
         memory -= number_bytes * call.axes.size(call.h_names) * local.parameters[0].size
     memory -= 2 * number_bytes * N * H  # tokens in order and their gradients
-    messages = 0  # around a ring, behind the chunks: half as much as the kernel's gradient
+    messages = 0  # around a ring, after the chunks: half as much as the kernel's gradient
     if call.profile.ring and (call.h_names or 1 < call.axes.size(call.axes.tokens) <= call.profile.ring):
         messages = 2 * H * V
     group = N
     most = call.profile.chunk_tokens
     if call.profile.group_tokens < N:
-        group = even(N, call.profile.group_tokens // 2)
+        group = equal_part(N, call.profile.group_tokens // 2)
     while True:
-        # the gradients of a group's logits, and f32 gradients of the kernel: of a share, or of all for several groups
+        # beside a group's gradients of raw logits: those of a piece of the kernel in f32, or of all for several groups
         gradient = 4 * H * V
         if group == N:
             gradient //= 4
@@ -63,7 +67,7 @@ def chunk_of_one_pass(call: HeadCall, local: Local) -> tuple[int, int] | None:
             return chunk, -(-group // chunk) * chunk
         if group <= LEAST_GROUP or not call.profile.shrinks_groups:
             return None
-        group = even(N, group // 2)
+        group = equal_part(N, group // 2)
 
 
 def chunk_of_kept(call: HeadCall, local: Local) -> int | None:
@@ -92,13 +96,13 @@ def block_of_second(call: HeadCall, local: Local) -> tuple[int, int]:
         width = call.profile.block_width_with_mask or width
         most = call.profile.chunk_tokens  # work that follows a mask can stop behind a chunk only
     width = min(V, width)
-    chunk = even(N, most)
+    chunk = equal_part(N, most)
     if call.deterministic:
         chunk = call.profile.fixed_chunk
 
     def need(chunk: int, width: int) -> int:
         tile = chunk * width * (logit_bytes + number_bytes)
-        block = (4 * H + number_bytes * N) * width  # its gradients of columns and of logits
+        block = (4 * H + number_bytes * N) * width  # its gradients of columns and of raw logits
         return tile + block + 4 * N * H
 
     _check(call, need(min(chunk, LEAST), min(V, LEAST)))
@@ -109,11 +113,11 @@ def block_of_second(call: HeadCall, local: Local) -> tuple[int, int]:
         else:
             chunk = max(LEAST, chunk // 2)
     if not call.deterministic:
-        chunk = even(N, chunk)
+        chunk = equal_part(N, chunk)
     unit = LEAST
     if width >= UNIT:
         unit = UNIT
-    return chunk, even(V, width, unit)
+    return chunk, equal_part(V, width, unit)
 
 
 class Sizes(NamedTuple):
@@ -151,10 +155,10 @@ def fitting(N: int, most: int, token_bytes: int, memory: int) -> int:
     chunk = min(N, most)
     while chunk > LEAST and chunk * token_bytes > memory:
         chunk = -(-chunk // 2)
-    return even(N, chunk)
+    return equal_part(N, chunk)
 
 
-def even(count: int, most: int, unit: int = LEAST) -> int:
+def equal_part(count: int, most: int, unit: int = LEAST) -> int:
     """The size of equal parts of at most `most`, as few as that allows, in whole units: of 2304 by 2048 it is 1152."""
     if count <= most:
         return count

@@ -1,7 +1,7 @@
 """The statistics of a token's distribution, which follow from a few numbers over the vocabulary's columns, `Reduced`.
 
 Each device reduces its columns, and `over_devices` joins the numbers of all. JAX differentiates `sums_of` tile by tile,
-and `finish` once per token.
+and `stats_of_numbers` once per token.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head.call import Asked, Tokens
+from jaxppo.head.columns import Columns
 from jaxppo.head.head import TokenStats
 from jaxppo.head.tile import LOW
 from jaxppo.sharding import ShardAxes, note, vary, varying
 
 NO_ID = 2**31 - 1  # the id of an empty place among the likeliest, which sorts last
 DIFFERENTIABLE = ("log_z", "mean_logit")  # of `LogitStat`
-Numbers = dict[str, jax.Array]  # f32[N] each, and f32[N, K] of ids
+Numbers = dict[str, jax.Array]  # `[N]` each, and `[N, K]` of ids: see below `Reduced`
 Top = tuple[jax.Array, jax.Array]  # f32[N, k] and i32[N, k], the k largest logits and their ids
 
 
@@ -31,40 +32,18 @@ class Reduced(NamedTuple):
     top: Top | None = None
 
 
-class Columns(NamedTuple):
-    """Some columns of the vocabulary, whose ids rise by one."""
-
-    first: jax.Array | int  # the id of the first one
-    width: int
-    valid: jax.Array | None = None  # bool[B], False for padding and for another block's columns; None if none is
-
-    @property
-    def ids(self) -> jax.Array:
-        return self.first + jnp.arange(self.width, dtype=jnp.int32)
-
-    def one_hot(self, ids: jax.Array) -> jax.Array:
-        """One-hot `[C, B]` of one id per token."""
-        hot = self.ids[None] == ids[:, None]
-        if self.valid is not None:
-            hot = hot & self.valid[None]
-        return hot
-
-    def places(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The place of each id, and whether it is there."""
-        place = ids - self.first
-        inside = (place >= 0) & (place < self.width)
-        place = jnp.where(inside, place, 0)
-        if self.valid is not None:
-            inside = inside & self.valid[place]
-        return place, inside
-
-    def nucleus(self, tokens: Tokens) -> jax.Array:
-        """bool[C, B], the columns that the sampler could draw, the target's included."""
-        ids = jnp.concatenate([tokens.nucleus_ids, tokens.targets[:, None]], axis=1)
-        place, inside = self.places(ids)
-        rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
-        none = vary(jnp.zeros((ids.shape[0], self.width), bool), varying(place) | varying(inside))
-        return none.at[rows, jnp.where(inside, place, self.width)].set(True, mode="drop")
+# The keys of `Numbers`.
+# peaks: m          the largest logit
+#        nucleus    the largest logit in the nucleus
+#        key        i32, of accuracy: see `_sortable`
+# sums:  s          of exp(z - m)
+#        u          of exp(z - m) (z - m), for the entropy
+#        z_y        the target's logit: a sum with one term that is not 0
+#        nucleus    of exp(z - peaks["nucleus"]) in the nucleus
+#        squares    of exp(2 (z - m))
+#        total      of the finite logits
+#        finite     how many logits are finite
+#        ids        f32[N, K], the logits of `tokens.ids`
 
 
 def reduce_columns(asked: Asked, z: jax.Array, tokens: Tokens, columns: Columns, gathers: bool = False) -> Reduced:
@@ -91,9 +70,10 @@ def sums_of(
     differentiated: bool = False,
     gathers: bool = False,
 ) -> Numbers:
-    """The sums over columns `[C, B]`, or only those through which a gradient flows: 0 * u costs as much as g * u.
+    """The sums over columns `[C, B]`, or only those through which a gradient flows.
 
-    With `gathers` a target's logit is read where it lies, but not if JAX differentiates: a gather's transpose scatters.
+    With `differentiated` the others are left out: JAX would compute their derivatives and multiply them by 0. With
+    `gathers` a target's logit is read where it lies, but not if JAX differentiates: a gather's transpose scatters.
     """
     d = z - peaks["m"][:, None]
     e = jnp.exp(d)
@@ -116,7 +96,7 @@ def sums_of(
         exists = ~(z <= LOW / 2)
         sums["total"] = jnp.where(exists, z, 0).sum(1)
         if not differentiated:
-            sums["count"] = exists.astype(jnp.float32).sum(1)
+            sums["finite"] = exists.astype(jnp.float32).sum(1)
     if tokens.ids is not None:
         text = f"logits of {tokens.ids.shape[1]} ids per token, gathered from each tile"
         if differentiated:
@@ -133,7 +113,10 @@ def _logits_at(z: jax.Array, ids: jax.Array, columns: Columns) -> jax.Array:
 
 
 def _sortable(z: jax.Array, is_target: jax.Array) -> jax.Array:
-    """Integers that sort like the logits z; the lowest bit is set at the target."""
+    """Integers that sort like the logits z but for their lowest bit, which is set at the target.
+
+    Of two logits an ulp apart either may be the larger one.
+    """
     bits = lax.bitcast_convert_type(jnp.where(z == 0, 0, z), jnp.int32)  # -0 is as likely as 0
     key = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
     return (key & ~1) | is_target.astype(jnp.int32)
@@ -198,8 +181,13 @@ def rescaled(sums: Numbers, old: Numbers, new: Numbers) -> Numbers:
     return result
 
 
-def finish(asked: Asked, reduced: Reduced, tokens: Tokens, vocab_size: int, sums: Numbers | None = None) -> TokenStats:
-    """The statistics from the numbers over the whole vocabulary; differentiable in `sums`, some of the numbers' own."""
+def stats_of_numbers(
+    asked: Asked, reduced: Reduced, tokens: Tokens, vocab_size: int, sums: Numbers | None = None
+) -> TokenStats:
+    """The statistics from the numbers over the whole vocabulary; JAX differentiates it with respect to `sums`.
+
+    They take the place of those of `reduced` that have their names.
+    """
     peaks = reduced.peaks
     sums = reduced.sums | (sums or {})
     # a target or an id outside the vocabulary makes log s NaN, and the gradient too
@@ -212,7 +200,7 @@ def finish(asked: Asked, reduced: Reduced, tokens: Tokens, vocab_size: int, sums
     if "log_z" in asked.logit_stats:
         stats["log_z"] = peaks["m"] + log_s
     if "total" in sums:
-        stats["mean_logit"] = sums["total"] / jnp.maximum(sums["count"], 1)
+        stats["mean_logit"] = sums["total"] / jnp.maximum(sums["finite"], 1)
     if "key" in peaks:
         stats["accuracy"] = (peaks["key"] & 1).astype(jnp.float32)
     if "squares" in sums:
@@ -259,7 +247,7 @@ _nan_unless.defvjp(
 
 
 def zero_stats(asked: Asked, tokens: Tokens, count: int) -> TokenStats:
-    """Zeros in the place of all that `finish` returns for so many tokens."""
+    """Zeros in the place of all that `stats_of_numbers` returns for so many tokens."""
     names = ["log_probs", *asked.logit_stats]
     if asked.entropy != "none":
         names.append("entropy")
@@ -272,9 +260,9 @@ def zero_stats(asked: Asked, tokens: Tokens, count: int) -> TokenStats:
     return TokenStats(**stats, entropy_mode=asked.entropy)
 
 
-def differentiated(asked: Asked, sums: Numbers) -> Numbers:
+def with_gradients(asked: Asked, sums: Numbers) -> Numbers:
     """Those of the sums through which a gradient flows."""
-    constant = {"squares", "count"}
+    constant = {"squares", "finite"}
     if asked.entropy != "bonus":
         constant.add("u")
     return {name: sum_ for name, sum_ in sums.items() if name not in constant}
@@ -283,9 +271,9 @@ def differentiated(asked: Asked, sums: Numbers) -> Numbers:
 def left_for_gradients(asked: Asked, reduced: Reduced) -> Reduced:
     """What a backward reads of the numbers: an entropy that is a metric leaves nothing."""
     peaks = {name: peak for name, peak in reduced.peaks.items() if name != "key"}
-    sums = differentiated(asked, reduced.sums)
-    if "count" in reduced.sums:
-        sums["count"] = reduced.sums["count"]
+    sums = with_gradients(asked, reduced.sums)
+    if "finite" in reduced.sums:
+        sums["finite"] = reduced.sums["finite"]
     return Reduced(peaks, sums)
 
 
@@ -295,19 +283,18 @@ def cotangents(
     """What a backward asks for, the tokens with a cotangent that is not 0, and the cotangents of the sums."""
     logit_stats = tuple(name for name in asked.logit_stats if name in DIFFERENTIABLE)
     names = ["log_probs", "id_log_probs", *logit_stats]
+    asked_back = Asked("none", logit_stats)  # no gradient reads an entropy as a metric
     if asked.entropy == "bonus":
         names.append("entropy")
-        asked = Asked("bonus", logit_stats)
-    else:
-        asked = Asked("none", logit_stats)  # no gradient reads an entropy as a metric
+        asked_back = Asked("bonus", logit_stats)
     cotangent = {name: getattr(dstats, name) for name in names if getattr(dstats, name) is not None}
 
     def finished(sums: Numbers) -> Numbers:
-        stats = finish(asked, reduced, tokens, vocab_size, sums)
+        stats = stats_of_numbers(asked_back, reduced, tokens, vocab_size, sums)
         return {name: getattr(stats, name) for name in cotangent}
 
-    _, pull = jax.vjp(finished, differentiated(asked, reduced.sums))
+    _, pull = jax.vjp(finished, with_gradients(asked_back, reduced.sums))
     (dsums,) = pull(cotangent)
     by_name = [(array != 0).reshape(array.shape[0], -1).any(1) for array in cotangent.values()]
-    counts = jnp.stack(by_name).any(0)
-    return asked, counts, dsums
+    has_cotangent = jnp.stack(by_name).any(0)
+    return asked_back, has_cotangent, dsums

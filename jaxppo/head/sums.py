@@ -29,7 +29,7 @@ def stored(array: jax.Array, dim: int, starts: Starts, size: int) -> jax.Array:
 
 
 def summed(term: Term, dim: int, length: int, names: Names, dtype: Any, ring: int, pieces: int) -> jax.Array:
-    """The sum over the axes `names` of terms with this length of a dimension, rounded behind the sum.
+    """The sum over the axes `names` of terms with this length of a dimension, rounded after the sum.
 
     Whole shares go around a ring of at most so many devices. Collectives sum the rest, or else all in so many pieces:
     the product of one is computed beside the sum of another. Without a sum there is one piece: XLA for GPUs would copy
@@ -59,8 +59,8 @@ def summed(term: Term, dim: int, length: int, names: Names, dtype: Any, ring: in
 def scattered(term: Term, dim: int, length: int, names: Names, rest: Names, dtype: Any, ring: int) -> jax.Array:
     """This device's share, as the axes `names` shard a dimension, of the sum over them and the axes `rest`.
 
-    Over more devices than `ring` a wide ring takes the place of a psum_scatter, of which XLA for TPUs makes an
-    all-reduce if they are 16. Without a ring, of 0 devices, it does not.
+    Around at most `ring` devices the sum goes as in `ring_sum`, around more as in `wide_ring_sum`: XLA for TPUs makes
+    an all-reduce of a psum_scatter over 16. If `ring` is 0, or the length does not divide, it is a psum_scatter.
     """
     devices = lax.axis_size(names)
     is_ring = ring > 0 and devices > 1 and names == in_order(names)

@@ -39,8 +39,8 @@ def dot(
     return lax.dot_general(left, right, dims, precision=precision, preferred_element_type=dtype)
 
 
-def products(call: HeadCall, features: Features, parameters: Parameters) -> jax.Array:
-    """The sum of all products, f32 `[C, B]`."""
+def raw_logits(call: HeadCall, features: Features, parameters: Parameters) -> jax.Array:
+    """The sum of all products, f32 `[C, B]`: logits before their scale, soft-cap and temperature."""
     terms = []
     for feature, parameter, scale in zip(features, parameters, call.scales, strict=True):
         product = dot(call, feature, parameter, (1, 1 - call.v_dim))
@@ -48,22 +48,22 @@ def products(call: HeadCall, features: Features, parameters: Parameters) -> jax.
     return functools.reduce(jnp.add, terms)
 
 
-def feature_gradient(call: HeadCall, k: int, dproducts: jax.Array, parameter: jax.Array) -> jax.Array:
-    """The f32 gradient of the features of product k, `[C, f]`, from `[C, B]`, that of the sum of products."""
-    return scaled(call.scales[k], dot(call, dproducts, parameter, (1, call.v_dim)))
+def feature_gradient(call: HeadCall, k: int, d_raw: jax.Array, parameter: jax.Array) -> jax.Array:
+    """The f32 gradient of the features of product k, `[C, f]`, from `[C, B]`, that of raw logits."""
+    return scaled(call.scales[k], dot(call, d_raw, parameter, (1, call.v_dim)))
 
 
 def parameter_gradient(
-    call: HeadCall, k: int, dproducts: jax.Array, features: jax.Array, dtype: Any = jnp.float32
+    call: HeadCall, k: int, d_raw: jax.Array, features: jax.Array, dtype: Any = jnp.float32
 ) -> jax.Array:
     """The gradient of the parameter of product k, in its layout."""
     scale = call.scales[k]
-    same = dproducts.dtype == features.dtype == dtype
+    same = d_raw.dtype == features.dtype == dtype
     if not (call.profile.rounding_products and same and scale == 1):
         dtype = jnp.float32
     if call.v_dim == 1:
-        return scaled(scale, dot(call, features, dproducts, (0, 0), dtype))
-    return scaled(scale, dot(call, dproducts, features, (0, 0), dtype))
+        return scaled(scale, dot(call, features, d_raw, (0, 0), dtype))
+    return scaled(scale, dot(call, d_raw, features, (0, 0), dtype))
 
 
 def scaled(scale: float, array: jax.Array) -> jax.Array:
@@ -79,18 +79,15 @@ def rounded(array: jax.Array, dtype: Any) -> jax.Array:
     return array.astype(dtype)
 
 
-def logits(
-    transform: Transform, product: jax.Array, temperature: jax.Array | None, valid: jax.Array | None
-) -> jax.Array:
-    """The elementwise map from products to logits. JAX differentiates it. Columns that do not exist hold `LOW`."""
+def logits(transform: Transform, raw: jax.Array, temperature: jax.Array | None, valid: jax.Array | None) -> jax.Array:
+    """The elementwise map from raw logits to logits. JAX differentiates it. Columns that do not exist hold `LOW`."""
     if transform.dtype == "bfloat16":
-        product = as_bfloat16(product)
-    z = scaled(transform.scale, product)
+        raw = as_bfloat16(raw)
+    z = scaled(transform.scale, raw)
     if transform.softcap is not None:
         z = softcap(transform.softcap, z)
     if temperature is not None:
-        # tokens that only fill a chunk have 0, and 0 / 0 would reach all parameters
-        z = z / jnp.where(temperature == 0, 1, temperature)[:, None]
+        z = z / temperature[:, None]
     if valid is not None:
         z = jnp.where(valid[None], z, LOW)
     return z
@@ -144,13 +141,13 @@ low_rank.defvjp(_low_rank_forward, _low_rank_backward)
 def _low_rank(call: HeadCall, hidden: jax.Array, lora_a: jax.Array) -> jax.Array:
     if not call.deterministic:
         return dot(call, hidden, lora_a, (2, 0)).astype(lora_a.dtype)
-    # in at least two blocks of equally many tokens: the bits of a token do not depend on the number of tokens
+    # in at least two chunks of equally many tokens: the bits of a token do not depend on the number of tokens
     rows = hidden.reshape(-1, hidden.shape[2])
     size = call.profile.fixed_chunk
-    blocks = max(2, -(-rows.shape[0] // size))
-    padded = jnp.pad(rows, ((0, blocks * size - rows.shape[0]), (0, 0)))
-    by_block = padded.reshape(blocks, size, -1)
-    low = lax.map(lambda block: dot(call, block, lora_a, (1, 0)).astype(lora_a.dtype), by_block)
+    chunks = max(2, -(-rows.shape[0] // size))
+    padded = jnp.pad(rows, ((0, chunks * size - rows.shape[0]), (0, 0)))
+    by_chunk = padded.reshape(chunks, size, -1)
+    low = lax.map(lambda chunk: dot(call, chunk, lora_a, (1, 0)).astype(lora_a.dtype), by_chunk)
     return low.reshape(-1, lora_a.shape[1])[: rows.shape[0]].reshape(*hidden.shape[:2], -1)
 
 

@@ -12,14 +12,16 @@ from jax import lax
 
 from jaxppo.head import statistics
 from jaxppo.head.call import HeadCall, Tokens
-from jaxppo.head.door import Local, MeshAxes, columns_of, whole_features, whole_parameter
+from jaxppo.head.columns import Columns, columns_of
+from jaxppo.head.door import Local, MeshAxes, whole_features, whole_parameter
 from jaxppo.head.head import TokenStats
-from jaxppo.head.order import Index, Order, Tree, loop, read, unless, write
-from jaxppo.head.statistics import Columns, Numbers, Reduced
-from jaxppo.head.tile import Features, Parameters, logits, products
+from jaxppo.head.order import Index, Order, Tree, loop, read, where_counts, write
+from jaxppo.head.statistics import Numbers, Reduced
+from jaxppo.head.tile import Features, Parameters, logits, raw_logits
 from jaxppo.sharding import vary, varying, wider_dtype
 
-Loss = Callable[[TokenStats, Any], jax.Array]  # of statistics f32[C] and arrays [C, ...] of the same tokens, f32[C]
+# (statistics f32[C], arrays [C, ...] of the same tokens) -> their losses, f32[C]
+ChunkLoss = Callable[[TokenStats, Any], jax.Array]
 
 
 class Chunk(NamedTuple):
@@ -38,8 +40,8 @@ class Work(NamedTuple):
     chunk: int  # C, the tokens of a chunk
     rows: int  # N', the tokens of all chunks
     turns: Index  # how many chunks are computed, at least those with a token that counts
-    part: int  # the chunks of a part: parts are computed as a whole
-    dtype: Any  # in which products are multiplied
+    chunks_of_part: int  # parts are computed as a whole
+    dtype: Any  # in which the gradients of raw logits are multiplied
     order: Order
     counts: jax.Array | None  # bool[N']; None if all count
     tokens: Tokens  # [N', ...]
@@ -80,7 +82,7 @@ class Work(NamedTuple):
         if call.deterministic:
             rows = max(rows, 2 * chunk)  # one turn would be another program, other bits
         chunks = rows // chunk
-        part = -(-chunks // (parts or chunks))
+        chunks_of_part = -(-chunks // (parts or chunks))
 
         counts = local.counts
         order = Order(N)
@@ -88,7 +90,8 @@ class Work(NamedTuple):
         # a single chunk keeps tokens in place
         if counts is not None and follow and call.follow_mask and rows > chunk:
             order = Order.of(counts)
-            turns = _turns(counts, chunk, chunks, part, mesh_axes if together else frozenset())
+            equal = mesh_axes if together else frozenset()
+            turns = _turns(counts, chunk, chunks, chunks_of_part, equal)
 
         if counts is None and rows > N:
             counts = jnp.ones(N, bool)
@@ -100,19 +103,22 @@ class Work(NamedTuple):
             chunk=chunk,
             rows=rows,
             turns=turns,
-            part=part,
+            chunks_of_part=chunks_of_part,
             dtype=wider_dtype(features[0].dtype, parameters[0].dtype),
             order=order,
             counts=counts,
-            # of a token without a cotangent a temperature may be NaN, as features may
-            tokens=tokens._replace(temperature=unless(counts, tokens.temperature, 1)),
-            features=unless(counts, order.put(features, rows)),
+            # 0 of what fills a chunk would be 0 / 0; without a cotangent it may be NaN, as features may
+            tokens=tokens._replace(temperature=where_counts(counts, tokens.temperature, 1)),
+            features=where_counts(counts, order.put(features, rows)),
             parameters=tuple(parameters),
             columns=columns_of(call.axes, call.vocab_size, local.parameters[0].shape[call.v_dim]),
         )
 
     def vary(self, tree: Tree, results: bool = False) -> Tree:
-        """A loop's carry must vary over all axes from the start; but results are equal along the tensor axes."""
+        """The arrays as varying along all of `mesh_axes`, as a loop's carry must from its start.
+
+        `results`, which the devices of a tensor axis have in common, vary along the others only.
+        """
         mesh_axes = self.mesh_axes
         if results:
             mesh_axes = mesh_axes - set(self.call.axes.tensor)
@@ -122,18 +128,18 @@ class Work(NamedTuple):
         """Chunk i."""
         return read(Chunk(self.tokens, self.features, self.counts), i * self.chunk, self.chunk)
 
-    def logits(self, product: jax.Array, tokens: Tokens) -> jax.Array:
-        """f32[C, V], from the products of a chunk."""
-        return logits(self.call.transform, product, tokens.temperature, self.columns.valid)
+    def logits(self, raw: jax.Array, tokens: Tokens) -> jax.Array:
+        """f32[C, V], from the raw logits of a chunk."""
+        return logits(self.call.transform, raw, tokens.temperature, self.columns.valid)
 
 
-def _turns(counts: jax.Array, chunk: int, chunks: int, part: int, equal: MeshAxes) -> jax.Array:
+def _turns(counts: jax.Array, chunk: int, chunks: int, chunks_of_part: int, equal: MeshAxes) -> jax.Array:
     """How many chunks are computed: the parts that have a token that counts; equally many along the axes `equal`."""
     counted = counts.sum(dtype=jnp.int32)
     names = tuple(sorted(equal & varying(counted)))
     if names:
         counted = lax.pmax(counted, names)
-    turns = -(-counted // (part * chunk)) * part
+    turns = -(-counted // (chunks_of_part * chunk)) * chunks_of_part
     # at most all chunks, which tells `audit` how many turns there may be
     return jnp.minimum(turns, chunks)
 
@@ -147,10 +153,10 @@ def numbers_of_chunk(work: Work, i: Index) -> tuple[Reduced, jax.Array]:
     """The numbers of a chunk over the device's columns, and its products, f32 `[C, V]`."""
     call = work.call
     chunk = work.read(i)
-    product = products(call, chunk.features, work.parameters)
-    z = work.logits(product, chunk.tokens)
+    raw = raw_logits(call, chunk.features, work.parameters)
+    z = work.logits(raw, chunk.tokens)
     reduced = statistics.reduce_columns(call.asked, z, chunk.tokens, work.columns, gathers=call.profile.gathers)
-    return work.vary((reduced, product))
+    return work.vary((reduced, raw))
 
 
 def over_chunks(work: Work, of_chunk: Callable[[Index], Tree], new: Callable[..., jax.Array] = jnp.zeros) -> Tree:
@@ -167,7 +173,7 @@ def over_chunks(work: Work, of_chunk: Callable[[Index], Tree], new: Callable[...
     return loop(work.turns, write_chunk, work.vary(arrays))
 
 
-def one_pass(work: Work, loss: Loss, per_token: Any) -> tuple[tuple[jax.Array, TokenStats], jax.Array]:
+def one_pass(work: Work, loss: ChunkLoss, per_token: Any) -> tuple[tuple[jax.Array, TokenStats], jax.Array]:
     """The losses and statistics of all tokens in order, and the gradients of their products, `[N', V]`.
 
     `per_token` are arrays `[N', ...]` in order. Nothing is written into the rows of chunks that are not computed.
@@ -176,48 +182,48 @@ def one_pass(work: Work, loss: Loss, per_token: Any) -> tuple[tuple[jax.Array, T
     C = work.chunk
 
     def write_chunk(i: Index, carry: Any) -> Any:
-        results, dproducts = carry
-        chunk_results, chunk_dproducts = _loss_of_chunk(work, work.read(i), loss, read(per_token, i * C, C))
+        results, d_raw = carry
+        chunk_results, chunk_d_raw = _loss_of_chunk(work, work.read(i), loss, read(per_token, i * C, C))
         results = write(results, work.vary(chunk_results, results=True), i * C)
-        return results, write(dproducts, work.vary(chunk_dproducts), i * C)
+        return results, write(d_raw, work.vary(chunk_d_raw), i * C)
 
     stats = statistics.zero_stats(work.call.asked, work.tokens, work.rows)
     results = work.vary((stats.log_probs, stats), results=True)
     # XLA for TPUs would take 7 million cycles to fill it with zeros, at 8192 tokens by 37984 columns
-    dproducts = work.vary(lax.empty((work.rows, work.columns.width), work.dtype))
-    return loop(work.turns, write_chunk, (results, dproducts))
+    d_raw = work.vary(lax.empty((work.rows, work.columns.width), work.dtype))
+    return loop(work.turns, write_chunk, (results, d_raw))
 
 
 def _loss_of_chunk(
-    work: Work, chunk: Chunk, loss: Loss, per_token: Any
+    work: Work, chunk: Chunk, loss: ChunkLoss, per_token: Any
 ) -> tuple[tuple[jax.Array, TokenStats], jax.Array]:
     """The losses and statistics of a chunk, and the gradient of its products, `[C, V]`."""
     call = work.call
-    product = products(call, chunk.features, work.parameters)  # f32[C, V]
-    z = work.logits(product, chunk.tokens)
+    raw = raw_logits(call, chunk.features, work.parameters)  # f32[C, V]
+    z = work.logits(raw, chunk.tokens)
     of_shard = statistics.reduce_columns(call.asked, z, chunk.tokens, work.columns, gathers=call.profile.gathers)
     reduced = statistics.over_devices(work.vary(of_shard), call.axes)
 
     def losses_of(sums: Numbers) -> Any:
-        stats = statistics.finish(call.asked, reduced, chunk.tokens, call.vocab_size, sums)
-        return unless(chunk.counts, (loss(stats, per_token), stats))
+        stats = statistics.stats_of_numbers(call.asked, reduced, chunk.tokens, call.vocab_size, sums)
+        return where_counts(chunk.counts, (loss(stats, per_token), stats))
 
-    sums = statistics.differentiated(call.asked, reduced.sums)
+    sums = statistics.with_gradients(call.asked, reduced.sums)
     losses, pull, stats = jax.vjp(losses_of, sums, has_aux=True)
     (dsums,) = pull(jnp.ones_like(losses))
-    sums_of_product = partial(tile_sums, work, reduced.peaks, chunk.tokens)
-    return (losses, stats), gradient_of_products(work, product, sums_of_product, unless(chunk.counts, dsums))
+    sums_of_raw = partial(tile_sums, work, reduced.peaks, chunk.tokens)
+    return (losses, stats), gradient_of_raw(work, raw, sums_of_raw, where_counts(chunk.counts, dsums))
 
 
-def tile_sums(work: Work, peaks: Numbers, tokens: Tokens, product: jax.Array) -> Numbers:
+def tile_sums(work: Work, peaks: Numbers, tokens: Tokens, raw: jax.Array) -> Numbers:
     """The sums of a tile through which a gradient flows, from its products."""
-    z = work.logits(product, tokens)
+    z = work.logits(raw, tokens)
     return statistics.sums_of(work.call.asked, z, peaks, tokens, work.columns, differentiated=True)
 
 
-def gradient_of_products(work: Work, product: jax.Array, sums_of: Callable[[jax.Array], Any], dsums: Any) -> jax.Array:
+def gradient_of_raw(work: Work, raw: jax.Array, sums_of: Callable[[jax.Array], Any], dsums: Any) -> jax.Array:
     """The gradient of a tile's products, in the dtype of products: JAX differentiates the sums over its columns."""
-    sums, pull = jax.vjp(sums_of, product)
+    sums, pull = jax.vjp(sums_of, raw)
     dsums = jax.tree.map(lambda cotangent, like: vary(cotangent, varying(like)), dsums, sums)
-    (dproduct,) = pull(dsums)
-    return dproduct.astype(work.dtype)
+    (tile_d_raw,) = pull(dsums)
+    return tile_d_raw.astype(work.dtype)

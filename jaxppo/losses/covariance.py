@@ -19,8 +19,8 @@ from jaxppo.batch.loss_tokens import LossTokens
 from jaxppo.batch.reads import FINITE, LOG_PROBS, PER_TOKEN, ValueRule
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
-from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
+from jaxppo.head.token_arguments import check_stats
 from jaxppo.losses.policy_tokens import BY_RATIO, PolicyTokenLoss, check_config, check_needed, old_log_probs
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses import PolicyLoss

@@ -17,8 +17,8 @@ from jaxppo.base.kl import KL, Estimator, k3, kl_divergence, log_ratio
 from jaxppo.base.metrics import CompositeTerm, Term, Terms, effective_share, means, moments, share
 from jaxppo.batch.extras import extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
+from jaxppo.head.token_arguments import check_stats
 from jaxppo.losses.token_loss import OF_EVERY_LOSS, Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy.off_policy import correction as off_policy_correction

@@ -11,8 +11,8 @@ from jax import lax
 from jaxppo.base.arrays import Aggregation, Coefficient, check_type, is_zero
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.head.call import as_logit_stats
 from jaxppo.head.head import LogitStat, TokenStats
+from jaxppo.head.token_arguments import as_logit_stats
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.policy_losses.base import number
 from jaxppo.sharding import Segments

@@ -15,8 +15,8 @@ from jaxppo.base.arrays import PER_TOKEN_VALUES, Aggregation, check, masked
 from jaxppo.base.metrics import Terms
 from jaxppo.batch.broken_rules import Broken
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.head.call import check_stats
 from jaxppo.head.head import Entropy, LogitStat, TokenStats
+from jaxppo.head.token_arguments import check_stats
 from jaxppo.policy.off_policy import OffPolicyConfig
 from jaxppo.policy_losses.base import Loss
 from jaxppo.sharding import Segments

@@ -33,8 +33,8 @@ from jaxppo.batch.extras import check_name, extra_of
 from jaxppo.batch.host import as_array
 from jaxppo.batch.reads import at_most_one, mass_of, was_above_one
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.head.call import as_id_sets
 from jaxppo.head.head import TokenStats
+from jaxppo.head.token_arguments import as_id_sets
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss, for_each
 from jaxppo.sharding import Segments
 

@@ -21,7 +21,7 @@ from jaxppo.head.divergence import (
     works_of,
 )
 from jaxppo.head.door import Local
-from jaxppo.head.order import unless
+from jaxppo.head.order import where_counts
 from jaxppo.head.statistics import over_devices
 from jaxppo.head.tile import LOW
 from jaxppo.head.walk import Work, sweep
@@ -71,7 +71,7 @@ def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teac
     error = jnp.maximum(student_error, teacher_error)
     comparison = Comparison(sums[:, 0], sums[:, 1], sums[:, 2], same_top, error)
     rows = inputs.hidden.shape[0]
-    return jax.tree.map(lambda array: unless(local.counts, array).reshape(rows, -1), comparison)
+    return jax.tree.map(lambda array: where_counts(local.counts, array).reshape(rows, -1), comparison)
 
 
 def _largest(z: jax.Array) -> jax.Array:

@@ -21,8 +21,8 @@ from jaxppo.batch.loss_tokens import LossTokens
 from jaxppo.batch.reads import ENTROPIES
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
-from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
+from jaxppo.head.token_arguments import check_stats
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 
 __all__ = ["AdaptiveEntropy", "EntropyState", "entropy_metrics", "renormalised_entropy"]

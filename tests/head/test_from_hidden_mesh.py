@@ -263,6 +263,15 @@ def test_kernel_specs_that_cannot_be(spec, message):
         call_head(parallel, head_arrays(104), spec=spec)
 
 
+def test_a_kernel_whose_rows_lie_along_an_axis_where_tokens_are_equal():
+    mesh = jax.make_mesh((2, 2, 2), ("dp", "expert", "tp"), (jax.sharding.AxisType.Auto,) * 3)
+    parallel = ParallelMesh(mesh, replicated="expert")
+    with pytest.raises(
+        ValueError, match=r"head.spec: got .* expected H over axes that tokens are spread over, \('dp',\)"
+    ):
+        call_head(parallel, head_arrays(104), spec=P("expert", "tp"))
+
+
 @pytest.mark.parametrize("name", ["head.spec", "hidden_spec"])
 def test_specs_without_a_mesh(name):
     arrays = head_arrays(104)

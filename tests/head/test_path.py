@@ -8,8 +8,8 @@ import pytest
 from traced_path import ROOT, gradient, traced, types_of
 
 PAGE = (ROOT / "docs" / "path_of_a_gradient.md").read_text()
-# run on accelerators, and for losses that are not token-local
-ELSEWHERE = {"stats_with_kept_logits", "chunk_of_kept", "one_pass_in_groups", "sweep_in_eighths"}
+# run on accelerators, on meshes with FSDP, and for losses that are not token-local
+ELSEWHERE = {"stats_with_kept_logits", "chunk_of_kept", "one_pass_in_groups", "sweep_in_eighths", "scattered"}
 
 
 def named():

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxppo import Head, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
-from jaxppo.head import call as calls
+from jaxppo.head import profiles
 from jaxppo.head.sums import UNIT, scattered, stored, summed
 from sharding.audit import audit
 from sharding.mesh import make_parallel_mesh
@@ -187,10 +187,10 @@ def test_a_head(layout, way, mesh, monkeypatch):
     gradients = jax.grad(loss, 0 if way == "frozen" else (0, 1))
     roomy = dataclasses.replace(DEVICES["wide"], chunk_tokens=512, block_width=2048)
     with tiles_of("wide"):
-        monkeypatch.setitem(calls.PROFILES, "wide", roomy)
+        monkeypatch.setitem(profiles.PROFILES, "wide", roomy)
         around = jax.jit(gradients)(hidden, kernel)
         found = {c.op for c in audit(gradients, hidden, kernel, mesh=parallel.mesh).collectives}
-        monkeypatch.setitem(calls.PROFILES, "wide", dataclasses.replace(roomy, ring=0))
+        monkeypatch.setitem(profiles.PROFILES, "wide", dataclasses.replace(roomy, ring=0))
         jax.clear_caches()
         at_once = jax.jit(gradients)(hidden, kernel)
         without = {c.op for c in audit(gradients, hidden, kernel, mesh=parallel.mesh).collectives}
@@ -206,7 +206,7 @@ def test_a_head(layout, way, mesh, monkeypatch):
 def test_gradients_beside_float64(mesh, form, monkeypatch):
     """With columns and features enough for each device to have a share."""
     monkeypatch.setattr(head_cases, "H", 512)
-    monkeypatch.setitem(calls.PROFILES, "wide", dataclasses.replace(DEVICES["wide"], block_width=4096, ring=8))
+    monkeypatch.setitem(profiles.PROFILES, "wide", dataclasses.replace(DEVICES["wide"], block_width=4096, ring=8))
     arrays = head_cases.head_arrays(4096, scale=1 / 22, **form)
     options = {"layout": form["layout"]} if "layout" in form else {}
     parallel = make_parallel_mesh(mesh)

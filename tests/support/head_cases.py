@@ -11,8 +11,7 @@ import pytest
 from plain_head import reference_from_hidden
 
 from jaxppo import Head, LoRA, log_probs_from_hidden
-from jaxppo.head import HeadOptions
-from jaxppo.head import call as calls
+from jaxppo.head import HeadOptions, profiles
 from sharding.testing import assert_trees_close
 
 R, T, H = 8, 8, 12
@@ -27,25 +26,25 @@ BF16 = {"rtol": 2**-8, "atol": 2**-8}
 
 # Devices whose chunks are small enough for a test to have many: of 16, 8 or 5 tokens. A block of the second pass has
 # 512 columns on CPUs, and 128 on accelerators.
-CPU = dataclasses.replace(calls.CPU, memory=2**30)
+CPU = dataclasses.replace(profiles.CPU, memory=2**30)
 DEVICES = {
     "small": dataclasses.replace(CPU, chunk_tokens=16, tile_tokens=64),
     "five": dataclasses.replace(CPU, chunk_tokens=5, tile_tokens=20),
-    "wide": calls.Profile(2**30, forward_bytes=2**30, chunk_tokens=8, block_width=128, tile_tokens=32, ring=4),
+    "wide": profiles.Profile(2**30, forward_bytes=2**30, chunk_tokens=8, block_width=128, tile_tokens=32, ring=4),
 }
 DEVICES["groups"] = dataclasses.replace(DEVICES["wide"], group_tokens=100)  # several groups of 48 tokens above 100
 DEVICES["like a GPU"] = dataclasses.replace(
     DEVICES["wide"], ring=0, block_width_with_mask=256, gathers=True, rounding_products=True
 )
 
-calls.PROFILES = {**DEVICES, **calls.PROFILES}
+profiles.PROFILES = {**DEVICES, **profiles.PROFILES}
 
 
 @contextlib.contextmanager
 def tiles_of(device):
     """Within the block, calls choose tiles as on that device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "device_kind", lambda *_: device)
+        patch.setattr(profiles, "device_kind", lambda *_: device)
         yield
 
 
