@@ -25,6 +25,7 @@ from jaxppo import (
     loss_from_stats,
     policy_loss_from_hidden,
 )
+from jaxppo.losses.distillation import divergence_from_hidden
 from sharding import audit, make_parallel_mesh
 from sharding.testing import assert_trees_close
 
@@ -327,6 +328,23 @@ def test_memory_without_room_for_a_tile_of_fixed_size():
     hidden, kernel, targets = jnp.ones((1, 300, 8)), jnp.ones((8, 1024)), jnp.zeros((1, 300), jnp.int32)
     with pytest.raises(ValueError, match=r"memory: got 100000 bytes, expected at least 131072 for this head and batch"):
         log_probs_from_hidden(hidden, kernel, targets, deterministic=True, memory=100_000)
+
+
+def test_memory_without_room_for_a_tile_of_two_heads():
+    """They are compared by all columns, where one head is read in eighths."""
+    states = jnp.ones((1, 300, 8)), jnp.ones((8, 1024))
+    with pytest.raises(ValueError, match=r"memory: got 1000000 bytes, expected at least 2097152 for this head and batch"):
+        divergence_from_hidden(*states, *states, deterministic=True, memory=1_000_000)
+
+
+def test_memory_that_tokens_in_order_would_fill():
+    """They take 2 MiB: chunks get half of the memory then, where they were of 8 tokens."""
+    hidden, kernel, targets = jnp.ones((1, 2048, 256)), jnp.ones((256, 1024)), jnp.zeros((1, 2048), jnp.int32)
+
+    def log_probs(hidden, where):
+        return log_probs_from_hidden(hidden, kernel, targets, where=where, memory=2**21).log_probs
+
+    assert audit(log_probs, hidden, targets == 0).notes == ("forward, 64 tokens x 1024 columns",)
 
 
 # Numbers that are scalar arrays
