@@ -59,20 +59,20 @@ def prepare_head(
     hidden_spec = checked.pop("hidden_spec")
     asked = as_asked(entropy, logit_stats, top_k)
     check_parallel(parallel)
-    roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
+    axes = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
 
     check_floating(f"{prefix}hidden", hidden, 3, "[R, T, H]")
     head = as_head(name, head)
-    hidden, sequence_parallel = _bring_hidden(f"{prefix}hidden_spec", parallel, roles, hidden, hidden_spec)
+    hidden, sequence_parallel = _bring_hidden(f"{prefix}hidden_spec", parallel, axes, hidden, hidden_spec)
     head.check(name, hidden.shape[2])
-    h_names, v_names = _kernel_axes(parallel, roles, name, hidden, head)
+    h_names, v_names = _kernel_axes(parallel, axes, name, hidden, head)
 
     R, T = hidden.shape[:2]
     kernel_width = head.kernel.shape[head.v_dim]
     if not isinstance(parallel, ParallelMesh):  # arrays are one device's part
-        kernel_width *= roles.size(v_names)
+        kernel_width *= axes.size(v_names)
         if sequence_parallel:
-            T *= roles.size(roles.tensor)
+            T *= axes.size(axes.tensor)
     vocab_size = kernel_width
     if head.vocab_size is not None:
         vocab_size = head.vocab_size
@@ -84,7 +84,7 @@ def prepare_head(
     device = profiles.device_kind(parallel, head.kernel)
     transposed = _lies_transposed(parallel, head, v_names, device)
     call = HeadCall(
-        axes=roles,
+        axes=axes,
         v_dim=0 if transposed else head.v_dim,
         transposed=transposed,
         h_names=h_names,
@@ -124,19 +124,19 @@ def _scales(head: Head) -> tuple[float, ...]:
 
 
 def _bring_hidden(
-    what: str, parallel: Parallel, roles: ShardAxes, hidden: jax.Array, spec: P | None
+    what: str, parallel: Parallel, axes: ShardAxes, hidden: jax.Array, spec: P | None
 ) -> tuple[jax.Array, bool]:
     """Reshards hidden states like the batch's tokens, and tells whether the tensor axis shards their positions too."""
     check_type(what, spec, isinstance(spec, P | None), "a PartitionSpec or None")
     if parallel is None:
         check(what, f"{spec} without parallel=", not any(spec or ()), NO_MESH)
     if parallel is None or spec is None:
-        return hidden, bool(roles.tensor) and roles.sequence_parallel
+        return hidden, bool(axes.tensor) and axes.sequence_parallel
     sizes: Any = jax.sharding.get_abstract_mesh().shape
     if isinstance(parallel, ParallelMesh):
         sizes = parallel.mesh.shape
     entries = _cutting_axes(sizes, (*spec, *[None] * (3 - len(spec))))
-    data, context, tensor = _cutting_axes(sizes, (roles.data, roles.context, roles.tensor))
+    data, context, tensor = _cutting_axes(sizes, (axes.data, axes.context, axes.tensor))
     if entries == [data, context, ()]:
         return hidden, False
     if entries == [data, context + tensor, ()]:
@@ -181,23 +181,23 @@ def _wrong_spec(
     return f"{what}: got {spec} for shape {hidden.shape}{where}, expected {expected}"
 
 
-def _kernel_axes(parallel: Parallel, roles: ShardAxes, name: str, hidden: jax.Array, head: Head) -> tuple[Names, Names]:
+def _kernel_axes(parallel: Parallel, axes: ShardAxes, name: str, hidden: jax.Array, head: Head) -> tuple[Names, Names]:
     """The mesh axes that shard the kernel's H and its V. Raises unless its shape then fits the hidden states."""
     kernel = head.kernel
     on_mesh = isinstance(parallel, ParallelMesh)
-    h_names, v_names = _spec_axes(parallel, roles, name, hidden, head)
+    h_names, v_names = _spec_axes(parallel, axes, name, hidden, head)
     features = kernel.shape[1 - head.v_dim]
     if not on_mesh:  # of this device's part
-        features *= roles.size(h_names)
+        features *= axes.size(h_names)
     shape = f"shape {kernel.shape} with layout {head.layout!r}"
     expected = f"{hidden.shape[2]} rows of H, as in hidden {hidden.shape}"
     check(f"{name}.kernel", shape, features == hidden.shape[2], expected)
     if on_mesh:
         return h_names, v_names
     width = kernel.shape[head.v_dim]
-    shards = roles.size(roles.tensor)
+    shards = axes.size(axes.tensor)
     names = varying(kernel)
-    sharded = bool(set(roles.tensor) & names)
+    sharded = bool(set(axes.tensor) & names)
     if sharded and head.vocab_size is not None and head.vocab_size <= width * (shards - 1):
         raise ValueError(
             f"{name}.vocab_size: got {head.vocab_size} with {width} columns on each of {shards} tensor shards, the "
@@ -207,13 +207,13 @@ def _kernel_axes(parallel: Parallel, roles: ShardAxes, name: str, hidden: jax.Ar
     return h_names, tuple(n for n in v_names if n in names)
 
 
-def _spec_axes(parallel: Parallel, roles: ShardAxes, name: str, hidden: jax.Array, head: Head) -> tuple[Names, Names]:
+def _spec_axes(parallel: Parallel, axes: ShardAxes, name: str, hidden: jax.Array, head: Head) -> tuple[Names, Names]:
     """The axes of the head's spec, of H and of V, or the defaults."""
     spec = head.spec
     if isinstance(parallel, ParallelMesh) and parallel.is_explicit and spec is None:
         spec = getattr(jax.typeof(head.kernel).sharding, "spec", None)
     if spec is None:
-        return _default_axes(parallel, roles, hidden, head)
+        return _default_axes(parallel, axes, hidden, head)
     what = f"{name}.spec"
     check(what, f"{spec} without parallel=", parallel is not None or not any(spec), NO_MESH)
     check(what, spec, len(spec) <= 2, "a PartitionSpec of two dimensions")
@@ -223,23 +223,23 @@ def _spec_axes(parallel: Parallel, roles: ShardAxes, name: str, hidden: jax.Arra
     entries = _cutting_axes(sizes, (*spec, *[None] * (2 - len(spec))))
     h_names = entries[1 - head.v_dim]
     v_names = entries[head.v_dim]
-    tensor = set(roles.tensor)
-    check(what, spec, not set(h_names) & tensor, f"the tensor axes {roles.tensor} on the vocabulary only")
-    check(what, spec, set(h_names) <= set(roles.tokens), f"H over axes that tokens are spread over, {roles.tokens}")
+    tensor = set(axes.tensor)
+    check(what, spec, not set(h_names) & tensor, f"the tensor axes {axes.tensor} on the vocabulary only")
+    check(what, spec, set(h_names) <= set(axes.tokens), f"H over axes that tokens are spread over, {axes.tokens}")
     good = set(v_names) & tensor in (set(), tensor)
-    check(what, spec, good, f"all of the tensor axes {roles.tensor} or none")
+    check(what, spec, good, f"all of the tensor axes {axes.tensor} or none")
     return h_names, v_names
 
 
-def _default_axes(parallel: Parallel, roles: ShardAxes, hidden: jax.Array, head: Head) -> tuple[Names, Names]:
+def _default_axes(parallel: Parallel, axes: ShardAxes, hidden: jax.Array, head: Head) -> tuple[Names, Names]:
     """H over the fsdp axes, V over the tensor axes."""
     if not isinstance(parallel, ParallelMesh):
         if head.kernel.shape[1 - head.v_dim] == hidden.shape[2]:
-            return (), roles.tensor
-        return roles.fsdp, roles.tensor
+            return (), axes.tensor
+        return axes.fsdp, axes.tensor
     if head.kernel.shape[head.v_dim] % parallel.tensor_size:
-        return roles.fsdp, ()  # JAX cannot shard a kernel that the tensor axis does not divide, so it arrives whole
-    return roles.fsdp, roles.tensor
+        return axes.fsdp, ()  # JAX cannot shard a kernel that the tensor axis does not divide, so it arrives whole
+    return axes.fsdp, axes.tensor
 
 
 def _placed(parallel: Parallel, v_dim: int, prepared: Prepared) -> Prepared:

@@ -24,7 +24,7 @@ class Profile:
     tile_tokens: int = 8192  # the most tokens of a tile of the second pass, without a mask
     block_width_with_mask: int | None = None  # tiles have fewer tokens then; None for `block_width`
     fixed_chunk: int = 1024  # tokens of a chunk of a deterministic call
-    group_tokens: int = 8192  # the most tokens whose gradients of logits exist at once in one pass
+    group_tokens: int = 8192  # the most tokens whose gradients of raw logits exist at once in one pass
     shrinks_groups: bool = True  # where groups do not fit the memory; else two passes are taken
     ring: int = 0  # the most devices around which a sum goes beside its products, if all need it; 0 for no ring
     parts: int = 4  # in which the products of one pass follow a mask

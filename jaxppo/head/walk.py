@@ -1,4 +1,4 @@
-"""Chunks of tokens by all of a device's columns: the statistics of tokens, and a loss with the gradients of logits."""
+"""Chunks of tokens by all of a device's columns: their statistics, and a loss with the gradients of raw logits."""
 
 from __future__ import annotations
 
