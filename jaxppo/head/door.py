@@ -62,8 +62,12 @@ def enter(call: HeadCall, inputs: Inputs) -> Local:
     # If devices share hidden states but not targets, the gradients of hidden states are summed over these devices.
     # Ones that a bias is multiplied by differ as hidden states do: their gradients do.
     names = varying(inputs.hidden, tokens, counts)
+    for k, feature in enumerate(features):
+        missing = names - varying(feature)
+        if missing:
+            features[k] = vary_with_f32_sum(feature, missing)
     return Local(
-        tuple(vary_with_f32_sum(feature, names - varying(feature)) for feature in features),
+        tuple(features),
         tuple(own_columns(call.axes, call.v_names, call.vocab_size, p, call.v_dim) for p in parameters),
         lax.stop_gradient(tokens),
         counts,
