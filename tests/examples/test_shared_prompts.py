@@ -77,6 +77,7 @@ def folder(tmp_path_factory):
 
 
 CASES = [*itertools.product(("decoder", "qwen3", "gemma3"), factorings(8), LAYOUTS)]
+NORMS = {"decoder": 4, "qwen3": 4, "gemma3": 24}  # in all layers, beside those of queries and keys
 MOST = {"decoder": 8, "qwen3": 2, "gemma3": 1}  # tensor shards: they divide the heads of keys and values
 CASES = [case for case in CASES if int(case[1].rpartition("tp=")[2]) <= MOST[case[0]]]
 # by day each layout, over shards of data, context and tensor
@@ -102,7 +103,8 @@ def test_same_loss_metrics_and_gradients(kind, mesh, layout, folder):
     for name, value in numbers.items():
         np.testing.assert_allclose(metrics[name], value, rtol=2e-5, atol=1e-6, err_msg=name)
     for (path, got), want in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(slopes), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6 * np.abs(want).max(), err_msg=str(path))
+        allowed = 5e-7 * NORMS[kind] * np.abs(want).max()  # each divides a sum in another order
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=allowed, err_msg=str(path))
 
 
 def test_there_is_less_to_compute():
