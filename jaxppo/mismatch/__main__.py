@@ -6,6 +6,11 @@ of the difference rounding explains. Arrays are `[R, T]` or `[N]`, hidden states
 The trainer's .npz may also hold `where` and `positions`; beside log-probs `entropy`; beside hidden states `targets`,
 which it must hold, and `temperature`. Both may hold `bias` beside a kernel. Other names are refused. Arrays of bfloat16
 may be stored as numpy stores them.
+
+With --parity it tells where two systems that should have the same bits first differ, and exits with 1 if they do. An
+.npz holds what was recorded, in the order of computing: `tokens`, `hidden`, `kernel`, `bias`, `logits` (before the
+temperature), `temperature`, `support` (ids, -1 for none, or a mask of the vocabulary), `log_probs`, `stop_ids`. What
+both hold is compared. The trainer's may hold `where`.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import argparse
 import dataclasses
 import json
 import os
+import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +34,8 @@ from jaxtyping import Array
 from jaxppo.base.arrays import KINDS, check, check_array
 from jaxppo.head import Head
 from jaxppo.head.head import Layout
-from jaxppo.mismatch.report import mismatch_report
+from jaxppo.mismatch.parity import Parity, compare_stages
+from jaxppo.mismatch.report import MismatchReport, mismatch_report
 from jaxppo.mismatch.tokens import Rounding, TokenMismatch, token_mismatch
 
 Arrays = dict[str, Any]
@@ -163,19 +170,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--layout", choices=("hv", "vh"), help="of kernels: [H, V], the default, or [V, H]")
     add("--rounded-to", choices=get_args(Rounding), default="bfloat16", help="hidden states and kernels")
     add("--json", action="store_true", help="all figures, as JSON")
+    add("--parity", action="store_true", help="where the two first differ; none of the options above but --json")
     args = parser.parse_args(arguments)
+    others = [args.bins, args.layout, args.rounded_to] != [8, None, "bfloat16"]
+    report: MismatchReport | Parity
     try:
         trainer = read(args.trainer)
         sampler = read(args.sampler)
-        tokens = compare(trainer, sampler, layout=args.layout, rounded_to=args.rounded_to)
-        where = trainer.get("where")
-        report = mismatch_report(tokens, where=where, positions=trainer.get("positions"), bins=args.bins)
+        if args.parity:
+            check("--parity", "it beside --bins, --layout or --rounded-to", not others, "none of them")
+            report = compare_stages(trainer, sampler)
+        else:
+            report = _report(trainer, sampler, args)
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     if args.json:
         print(json.dumps(dataclasses.asdict(report)))
     else:
         print(report)
+    if isinstance(report, Parity) and report.first is not None:
+        sys.exit(1)
+
+
+def _report(trainer: Arrays, sampler: Arrays, args: argparse.Namespace) -> MismatchReport:
+    tokens = compare(trainer, sampler, layout=args.layout, rounded_to=args.rounded_to)
+    where = trainer.get("where")
+    return mismatch_report(tokens, where=where, positions=trainer.get("positions"), bins=args.bins)
 
 
 if __name__ == "__main__":
