@@ -70,27 +70,25 @@ def packed_samples(
         if share_prefixes:
             # imported here because few programs share prefixes
             from jaxppo.batch.prefixes import shared_pieces
-            from jaxppo.batch.shared_rows import with_known
+            from jaxppo.batch.shared_rows import prompts_of, with_known
 
             samples = with_known(samples)
-            pieces = shared_pieces(samples, row_length, sizes.get("num_segments"), mtp_depths, parallel)
+            codes = prompts_of(samples).codes
+            pieces = shared_pieces(samples, codes, row_length, sizes.get("num_segments"), mtp_depths, parallel)
         places = _rooms(pieces, twin)
-    hosts = parallel if parallel and multihost.spans_processes(parallel) else None
+    hosts = hosts_of(parallel)
     if share_prefixes and sizes.get("num_segments") is not None and not hosts:
         _check_num_segments(samples, row_length, sizes, mtp_depths, parallel)
     packed = _packed(places, pieces, samples, row_length, parallel, sizes)
-    first = multihost.numbers_before(hosts, len(samples)) if hosts else 0
-    ids = [first + i if sample.sample_id is None else int(sample.sample_id) for i, sample in enumerate(samples)]
+    ids = sample_ids_of(samples, hosts)
     with multihost.together(parallel):
         check_sample_ids(ids)
         batches = _batches(samples, twin, pieces, packed, ids, share_prefixes)
     if hosts:
-        check_groups_of_hosts(prompts)
-        check_sample_ids_of_hosts(ids, hosts)
-        _check_arrays_of_hosts(batches, mtp_depths)
+        check_hosts(hosts, prompts, ids, batches, mtp_depths)
     options = repr((row_length, sorted(sizes.items()), share_prefixes, mtp_depths, parallel))
     shape = (packed.micro_batches or 1, packed.rows, packed.num_segments)
-    _warn_of_many_shapes(options, shape, len(sizes.get("buckets") or ()))
+    warn_of_many_shapes("RolloutBatch.from_samples", options, shape, len(sizes.get("buckets") or ()))
     return [{**arrays, "micro_batches": packed.micro_batches} for arrays in batches]
 
 
@@ -131,8 +129,31 @@ def _batches(
     return both
 
 
-def _check_arrays_of_hosts(batches: Sequence[Mapping[str, Any]], mtp_depths: int) -> None:
-    """Raises where hosts have other arrays, or depths; all must call this."""
+def hosts_of(parallel: ParallelMesh | None) -> ParallelMesh | None:
+    """The mesh, if devices of several processes are in it."""
+    if parallel is not None and multihost.spans_processes(parallel):
+        return parallel
+    return None
+
+
+def sample_ids_of(samples: Sequence[Sample], hosts: ParallelMesh | None) -> list[int]:
+    """The id of each sample; by default its number among the samples of all hosts, which must call this together."""
+    first = 0
+    if hosts is not None:
+        first = multihost.numbers_before(hosts, len(samples))
+    return [first + i if sample.sample_id is None else int(sample.sample_id) for i, sample in enumerate(samples)]
+
+
+def check_hosts(
+    hosts: ParallelMesh,
+    prompts: Prompts,
+    ids: Sequence[int],
+    batches: Sequence[Mapping[str, Any]],
+    mtp_depths: int,
+) -> None:
+    """Raises where hosts have one group for two prompts, one id for two samples, or other arrays; all must call it."""
+    check_groups_of_hosts(prompts)
+    check_sample_ids_of_hosts(ids, hosts)
     names = []
     for prefix, arrays in zip(("", "twin."), batches, strict=False):
         names += [prefix + name for name, array in arrays.items() if array is not None]
@@ -165,9 +186,12 @@ def _check_num_segments(
 ) -> None:
     """Raises where trees do not fit the rows, but would with more segments in a row: a shared prefix takes one too."""
     from jaxppo.batch.prefixes import shared_pieces
+    from jaxppo.batch.shared_rows import prompts_of
+
+    codes = prompts_of(samples).codes
 
     def fits(segments: int) -> bool:
-        pieces = shared_pieces(samples, row_length, segments, mtp_depths, parallel)
+        pieces = shared_pieces(samples, codes, row_length, segments, mtp_depths, parallel)
         places = [range(piece.start, piece.stop) for piece in pieces]
         try:
             _packed(places, pieces, samples, row_length, parallel, {**sizes, "num_segments": segments})
@@ -216,27 +240,35 @@ def _at_ends(packed: Packed, samples: Sequence[Sample]) -> Packed:
     return dataclasses.replace(packed, lengths=lengths, start=packed.start + packed.lengths - lengths)
 
 
-_shapes: dict[str, set[tuple[int, int, int]]] = {}  # (K, R, S) of the batches so far, for each set of options
+_shapes: dict[str, set[tuple[int, ...]]] = {}  # (K, R, S) of the batches so far, for each set of options
 _warned = False
 
 
-def _warn_of_many_shapes(options: str, shape: tuple[int, int, int], buckets: int) -> None:
-    """Warns once a process, when equal options have led to a third shape: each compiles a jitted step again."""
+def warn_of_many_shapes(name: str, options: str, shape: tuple[int, ...], buckets: int) -> None:
+    """Warns once a process, when equal options have led to a third shape: each compiles a jitted step again.
+
+    `name` is the function's that the user called, and `shape` is (K, R, S), or (K, R, S, U) of `TokenTrees`.
+    """
     global _warned
-    shapes = _shapes.setdefault(options, set())
+    shapes = _shapes.setdefault(f"{name}: {options}", set())
     shapes.add(shape)
     if _warned or len(shapes) <= max(2, buckets):
         return
     _warned = True
-    options_of = {"K": "micro_batches=", "R": "rows= (or a short list of buckets=)", "S": "num_segments="}
+    options_of = {
+        "K": "micro_batches=",
+        "R": "rows= (or a short list of buckets=)",
+        "S": "num_segments=",
+        "U": "batch_row_length=",
+    }
     differ = []
     fixes = []
-    for (name, option), sizes in zip(options_of.items(), zip(*shapes, strict=True), strict=True):
+    for (size, option), sizes in zip(options_of.items(), zip(*shapes, strict=True), strict=False):
         if len(set(sizes)) > 1:
-            differ.append(f"{name} = {', '.join(map(str, sorted(set(sizes))))}")
+            differ.append(f"{size} = {', '.join(map(str, sorted(set(sizes))))}")
             fixes.append(option)
     warnings.warn(
-        f"RolloutBatch.from_samples: got batches of {len(shapes)} shapes from the same options ({'; '.join(differ)}), "
+        f"{name}: got batches of {len(shapes)} shapes from the same options ({'; '.join(differ)}), "
         f"expected few, since a jitted step compiles again for each; give {' and '.join(fixes)}",
         stacklevel=4,
     )

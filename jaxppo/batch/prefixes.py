@@ -1,4 +1,4 @@
-"""Finds the prefixes that prompts share, on the host, and splits samples so that each prefix is stored once."""
+"""Finds the prefixes that samples share, on the host, and splits samples so that each prefix is stored once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jaxppo.base.arrays import check
 from jaxppo.batch.rows import layout_of
 from jaxppo.batch.samples import Piece, Sample
-from jaxppo.batch.shared_rows import in_common, in_order, prompts_of
+from jaxppo.batch.shared_rows import Codes, in_common, in_order
 from jaxppo.sharding import ParallelMesh, check_row_length, segment_multiple
 
 
@@ -40,14 +40,19 @@ class _Limits(NamedTuple):
 
 
 def shared_pieces(
-    samples: Sequence[Sample], row_length: int, num_segments: int | None, mtp_depths: int, parallel: ParallelMesh | None
+    samples: Sequence[Sample],
+    codes: Sequence[Codes],
+    row_length: int,
+    num_segments: int | None,
+    mtp_depths: int,
+    parallel: ParallelMesh | None,
 ) -> list[Piece]:
     """Splits samples into shared prefixes and branches: the segments to pack, one tree after another.
 
-    A prefix is shared as far as the prompts of two samples agree, in tokens and in extras at the input, except for its
-    last 1 + mtp_depths tokens. Each branch begins with a copy of those, so that every prediction from there, at any
-    depth, has a position of its own. Responses are never shared, since their values belong to one sample. The pieces of
-    a tree are neighbours, each after its parent.
+    A prefix is shared as far as the codes of two samples agree, see `shared_rows`, except for its last 1 + mtp_depths
+    tokens. Each branch begins with a copy of those, so that every prediction from there, at any depth, has a position
+    of its own. The codes are those of prompts where the rows hold the values of samples, which belong to one sample
+    each. The pieces of a tree are neighbours, each after its parent.
     """
     layout, shards = layout_of(parallel)
     check_row_length(row_length, layout, shards)
@@ -57,7 +62,7 @@ def shared_pieces(
         places = limits.places(count)
         got = f"{count} tokens ({places} with the layout's padding) in sample {i}"
         check("samples", got, places <= row_length, f"at most row_length={row_length}")
-    root = _trie(samples, 1 + mtp_depths)
+    root = _trie(samples, codes, 1 + mtp_depths)
     _leave_out(root, limits)
     above = _above(root, limits)
     for node, parent in _walk(root):
@@ -70,15 +75,14 @@ def shared_pieces(
     return _laid_out(_split(root, limits))
 
 
-def _trie(samples: Sequence[Sample], overlap: int) -> _Node:
-    """The tree of common prefixes, of tokens with equal extras at the input."""
-    prompts = prompts_of(samples).codes
-    order = in_order(prompts)
+def _trie(samples: Sequence[Sample], codes: Sequence[Codes], overlap: int) -> _Node:
+    """The tree of common prefixes, of tokens with equal codes."""
+    order = in_order(codes)
     root = _Node(0, order[0])
     path = [root]
-    before = prompts[order[0]][:0]
+    before = codes[order[0]][:0]
     for i in order:
-        depth = max(in_common(before, prompts[i]) - overlap, 0)
+        depth = max(in_common(before, codes[i]) - overlap, 0)
         while path[-1].stop > depth:
             path.pop()
         if path[-1].stop < depth:
@@ -87,7 +91,7 @@ def _trie(samples: Sequence[Sample], overlap: int) -> _Node:
             path[-1].children.append(prefix)
             path.append(prefix)
         path[-1].children.append(_Node(len(samples[i].tokens), i, is_leaf=True))
-        before = prompts[i]
+        before = codes[i]
     return root
 
 

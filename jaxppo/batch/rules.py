@@ -275,7 +275,8 @@ STRUCTURE = (
     ),
     Rule(
         "loss_without_sample",
-        "0 in a shared prefix, which is a segment without a sample: each sample has a loss of its own",
+        "0 in a shared prefix, which is a segment without a sample: each sample has a loss of its own. Losses read "
+        "`batch` of `TokenTrees`, and not its rows",
         _without_sample,
         _MASK,
     ),

@@ -1,4 +1,4 @@
-"""What the prompts of samples have in common: their tokens, and the extras that a model reads with them.
+"""What the prompts of samples, or whole samples, have in common: tokens, and the extras that are read with them.
 
 Each prompt becomes a matrix of codes, a row for each token: its id, and for each extra at the input the number of its
 value, equal for equal bytes. A prompt's prefix is another's where their codes are equal.
@@ -22,33 +22,38 @@ UNKNOWN = -1  # the code of a token of which an extra says nothing
 
 
 class Prompts(NamedTuple):
-    """The codes of each prompt; the extras of the columns after the first, and the value of each of their codes."""
+    """The codes of each prompt, or of each whole sample.
+
+    Each column after the first has the name of an extra, and the value of each of its codes.
+    """
 
     codes: list[Codes]
     extras: list[str]
     values: list[list[np.ndarray]]
 
 
-def prompts_of(samples: Sequence[Sample]) -> Prompts:
-    """The codes of all prompts."""
-    prompts = Prompts([np.asarray(sample.tokens, np.int32)[: sample.start, None] for sample in samples], [], [])
+def prompts_of(samples: Sequence[Sample], responses: bool = False) -> Prompts:
+    """The codes of all prompts; with `responses` those of whole samples."""
+    stops = [len(sample.tokens) if responses else sample.start for sample in samples]
+    tokens = [np.asarray(sample.tokens, np.int32) for sample in samples]
+    prompts = Prompts([own[:stop, None] for own, stop in zip(tokens, stops, strict=True)], [], [])
     for name, extras in extras_of(samples).items():
         if extras[0].at != "input":
             continue
-        numbers, values = _numbered(name, samples, extras)
+        numbers, values = _numbered(name, extras, stops)
         codes = [np.append(own, more, axis=1) for own, more in zip(prompts.codes, numbers, strict=True)]
         prompts = Prompts(codes, [*prompts.extras, name], [*prompts.values, values])
     return prompts
 
 
-def _numbered(name: str, samples: Sequence[Sample], extras: Sequence[Extra]) -> tuple[list[Codes], list[np.ndarray]]:
-    """A code for each token of each prompt, and the value of each code."""
+def _numbered(name: str, extras: Sequence[Extra], stops: Sequence[int]) -> tuple[list[Codes], list[np.ndarray]]:
+    """A code for each token up to these, and the value of each code."""
     dtype = common_dtype(f"extras[{name!r}]", [extra.values for extra in extras])
     numbers: dict[bytes, int] = {}
     values: list[np.ndarray] = []
     codes = []
-    for sample, extra in zip(samples, extras, strict=True):
-        rows = np.ascontiguousarray(extra.values[: sample.start], dtype)
+    for extra, stop in zip(extras, stops, strict=True):
+        rows = np.ascontiguousarray(extra.values[:stop], dtype)
         unknown = without_value(rows, extra.fill)
         own = np.full((len(rows), 1), UNKNOWN, np.int32)
         for i in np.flatnonzero(~unknown).tolist():
@@ -57,6 +62,25 @@ def _numbered(name: str, samples: Sequence[Sample], extras: Sequence[Extra]) -> 
                 values.append(rows[i])
         codes.append(own)
     return codes, values
+
+
+def with_targets(codes: Sequence[Codes], samples: Sequence[Sample], names: Sequence[str]) -> list[Codes]:
+    """The codes of whole samples, and one more of each token for each of these extras, which predictors have.
+
+    A code is unknown where the sample does not train on the token: what it says there is not read.
+    """
+    longer = list(codes)
+    extras = extras_of(samples)
+    for name in names:
+        dtype = common_dtype(f"extras[{name!r}]", [extra.values for extra in extras[name]])
+        numbers: dict[bytes, int] = {}
+        for i, (sample, extra) in enumerate(zip(samples, extras[name], strict=True)):
+            rows = np.ascontiguousarray(extra.values, dtype)
+            own = np.full((len(sample.tokens), 1), UNKNOWN, np.int32)
+            for t in np.flatnonzero(sample.mask > 0).tolist():
+                own[t] = numbers.setdefault(rows[t - sample.start].tobytes(), len(numbers))
+            longer[i] = np.append(longer[i], own, axis=1)
+    return longer
 
 
 def in_order(codes: Sequence[Codes]) -> list[int]:
@@ -75,22 +99,30 @@ def in_common(one: Codes, other: Codes, *, or_unknown: bool = False) -> int:
     return int(np.argmin(np.append(same.all(axis=1), False)))
 
 
-def with_known(samples: Sequence[Sample]) -> Sequence[Sample]:
+def with_known(samples: Sequence[Sample], responses: bool = False) -> Sequence[Sample]:
     """The samples, where a value that is unknown in one prompt is that of another which agrees so far.
 
-    An engine's prefix cache leaves such gaps: it has no row of experts for tokens that it did not compute again.
+    An engine's prefix cache leaves such gaps: it has no row of experts for tokens that it did not compute again. With
+    `responses` whole samples are filled.
     """
-    prompts = prompts_of(samples)
+    prompts = prompts_of(samples, responses)
     if not any((codes == UNKNOWN).any() for codes in prompts.codes):
         return samples
-    codes = [x.copy() for x in prompts.codes]
-    order = in_order(codes)
+    codes = known_codes(prompts.codes)
+    return [_filled(*each, prompts) for each in zip(samples, prompts.codes, codes, strict=True)]
+
+
+def known_codes(codes: Sequence[Codes], first: int = 0) -> list[Codes]:
+    """The codes, where one that is unknown is that of another prompt which agrees so far; in columns from `first`."""
+    known = [x.copy() for x in codes]
+    order = in_order(known)
     for ordered in (order, order[::-1]):
         for before, i in itertools.pairwise(ordered):
-            upto = in_common(codes[before], codes[i], or_unknown=True)
-            gap = codes[i][:upto] == UNKNOWN
-            codes[i][:upto][gap] = codes[before][:upto][gap]
-    return [_filled(*each, prompts) for each in zip(samples, prompts.codes, codes, strict=True)]
+            upto = in_common(known[before], known[i], or_unknown=True)
+            own = known[i][:upto, first:]
+            gap = own == UNKNOWN
+            own[gap] = known[before][:upto, first:][gap]
+    return known
 
 
 def _filled(sample: Sample, before: Codes, after: Codes, prompts: Prompts) -> Sample:

@@ -202,6 +202,17 @@ def test_trees_count_tokens_and_operations():
     assert cells[-1] == "50%"
 
 
+def test_trees_count_shared_responses():
+    """By hand, of a search whole, with shared prompts, and as trees: 4 * (3 + 2 * 2), 2 + 4 * 5, 2 + 2 * 2 + 4 * 3.
+
+    It draws 2 * 2 + 4 * 2 tokens. Turns have 5, 8 and 11 tokens; as trees the last of them, and 1 more for each other.
+    """
+    search = trees.responses_row(trees.Search(3, 2, 2, 2), 32).strip("| ").split(" | ")
+    assert search[1:] == ["4", "28", "22", "18", "36%", "16", "12"]
+    turns_of_agent = trees.responses_row(trees.Turns(3, 2, 1, 3), 32).strip("| ").split(" | ")
+    assert turns_of_agent[1:] == ["3", "24", "17", "13", "46%", "6", "6"]
+
+
 @pytest.mark.nightly
 def test_heads_on_described_gpus_are_no_slower_than_documented(tmp_path):
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs takes the extra gpu-aot")

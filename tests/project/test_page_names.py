@@ -18,7 +18,11 @@ DOTTED = re.compile(r"`\.?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?=\W)[^`\n]*`")
 FILES = (".py", ".md", ".json", ".jsonl", ".html", ".yaml")
 PEERS = {"tunix.experimental"}  # a package of Tunix, not `jaxppo.integrations.tunix`
 # variables of the pages that are called like a module
-VARIABLES = {"batch": "jaxppo.RolloutBatch", "segments": "jaxppo.sharding.Segments"}
+VARIABLES = {
+    "batch": "jaxppo.RolloutBatch",
+    "segments": "jaxppo.sharding.Segments",
+    "trees": "jaxppo.batch.token_trees.TokenTrees",
+}
 
 
 def first_words():

@@ -109,6 +109,7 @@ OF_NAME = {
     **_rows(
         "count", "bins by columns seed depths first_id group_id rollout_id sample_id response_start top_k vocab_size"
     ),
+    **_rows("count", "batch_row_length"),
     **_rows("count", "width memory row_length rows max_tokens num_segments mtp_depths choice version proximal_version"),
     **_rows("count", "update"),
     **_rows("ids", "cu_seqlens cu_seqlens_padded draft_ids d2t counts"),
@@ -132,7 +133,7 @@ OF_NAME = {
     **_rows("number", "fill"),
     **_rows("choice", "at"),
     **_rows("object", "hidden_fn explained"),
-    **_rows("object", "extras positive negative losses numbers"),
+    **_rows("object", "extras positive negative losses numbers head_extras"),
     **_rows("object", "stats teacher_hidden_spec weights adapter_ids nucleus buckets total count"),
 }
 HELD = ("Head", "LoRA")  # their arrays may be traced or specs; functions check them, as the rows of `head` show
@@ -178,6 +179,8 @@ OF_FUNCTION = {  # where a name has another kind than elsewhere, or a value that
     ("tinker", "loss_fn_config"): "held",
     **{(of, "samples"): "object" for of in ("drop_equal_groups", "mismatched_samples", "pack_nucleus_ids")},
     **{(of, "samples"): "object" for of in ("micro_batches_of_pairs", "RolloutBatch.from_samples")},
+    ("TokenTrees.from_samples", "samples"): "object",
+    ("TokenTrees.from_samples", "micro_batches"): "count",
     ("RolloutBatch.from_samples", "twin"): "object",
     ("optimal_token_baseline", "weights"): "floats",
     ("log_probs_from_hidden", "entropy"): "choice",

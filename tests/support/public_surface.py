@@ -120,6 +120,10 @@ CALLS: dict[str, dict[str, Any]] = {
         "samples": SAMPLES, "row_length": T, "parallel": None, "rows": R, "buckets": None, "micro_batches": None,
         "max_tokens": None, "num_segments": S, "share_prefixes": False, "mtp_depths": 0, "twin": SAMPLES,
     },
+    "TokenTrees.from_samples": {
+        "samples": SAMPLES, "row_length": T, "batch_row_length": 2 * T, "parallel": None, "head_extras": [],
+        "rows": R, "buckets": None, "micro_batches": None, "max_tokens": None, "num_segments": 8,
+    },
     "RolloutBatch.from_padded": {
         **SOFT, "prompt_ids": np.ones((2, 3), int), "completion_ids": np.ones((2, 4), int),
         "completion_mask": np.ones((2, 4)), "prompt_mask": np.ones((2, 3)), "attention_mask": np.ones((2, 7)),
@@ -324,7 +328,7 @@ CALLS: dict[str, dict[str, Any]] = {
 CONTAINERS = {  # of arrays, which the functions that read them check; and what a model reads, not a loss
     "TokenStats", "RolloutBatch", "Normalizer", "StepTerm", "Composite", "MismatchReport", "TokenMismatch", "Paths",
     "Paths.of", "check_recurrent", "Asks", "TokenSets", "TokenSets.empty", "TokenSets.flat", "TokenSets.join",
-    "TokenSets.of", "ExplainedTokens", "Advice",
+    "TokenSets.of", "ExplainedTokens", "Advice", "TokenTrees",
 }  # fmt: skip
 
 
