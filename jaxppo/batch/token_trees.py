@@ -1,9 +1,9 @@
 """Samples that share tokens, responses too: a model computes a shared token once, and losses read it for each sample.
 
 Two samples may give one token other advantages, and a loss may clip one of them and not the other. A loss of summed
-advantages is therefore not the sum of losses. So the samples are kept whole beside the trees, and what is shared is the
-statistics of a token: a loss reads one number at as many places as there are samples, and gradients of all of them meet
-at the one position of the model.
+advantages is therefore not the sum of losses. So each response is kept apart beside the trees, and what is shared are
+the statistics of a token: a loss reads one number at as many places as there are samples, and gradients of all of them
+meet at the one position of the model.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ Statistics = TypeVar("Statistics")
 @register()
 @dataclasses.dataclass(frozen=True)
 class TokenTrees:
-    """Samples in rows that hold each shared token once, and beside them the same samples whole; a pytree.
+    """Samples in rows that hold each shared token once, and beside them the response of each sample; a pytree.
 
-    With p(s, t) the place in `rows` of the token t of sample s, a loss is
+    With p(s, t) the place in `rows` that predicts the token t of sample s, a loss is
 
         loss = sum over samples s and tokens t of w_st loss_st(log_prob[p(s, t)])
 
-    and its gradient at a place is the sum over all samples that read it: exactly the loss and the gradient of samples
-    that are packed whole, for every loss of tokens or of sequences, every aggregation, correction and metric.
+    and its gradient at a place is the sum over all samples that read it: the loss and the gradient of samples that are
+    packed whole, for every loss of tokens or of sequences, every aggregation, correction and metric.
 
     Args:
       rows: `[R, T]`, what the model and the head read. Its attention must follow `rows.paths`. The loss mask is 1 where
         a token of any sample trains. No loss reads these rows: a loss of shared tokens is NaN.
-      batch: `[R, U]`, what losses, advantages and normalizers read: every sample, whole. Row r has the samples of row r
-        of `rows`. U is not T.
+      batch: `[R, U]`, what losses, advantages and normalizers read: of every sample its response, behind the last token
+        of its prompt. Row r has the samples of row r of `rows`. U is not T.
       places: `i32[R, U]`, for each position of `batch` its place in the same row of `rows`; anything on padding.
 
     Example:
@@ -56,8 +56,8 @@ class TokenTrees:
       >>> trees = TokenTrees.from_samples(samples, row_length=8)
       >>> trees.rows.tokens.tolist(), trees.rows.loss_mask.astype(int).tolist()
       ([[1, 2, 3, 4, 5, 4, 6, 0]], [[0, 1, 1, 1, 0, 1, 0, 0]])
-      >>> trees.batch.tokens[0, :10].tolist(), trees.places[0, :10].tolist()
-      ([1, 2, 3, 4, 5, 1, 2, 3, 4, 6], [0, 1, 2, 3, 4, 0, 1, 2, 5, 6])
+      >>> trees.batch.tokens[0, :8].tolist(), trees.places[0, :8].tolist()
+      ([2, 3, 4, 5, 2, 3, 4, 6], [1, 2, 3, 4, 1, 2, 5, 6])
       >>> def loss(log_probs):
       ...     return policy_loss(trees.to_batch(TokenStats(log_probs)), trees.batch, PolicyLossConfig())[0]
       >>> log_probs = jnp.array([[0.0, -0.5, -1.0, -1.0, 0.0, -1.0, 0.0, 0.0]])
@@ -87,10 +87,11 @@ class TokenTrees:
         tokens that the head computes.
 
         Args:
-          samples: at least one; see `RolloutBatch.from_samples`. The optional values belong to each sample.
+          samples: at least one; see `RolloutBatch.from_samples`. The optional values belong to each sample. Extras at
+            the "input" are in `rows`, the others in `batch`.
           row_length: T; a multiple of what the context layout needs. A tree that is longer is cut.
-          batch_row_length: U; by default the least multiple of row_length, above it, that holds the samples of any row.
-            Give one so that all steps share a compiled program.
+          batch_row_length: U, which must hold the responses of any row; by default row_length, halved or doubled until
+            it does. Give one so that all steps share a compiled program.
           parallel: the mesh, for its layout and data size.
           head_extras: the names of extras at "predicting" that the head reads by token, such as a teacher's ids, a
             nucleus or a temperature. `rows.extras` then holds them too, and a token that two samples train on is shared
@@ -102,8 +103,8 @@ class TokenTrees:
           The trees, of numpy arrays; `[K, R, T]` and `[K, R, U]` with micro_batches or max_tokens.
 
         Raises:
-          TypeError, ValueError: as `RolloutBatch.from_samples`; a batch_row_length that does not hold the samples of a
-            row, or is row_length; head_extras that the samples lack.
+          TypeError, ValueError: as `RolloutBatch.from_samples`; a batch_row_length that does not hold the responses of
+            a row, or is row_length; head_extras that the samples lack.
 
         Example:
           >>> from jaxppo.batch.token_trees import TokenTrees

@@ -1,4 +1,4 @@
-"""Packs samples as trees of tokens on the host: rows that store each shared token once, and the samples whole."""
+"""Packs samples as trees of tokens on the host: rows that store each shared token once, and each sample's response."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ from jaxppo.sharding import (
     logical_positions,
     multihost,
     pack,
+    row_multiple,
     segment_multiple,
 )
 
 
 class PackedTrees(NamedTuple):
-    """The arrays by name, and K, of the rows of trees and of the batch beside them; where the batch's tokens are."""
+    """The arrays by name, and K, of the rows of trees and of the batch of responses; where these are in the rows."""
 
     rows: dict[str, Any]
     batch: dict[str, Any]
@@ -74,19 +75,20 @@ def packed_trees(
         **sizes,
     )
     ids = sample_ids_of(samples, hosts)
-    rooms = _Rooms.of(samples, targets.paths, packed, parallel)
+    responses = [_behind_prompt(sample) for sample in samples]
+    rooms = _Rooms.of(responses, targets.paths, packed, parallel)
     length = _batch_row_length(int(rooms.ends.max()), batch_row_length, row_length, parallel)
-    whole = rooms.packed(packed, length, parallel)
+    beside = rooms.packed(packed, length, parallel)
     with multihost.together(parallel):
         check_sample_ids(ids)
         rows = batch_arrays([_read_by_models(sample) for sample in samples], pieces, packed, ids, True)
         rows["loss_mask"] = packed.place(masks, 0, np.float32)
         for name in head_extras:
             rows[PREFIX + name] = _placed_head_extra(name, samples, targets, packed)
-        batch = batch_arrays(samples, whole_pieces(samples), whole, ids, False)
+        batch = batch_arrays(responses, whole_pieces(responses), beside, ids, False)
     if hosts:
         check_hosts(hosts, prompts, ids, [rows, batch], 0)
-    places = whole.place(_places(targets, packed), 0, np.int32)
+    places = beside.place(_places(samples, targets, packed), 0, np.int32)
     options = repr((row_length, batch_row_length, sorted(sizes.items()), parallel))
     shape = (packed.micro_batches or 1, packed.rows, packed.num_segments, length)
     warn_of_many_shapes("TokenTrees.from_samples", options, shape, len(sizes.get("buckets") or ()))
@@ -124,6 +126,8 @@ def _check_options(
 def _codes(samples: Sequence[Sample], head_extras: Sequence[str]) -> list[Codes]:
     """What models and heads read with each token of whole samples."""
     of_models = prompts_of(samples, responses=True).codes
+    if not head_extras:
+        return of_models
     codes = with_targets(of_models, samples, head_extras)
     return known_codes(codes, first=of_models[0].shape[1])
 
@@ -170,6 +174,20 @@ def _read_by_models(sample: Sample) -> Sample:
     return dataclasses.replace(sample, extras=extras, **nothing)
 
 
+def _behind_prompt(sample: Sample) -> Sample:
+    """The response behind the last token of its prompt, which predicts it: all that losses read."""
+    first = max(sample.start - 1, 0)
+    extras = {name: extra for name, extra in (sample.extras or {}).items() if extra.at == "predicting"}
+    tokens = np.asarray(sample.tokens)[first:]
+    return dataclasses.replace(
+        sample,
+        tokens=tokens,
+        response_start=sample.start - first,
+        loss_mask=sample.mask[first:],
+        extras=extras,
+    )
+
+
 def _placed_head_extra(
     name: str, samples: Sequence[Sample], targets: _Targets, packed: Packed
 ) -> Shaped[np.ndarray, "*K R T ..."]:
@@ -187,28 +205,28 @@ def _placed_head_extra(
 
 
 class _Rooms(NamedTuple):
-    """Where the samples of each row stand in the batch's row beside it: one behind the other, as in the tree."""
+    """Where the responses of each row stand in the batch's row beside it: one behind the other, as in the tree."""
 
     lengths: Int[np.ndarray, " N"]
     row: Int[np.ndarray, " N"]
     slot: Int[np.ndarray, " N"]
     start: Int[np.ndarray, " N"]
-    ends: Int[np.ndarray, " KR"]  # the positions that the samples of each row take
+    ends: Int[np.ndarray, " KR"]  # the positions that the responses of each row take
 
     @classmethod
     def of(
         cls,
-        samples: Sequence[Sample],
+        responses: Sequence[Sample],
         paths: Sequence[Sequence[int]],
         packed: Packed,
         parallel: ParallelMesh | None,
     ) -> _Rooms:
         multiple = segment_multiple(*layout_of(parallel))
-        lengths = np.array([len(sample.tokens) for sample in samples], np.int32)
+        lengths = np.array([len(response.tokens) for response in responses], np.int32)
         own = np.array([path[-1] for path in paths])  # the piece of each sample that no other one has
         row = packed.row[own]
-        slot = np.zeros(len(samples), np.int32)
-        start = np.zeros(len(samples), np.int32)
+        slot = np.zeros(len(responses), np.int32)
+        start = np.zeros(len(responses), np.int32)
         counts = np.zeros(packed.order.shape[0], np.int32)
         ends = np.zeros(packed.order.shape[0], np.int32)
         for i in np.lexsort((packed.start[own], row)).tolist():
@@ -219,7 +237,7 @@ class _Rooms(NamedTuple):
         return cls(lengths, row, slot, start, ends)
 
     def packed(self, trees: Packed, length: int, parallel: ParallelMesh | None) -> Packed:
-        """The places of the samples in rows of this length."""
+        """The places of the responses in rows of this length."""
         rows = trees.order.shape[0]
         sizes = np.zeros((rows, trees.num_segments), np.int64)
         sizes[self.row, self.slot] = self.lengths
@@ -231,26 +249,31 @@ class _Rooms(NamedTuple):
 
 
 def _batch_row_length(least: int, given: int | None, row_length: int, parallel: ParallelMesh | None) -> int:
-    """U: by default the least multiple of the row length that is long enough, and not the row length itself."""
-    times = max(2, -(-least // row_length))
+    """U: by default the row length, halved or doubled until it is just long enough, and not the row length itself."""
     if hosts_of(parallel):
         multihost.check_equal("batch_row_length", given)
-        (times,) = multihost.agree((times,))
-    if given is None:
-        return times * row_length
-    with multihost.together(parallel):
-        check("batch_row_length", given, least <= given, f"at least {least}, the tokens of all samples of one row")
-    return given
+        (least,) = multihost.agree((least,))
+    if given is not None:
+        check("batch_row_length", given, least <= given, f"at least {least}, the tokens of all responses of one row")
+        return given
+    twice = 2 * row_multiple(*layout_of(parallel))
+    length = row_length
+    while length % twice == 0 and length // 2 >= least:
+        length //= 2
+    while length < least or length == row_length:
+        length *= 2
+    return length
 
 
-def _places(targets: _Targets, packed: Packed) -> list[Int[np.ndarray, " n"]]:
-    """For each token of each sample its place in the row of its tree."""
-    place_of = np.argsort(packed.order, axis=1).astype(np.int32)
+def _places(samples: Sequence[Sample], targets: _Targets, packed: Packed) -> list[Int[np.ndarray, " n"]]:
+    """For each token of each response, and the one before it, its place in the row of its tree."""
+    place_of = np.argsort(packed.order, axis=1, kind="stable").astype(np.int32)
     places = []
-    for path in targets.paths:
+    for sample, path in zip(samples, targets.paths, strict=True):
         positions = []
         for number in path:
             piece = targets.pieces[number]
             positions.append(packed.start[number] + np.arange(piece.stop - piece.start))
-        places.append(place_of[packed.row[path[0]], np.concatenate(positions)])
+        own = place_of[packed.row[path[0]], np.concatenate(positions)]
+        places.append(own[max(sample.start - 1, 0) :])
     return places

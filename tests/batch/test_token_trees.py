@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forked import prefixes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,12 +27,24 @@ def flat(x):
     return np.asarray(x).reshape(-1, np.shape(x)[-1])
 
 
-def read(trees, name):
-    """An array of the rows as the batch reads it, `[KR, U, ...]`."""
-    x = np.asarray(trees.rows.extras[name] if name in trees.rows.extras else getattr(trees.rows, name))
-    x = x.reshape(-1, *x.shape[trees.places.ndim - 1 :])
-    places = flat(trees.places)
-    return np.take_along_axis(x, places.reshape(*places.shape, *(1,) * (x.ndim - 2)), axis=1)
+def paths_of(rows):
+    """{sample: (row, the places of its tokens, in their order)}, from segments, positions and parents alone."""
+    segments, positions, ids, parents = (
+        flat(x) for x in (rows.segment_ids, rows.positions, rows.sample_ids, rows.parents)
+    )
+    found = {}
+    for row, slot in np.argwhere(ids >= 0).tolist():
+        chain = [slot + 1]
+        while parents[row, chain[0] - 1]:
+            chain.insert(0, parents[row, chain[0] - 1])
+        places = np.concatenate([np.flatnonzero(segments[row] == number) for number in chain])
+        found[int(ids[row, slot])] = row, places[np.argsort(positions[row, places])]
+    return found
+
+
+def rows_of(x, leading):
+    """An array of a batch, `[KR, T, ...]`."""
+    return np.asarray(x).reshape(-1, *np.shape(x)[leading - 1 :])
 
 
 def test_by_hand():
@@ -49,10 +60,10 @@ def test_by_hand():
         "sample_ids": [[-1, 7, 8, -1]],
     }
     batch = {
-        "tokens": [[1, 2, 3, 4, 5, 1, 2, 3, 4, 6, *[0] * 6]],
-        "segment_ids": [[*[1] * 5, *[2] * 5, *[0] * 6]],
-        "loss_mask": [[0, 1, 1, 1, 0, 0, 1, 1, 1, 0, *[0] * 6]],
-        "advantages": [[0, 0.5, 1, 0, 0, 0, 0.5, 1, 1, 0, *[0] * 6]],
+        "tokens": [[2, 3, 4, 5, 2, 3, 4, 6, *[0] * 8]],
+        "segment_ids": [[*[1] * 4, *[2] * 4, *[0] * 8]],
+        "loss_mask": [[1, 1, 1, 0, 1, 1, 1, 0, *[0] * 8]],
+        "advantages": [[0.5, 1, 0, 0, 0.5, 1, 1, 0, *[0] * 8]],
         "sample_ids": [[7, 8, -1, -1]],
         "group_ids": [[3, 3, -1, -1]],
         "rewards": [[0, 1, 0, 0]],
@@ -60,7 +71,7 @@ def test_by_hand():
     for which, expected in ((trees.rows, rows), (trees.batch, batch)):
         for name, x in expected.items():
             np.testing.assert_array_equal(getattr(which, name), x, err_msg=name)
-    assert trees.places.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 5, 6, *[0] * 6]]
+    assert trees.places.tolist() == [[1, 2, 3, 4, 1, 2, 5, 6, *[0] * 8]]
     for name in ("advantages", "rewards", "group_ids"):
         assert getattr(trees.rows, name) is None
     assert trees.batch.parents is None
@@ -112,26 +123,37 @@ def test_every_sample_can_be_read(layout, drawn, micro_batches, length, most, by
     dataclasses.replace(rows, loss_mask=np.zeros_like(rows.loss_mask)).validate(100)
     assert sorted(batch.sample_ids[batch.sample_ids >= 0].tolist()) == [*range(len(samples))]
 
-    there, trained = flat(batch.segment_ids) > 0, flat(batch.loss_mask) > 0
-    numbers = {}
-    of_rows, of_batch = prefixes_of(rows, numbers), flat(prefixes_of(batch, numbers))
+    paths = paths_of(rows)
+    assert sorted(paths) == [*range(len(samples))]
+    leading = rows.tokens.ndim
     places = flat(trees.places)
-    np.testing.assert_array_equal(np.take_along_axis(flat(of_rows), places, axis=1)[there], of_batch[there])
-    np.testing.assert_array_equal(read(trees, "targets")[trained], flat(batch.targets)[trained])
-    np.testing.assert_array_equal(
-        read(trees, "read")[there], batch.extras["read"].reshape(there.shape)[there], err_msg="extras at the input"
-    )
-    if by_head:
-        wanted = batch.extras["ids"].reshape(*there.shape, 2)
-        np.testing.assert_array_equal(read(trees, "ids")[trained], wanted[trained])
-    # the head computes what is read, and nothing else
     expected = np.zeros_like(flat(rows.loss_mask))
-    expected[np.nonzero(trained)[0], places[trained]] = 1
+    for row, slot in np.argwhere(flat(batch.sample_ids) >= 0).tolist():
+        number = int(flat(batch.sample_ids)[row, slot])
+        sample, (its_row, path) = samples[number], paths[number]
+        assert its_row == row
+        np.testing.assert_array_equal(flat(rows.tokens)[row, path], sample.tokens)
+        np.testing.assert_array_equal(flat(rows.positions)[row, path], np.arange(len(path)))
+        np.testing.assert_array_equal(rows_of(rows.extras["read"], leading)[row, path], sample.extras["read"].values)
+        own = np.flatnonzero(flat(batch.segment_ids)[row] == slot + 1)
+        own = own[np.argsort(flat(batch.positions)[row, own])]
+        np.testing.assert_array_equal(places[row, own], path[sample.start - 1 :])
+        np.testing.assert_array_equal(flat(batch.tokens)[row, own], sample.tokens[sample.start - 1 :])
+        np.testing.assert_array_equal(flat(batch.loss_mask)[row, own], [*sample.mask[sample.start :], 0])
+        trained = np.flatnonzero(sample.mask)
+        np.testing.assert_array_equal(flat(rows.targets)[row, path[trained - 1]], np.array(sample.tokens)[trained])
+        values = sample.extras["ids"].values
+        np.testing.assert_array_equal(rows_of(batch.extras["ids"], leading)[row, own[:-1]], values)
+        if by_head:
+            of_head = rows_of(rows.extras["ids"], leading)[row, path[trained - 1]]
+            np.testing.assert_array_equal(of_head, values[trained - sample.start])
+        expected[row, path[trained - 1]] = 1
+    # the head computes what is read, and nothing else
     np.testing.assert_array_equal(flat(rows.loss_mask), expected)
-    whole = (batch.segment_ids > 0).sum()
-    if layout == "contiguous" and whole <= length == 120 and most is None:
+    whole = sum(len(s.tokens) for s in samples)
+    if layout == "contiguous" and whole <= length == 120 and most is None and not by_head:
         prompts = RolloutBatch.from_samples(samples, share_prefixes=True, **options)
-        assert (rows.segment_ids > 0).sum() <= (prompts.segment_ids > 0).sum() <= whole or by_head
+        assert (rows.segment_ids > 0).sum() <= (prompts.segment_ids > 0).sum() <= whole
 
 
 @pytest.mark.parametrize("micro_batches", [None, 2])
@@ -159,8 +181,8 @@ def test_the_gradient_is_the_sum_over_those_that_read():
     trees = TokenTrees.from_samples(FORKED, row_length=8)
     weights = np.arange(16.0, dtype=np.float32)[None]
     gradient = jax.grad(lambda x: (trees.to_batch(x) * weights).sum())(jnp.zeros((1, 8)))
-    padding = sum(range(10, 16))
-    assert gradient.tolist() == [[0 + 5 + padding, 1 + 6, 2 + 7, 3, 4, 8, 9, 0]]
+    padding = sum(range(8, 16))
+    assert gradient.tolist() == [[padding, 0 + 4, 1 + 5, 2, 3, 6, 7, 0]]
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
@@ -185,12 +207,17 @@ def test_in_a_shard_map(layout):
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_one_shape_of_all_steps():
-    """The batch's rows are as long as they must be, in multiples of the rows', or as long as is said."""
+def test_the_length_of_the_batch():
+    """The rows' length, doubled or halved until it holds the responses, and another one; or what is said."""
     assert TokenTrees.from_samples(FORKED, row_length=8).batch.tokens.shape == (1, 16)
     many = [dataclasses.replace(FORKED[0], sample_id=i) for i in range(5)]
-    assert TokenTrees.from_samples(many, row_length=12).batch.tokens.shape == (1, 36)
+    assert TokenTrees.from_samples(many, row_length=12).batch.tokens.shape == (1, 24)
+    short = TokenTrees.from_samples([Sample([*range(32)], 30)], row_length=32)
+    assert short.batch.tokens.tolist() == [[29, 30, 31, 0]]
     assert TokenTrees.from_samples(FORKED, row_length=8, batch_row_length=20).batch.tokens.shape == (1, 20)
+    parallel = make_parallel_mesh("cp=8", context_layout="zigzag")
+    on_mesh = TokenTrees.from_samples([Sample([*range(32)], 30)], row_length=64, parallel=parallel)
+    assert on_mesh.batch.tokens.shape == (1, 16)
 
 
 def with_ids(*ids):
@@ -220,7 +247,7 @@ def test_ids_of_tokens_that_do_not_train_do_not_matter():
 
 REFUSED = {
     "the rows' own length": ({"batch_row_length": 8}, "batch_row_length: got 8, expected another than row_length"),
-    "too short": ({"batch_row_length": 9}, "batch_row_length: got 9, expected at least 10, the tokens of all samples"),
+    "too short": ({"batch_row_length": 7}, "batch_row_length: got 7, expected at least 8, the tokens of all responses"),
     "half": ({"batch_row_length": 9.5}, "batch_row_length: got 9.5, expected"),
     "no extra": ({"head_extras": ["ids"]}, r"head_extras: got 'ids', expected some of the extras .* have, \['own'\]"),
     "at the input": ({"head_extras": ["read"]}, r"head_extras: got 'read', expected some of the extras"),
