@@ -56,7 +56,11 @@ def on_one_device():
     loss, metrics, gradients = jax.jit(lambda *args: processes.step(None, *args))(
         processes.TABLE, processes.KERNEL, batch
     )
-    return {"loss": loss, "metrics": metrics, "gradients": list(gradients)}
+    of_branches = RolloutBatch.from_samples(processes.branches(), row_length=64)
+    own, slopes = jax.jit(lambda *args: processes.step_of_branches(None, *args))(
+        processes.TABLE, processes.KERNEL, of_branches
+    )
+    return {"loss": loss, "metrics": metrics, "gradients": list(gradients), "branches": [own, *slopes]}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,7 @@ def test_processes_end_with_the_numbers_of_one_device(count, mesh, layout):
         assert largest < 1e-5
         assert of_blind.startswith("hidden_fn: got hidden states of a sample that depend on what is packed beside it")
         assert got.pop("rows") % make_parallel_mesh(mesh).data_size == 0
-        got = {**got, "gradients": [np.asarray(g, np.float32) for g in got["gradients"]]}
+        got |= {name: [np.asarray(x, np.float32) for x in got[name]] for name in ("gradients", "branches")}
         got = jax.tree.map(np.float32, got, is_leaf=lambda x: isinstance(x, float))
         assert_trees_close(got, expected, rtol=1e-5, atol=1e-6, context=f"{count} processes on {mesh}")
 

@@ -58,6 +58,35 @@ def step(parallel, table, kernel, batch):
     return value, found, gradients
 
 
+def branches():
+    """`samples` whose first four tokens are equal: their prompt, and a token of the response."""
+    found = []
+    for sample in samples():
+        tokens = sample.tokens.copy()
+        tokens[:4] = [5, 6, 7, 8][: len(tokens)]
+        found.append(dataclasses.replace(sample, tokens=tokens))
+    return found
+
+
+def step_of_branches(parallel, table, kernel, given):
+    """Loss and gradients of a policy that reads one token, on a batch or on trees."""
+    from jaxppo import KL, PolicyLossConfig, log_probs_from_hidden, policy_loss
+    from jaxppo.batch.token_trees import TokenTrees
+
+    trees = isinstance(given, TokenTrees)
+    rows, batch = (given.rows, given.batch) if trees else (given, given)
+
+    def loss(table, kernel):
+        states = table[rows.tokens], kernel, rows.targets
+        stats = log_probs_from_hidden(*states, entropy="bonus", where=rows.loss_mask > 0, parallel=parallel)
+        if trees:
+            stats = given.to_batch(stats, parallel=parallel)
+        config = PolicyLossConfig(kl=KL(0.1), entropy_coef=0.01, aggregation="rollout_mean")
+        return policy_loss(stats, batch, config, parallel=parallel)[0]
+
+    return jax.value_and_grad(loss, (0, 1))(table, kernel)
+
+
 def refusals(rank):
     """By name, the error that each bad batch raises on this process. Process 1 is the one with the bad data."""
     from jaxppo import RolloutBatch
@@ -158,6 +187,7 @@ def main(rank, count, port, mesh, layout, event=None):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8 // count)
     from jaxppo import RolloutBatch
+    from jaxppo.batch.token_trees import TokenTrees
     from sharding import make_parallel_mesh, multihost
 
     multihost.start(f"127.0.0.1:{port}", count, rank)
@@ -170,15 +200,18 @@ def main(rank, count, port, mesh, layout, event=None):
         if rank == 0:
             time.sleep(2)  # the coordinator is in this process, and the other process may still read from it
         os._exit(0)  # without waiting for the devices
-    mine = samples()
+    mine = slice(None)
     if len(multihost.local_data_shards(parallel)) < parallel.data_size:  # each feeds rows of its own, 4 samples and 2
-        mine = mine[:4] if rank == 0 else mine[4:]
-    batch = RolloutBatch.from_samples(mine, row_length=64, parallel=parallel).put(parallel)
+        mine = slice(4) if rank == 0 else slice(4, None)
+    batch = RolloutBatch.from_samples(samples()[mine], row_length=64, parallel=parallel).put(parallel)
+    trees = TokenTrees.from_samples(branches()[mine], row_length=64, parallel=parallel).put(parallel)
     kernel = multihost.to_global(KERNEL, parallel.kernel_spec(), parallel)
     table = multihost.to_global(TABLE, jax.P(), parallel)
     value, found, gradients = jax.jit(lambda *args: step(parallel, *args))(table, kernel, batch)
     whole = jax.jit(lambda x: x, out_shardings=parallel.sharding(jax.P()))  # for every process to read
     gradients = [np.asarray(whole(g).addressable_data(0)).tolist() for g in gradients]
+    of_branches, slopes = jax.jit(lambda *args: step_of_branches(parallel, *args))(table, kernel, trees)
+    slopes = [np.asarray(whole(g).addressable_data(0)).tolist() for g in slopes]
     found = {name: float(x) for name, x in found.items()}
     packing = check_packing(table, parallel)
     print(
@@ -187,6 +220,7 @@ def main(rank, count, port, mesh, layout, event=None):
                 "loss": float(value),
                 "metrics": found,
                 "gradients": gradients,
+                "branches": [float(of_branches), *slopes],
                 "rows": batch.tokens.shape[0],
                 "packing": packing,
             }
