@@ -62,7 +62,7 @@ class Constructors:
           parallel: the mesh, for its layout and data size.
           share_prefixes: store a prefix that prompts have in common once, as a segment that the samples continue. The
             model's attention must then follow `paths`. No loss, metric or gradient changes. Prompts are shared as far
-            as their extras at the input agree too.
+            as their extras at the input agree too. Responses are shared by `jaxppo.batch.token_trees.TokenTrees`.
           mtp_depths: with share_prefixes, the most depths that `mtp_loss` will have.
           twin: for each sample another prompt with the same response, such as a teacher's prompt that holds a hint. In
             the twin's batch each response token is at the same place, on the same device, so that log-probs, hidden
