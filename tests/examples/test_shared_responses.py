@@ -59,13 +59,12 @@ def expected(kind):
     return run(whole, RolloutBatch.from_samples, kind, None, "contiguous")
 
 
-CASES = [*itertools.product(KINDS, factorings(8), LAYOUTS)]
-# by day a layout of each kind over shards of data, context and tensor
-DAY = {
-    ("ppo", "dp=2,cp=2,tp=2", "zigzag"),
-    ("gspo", "dp=1,cp=8,tp=1", "striped"),
-    ("ppo", "dp=2,cp=4,tp=1", "zigzag_per_segment"),
-}
+MESHES = factorings(8)
+CASES = [*itertools.product(["ppo"], MESHES, LAYOUTS)]
+CASES += [("gspo", mesh, [*LAYOUTS][(i + 1) % len(LAYOUTS)]) for i, mesh in enumerate(MESHES)]
+# by day each kind, over shards of data, context and tensor
+DAY = {("ppo", "dp=2,cp=2,tp=2", "zigzag"), ("ppo", "dp=2,cp=4,tp=1", "zigzag_per_segment")}
+DAY |= {case for case in CASES if case[:2] == ("gspo", "dp=1,cp=8,tp=1")}
 BY_DAY = sampled(CASES, lambda i, case: case in DAY)
 
 

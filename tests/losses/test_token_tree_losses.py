@@ -77,19 +77,20 @@ CONFIGS = {
     "sapo": {"loss": {"name": "sapo", "tau_positive": 1.0, "tau_negative": 1.05, "level": "sequence"}},
 }
 CONFIGS = {name: {**BASE, "weighted_denominators": False, **config} for name, config in CONFIGS.items()}
-MESHES = (None, "dp=2,cp=2,tp=2", "dp=4,cp=2", "dp=2,cp=4", "cp=8", "dp=8", "cp=4,tp=2", "dp=1,tp=8")
-NAMES = [*LAYOUTS]
-CASES = [x for x in itertools.product(CONFIGS, MESHES, NAMES) if x[1] is not None or x[2] == "contiguous"]
-
-
-def by_day(i, case):
-    """Each loss once, and so each mesh and layout."""
-    name, mesh, layout = case
-    place = [*CONFIGS].index(name) % len(MESHES)
-    return mesh == MESHES[place] and layout == NAMES[place % len(NAMES)]
-
-
-BY_DAY = sampled(CASES, by_day)
+MESHES = ("dp=2,cp=2,tp=2", "dp=4,cp=2", "dp=2,cp=4", "cp=8", "cp=4,tp=2", "dp=8")
+# at night a loss of tokens and one of sequences on each mesh and layout, and the others on some; by day these
+DAY = (
+    ("ppo", "dp=2,cp=2,tp=2", "zigzag"),
+    ("ppo, corrected by sequence", "dp=4,cp=2", "zigzag_per_segment"),
+    ("gspo", "cp=8", "contiguous"),
+    ("gmpo", "dp=2,cp=4", "striped"),
+    ("ppo, weighted", None, "contiguous"),
+)
+PLACES = [*itertools.product(MESHES, LAYOUTS)]
+CASES = [(name, *place) for name in ("ppo", "gspo") for place in PLACES]
+CASES += [(name, *place) for i, name in enumerate(CONFIGS) for place in PLACES[i % 5 :: 8]]
+CASES = [*dict.fromkeys((*DAY, *CASES))]
+BY_DAY = sampled(CASES, lambda i, case: case in DAY)
 
 
 def trees_of(samples, parallel=None, **options):
