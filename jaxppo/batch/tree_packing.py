@@ -87,7 +87,7 @@ def packed_trees(
             rows[PREFIX + name] = _placed_head_extra(name, samples, targets, packed)
         batch = batch_arrays(responses, whole_pieces(responses), beside, ids, False)
     if hosts:
-        check_hosts(hosts, prompts, ids, [rows, batch], 0)
+        check_hosts(hosts, prompts, ids, [{**rows, **batch}], 0)
     places = beside.place(_places(samples, targets, packed), 0, np.int32)
     options = repr((row_length, batch_row_length, sorted(sizes.items()), parallel))
     shape = (packed.micro_batches or 1, packed.rows, packed.num_segments, length)
