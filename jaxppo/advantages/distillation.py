@@ -23,37 +23,46 @@ def on_policy_distillation(
     loss_mask: Float[Array, "*K R T"],
     *,
     coef: float | jax.Array = 1.0,
+    alpha: float | jax.Array = 1.0,
 ) -> Float[Array, "*K R T"]:
     """Pulls the policy to a teacher on the policy's own samples: A'_t = A_t - coef * (log_prob_t - teacher_log_prob_t).
 
-    The difference of log-probs at a sampled token is an unbiased estimate of KL(policy | teacher).
+    The difference of log-probs at a sampled token is an unbiased estimate of KL(policy | teacher). With an alpha below
+    1 the teacher t is mixed with the policy p, so that a token which the teacher rules out costs at most
+    log(1 - alpha):
+
+        A'_t = A_t + coef * log(alpha t / p + 1 - alpha)
 
     Args:
       advantages: `f32[R, T]`, or `[K, R, T]` of a stacked step, like all four; zeros for distillation alone.
       log_probs, teacher_log_probs: under the policy that sampled, and of the same tokens under the teacher.
       loss_mask: 1 where a token counts.
       coef: the weight of the teacher.
+      alpha: the teacher's share of the mixture, above 0 and at most 1.
 
     Returns:
       `f32`, the shape of the loss mask, 0 where the mask is 0.
 
     Raises:
-      ValueError: shapes that differ.
+      ValueError: shapes that differ, a number out of its range.
 
     Example:
       >>> on_policy_distillation(jnp.array([[1.0]]), jnp.array([[-2.0]]), jnp.array([[-1.5]]), jnp.ones((1, 1)))
       Array([[1.5]], dtype=float32)
 
-    Agarwal et al. 2023, https://arxiv.org/abs/2306.13649; Lu 2025, https://thinkingmachines.ai/blog/on-policy-distillation/
+    Agarwal et al. 2023, https://arxiv.org/abs/2306.13649; alpha: Xie et al. 2026, TOP-D,
+    https://arxiv.org/abs/2607.04751; Lu 2025, https://thinkingmachines.ai/blog/on-policy-distillation/
     """
     arrays = {"advantages": advantages, "log_probs": log_probs, "teacher_log_probs": teacher_log_probs}
     check_alike({**arrays, "loss_mask": loss_mask})
     check("loss_mask", f"shape {loss_mask.shape}", loss_mask.ndim in (2, 3), "[R, T], or [K, R, T] of a stacked step")
     coef = as_number("coef", coef)
+    alpha = as_number("alpha", alpha, above=0, most=1)
     mask = loss_mask.astype(jnp.float32)
     seen = {what: masked(sound(what, x), mask) for what, x in arrays.items()}
-    difference = seen["log_probs"] - seen["teacher_log_probs"]
-    return lax.stop_gradient(seen["advantages"] - coef * difference + unless_mask(loss_mask))
+    log_ratio = seen["teacher_log_probs"] - seen["log_probs"]
+    pull = jnp.logaddexp(log_ratio + jnp.log(alpha), jnp.log1p(-alpha))  # with alpha = 1 the log-ratio, to the bit
+    return lax.stop_gradient(seen["advantages"] + coef * masked(pull, mask) + unless_mask(loss_mask))
 
 
 def importance_weighted_distillation(

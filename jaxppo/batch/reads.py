@@ -46,6 +46,7 @@ PER_TOKEN: dict[str, tuple[ValueRule, str]] = {
     "advantages": (FINITE, ""),
     "returns": (FINITE, "; those of a sample without a reward, None, are NaN"),
     "values": (FINITE, ""),
+    "teacher_target_log_probs": (SAMPLED, ", the teacher's of the targets; those above 0 count as 0"),
     "loss_weights": (WEIGHTS, ""),
     "selected": (FLAGS, ", as covariance_mask gives them"),
     "old_log_probs": (LOG_PROBS, f". {_IMPOSSIBLE}"),

@@ -20,8 +20,9 @@ from jaxppo.head.call import HeadOptions
 from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
 from jaxppo.head.head import Head
 from jaxppo.losses.doors import from_stats
+from jaxppo.losses.recorded_top_k import check_top_k
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
-from jaxppo.losses.top_k_divergence import check_top_k, top_k_divergence
+from jaxppo.losses.top_k_divergence import top_k_divergence
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call
 from jaxppo.step.aggregation import Normalizer
 

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -20,18 +19,16 @@ from jaxppo.base.arrays import (
     check_alike,
     check_array,
     check_choice,
-    check_count,
     check_number,
     is_number,
     is_zero,
     needed,
     sound,
 )
-from jaxppo.base.kl import k3
+from jaxppo.base.kl import k3, kl_divergence
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.extras import check_name, extra_of
-from jaxppo.batch.host import as_array
-from jaxppo.batch.reads import at_most_one, mass_of, was_above_one
+from jaxppo.batch.reads import at_most_one, at_most_zero, was_above_one
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
 from jaxppo.head.token_arguments import as_id_sets
@@ -42,6 +39,7 @@ TopKDivergence = Literal[
     "forward_kl", "reverse_kl", "mixed_kl", "jensen_shannon", "skewed_forward_kl", "skewed_reverse_kl", "adaptive_kl"
 ]
 Tail = Literal["bucket", "renormalise", "leave_out"]
+TailOfLoss = Literal["bucket", "renormalise", "leave_out", "sampled"]  # the last is read from a token that was drawn
 PerId = Float[Array, "R T K"]
 
 
@@ -102,7 +100,8 @@ def top_k_divergence(
     verl. Forward and reverse: Agarwal et al. 2023, GKD, https://arxiv.org/abs/2306.13649. Skewed: Ko et al. 2024,
     DistiLLM, https://arxiv.org/abs/2402.03898; adaptive: Wu et al. 2024, https://arxiv.org/abs/2404.02657; both in ROLL
     """
-    beta = checked_options(divergence, beta, tail)
+    beta = checked_options(divergence, beta)
+    check_choice("tail", tail, Tail)
     arrays = {"log_probs": log_probs, "teacher_log_probs": teacher_log_probs}
     check_alike(arrays if ids is None else {**arrays, "ids": ids})
     check("log_probs", f"shape {log_probs.shape}", any(log_probs.shape[-1:]), "[..., K]")
@@ -119,10 +118,8 @@ def _divergence(
     tail: Tail,
 ) -> Float[Array, "*batch"]:
     """See `top_k_divergence`; beta is a checked number, or one for each position, `[..., 1]`."""
-    log_probs = jnp.where(has_id, sound("log_probs", log_probs), 0)
-    log_q = lax.stop_gradient(teacher_log_probs.astype(jnp.float32))
-    log_q = at_most_one(jnp.where(log_q <= MAX_SAMPLED, log_q, jnp.nan), has_id)
-    log_p, log_q = (with_tail(x.astype(jnp.float32), has_id, tail) for x in (log_probs, log_q))
+    both = _sound_log_probs(log_probs, teacher_log_probs, has_id)
+    log_p, log_q = (with_tail(x, has_id, tail) for x in both)
     there = jnp.concatenate([has_id, jnp.ones_like(has_id[..., :1])], axis=-1) if tail == "bucket" else has_id
     kl = partial(_kl_terms, closed=tail != "leave_out")
 
@@ -149,10 +146,18 @@ def _divergence(
     return jnp.where(there, found, 0).sum(axis=-1)
 
 
-def checked_options(divergence: TopKDivergence, beta: float | Array, tail: Tail) -> Any:
+def _sound_log_probs(
+    log_probs: Float[Array, "*batch K"], teacher_log_probs: Float[Array, "*batch K"], has_id: Bool[Array, "*batch K"]
+) -> tuple[Float[Array, "*batch K"], Float[Array, "*batch K"]]:
+    """Both in f32, the teacher's constant and of a mass of at most 1; NaN where one cannot be a log-prob."""
+    log_p = jnp.where(has_id, sound("log_probs", log_probs), 0).astype(jnp.float32)
+    log_q = lax.stop_gradient(teacher_log_probs.astype(jnp.float32))
+    return log_p, at_most_one(jnp.where(log_q <= MAX_SAMPLED, log_q, jnp.nan), has_id)
+
+
+def checked_options(divergence: TopKDivergence, beta: float | Array) -> Any:
     """The checked beta, NaN where it is an array out of its range."""
     check_choice("divergence", divergence, TopKDivergence)
-    check_choice("tail", tail, Tail)
     if divergence == "jensen_shannon" and is_number(beta) and beta in (0, 1):
         expected = "a number in (0, 1), or 'forward_kl' or 'reverse_kl', since the mixture tends to 0 there"
         raise ValueError(f"beta: got {beta} with divergence='jensen_shannon', expected {expected}")
@@ -205,6 +210,12 @@ def _head_share(
     head = jnp.where(least, 0, jnp.take_along_axis(gap, order, axis=-1)).sum(axis=-1, keepdims=True)
     whole = gap.sum(axis=-1, keepdims=True)
     return head / jnp.where(whole == 0, 1, whole)
+
+
+def _of_ids_alone(log_p: PerId, log_q: PerId, has_id: Bool[Array, "R T K"]) -> Float[Array, "R T"]:
+    """The sum over the ids of p log(p / q) - p + q: reverse KL of masses that need not be 1, at least 0."""
+    log_p, log_q = (with_tail(x, has_id, "leave_out") for x in _sound_log_probs(log_p, log_q, has_id))
+    return jnp.where(has_id, _kl_terms(log_p, log_q, closed=True), 0).sum(axis=-1)
 
 
 class OfIds(TokenLoss[TokenStats]):
@@ -269,18 +280,31 @@ class TopKDistillation(OfIds):
     `loss_from_stats` takes statistics with these ids, from `log_probs_from_hidden(..., ids=)` or from logits. Different
     rows may have different teachers.
 
+    With `tail="sampled"` the drawn token y, the target, stands for all tokens that are not among the ids. With p of the
+    student and q of the teacher,
+
+        D_t = sum over the ids of (p log(p / q) - p + q) + [y is no id] (q_y / p_y - 1 + log(p_y / q_y))
+
+    and the gradient of the second term is log(p_y / q_y) grad log p_y. Over tokens that the student itself draws, D_t
+    and its gradient are on average those of KL(p | q) over the whole vocabulary. D_t is at least 0. Where student and
+    teacher agree, value and gradient are 0 for every drawn token. Over tokens of an older policy the tail is biased;
+    the other tails, and `distillation.distillation_loss`, do not depend on the drawn token.
+
     The metrics are `loss` (adds up over micro-batches), `divergence`, `teacher_mass` and `student_mass` (of the ids;
     means over tokens), `teacher_capped` (see docs/metrics.md) and `broken_rules` (see `policy_loss`).
 
     Args:
-      divergence, beta, tail: see `top_k_divergence`.
+      divergence, beta: see `top_k_divergence`.
+      tail: see `top_k_divergence`; or "sampled", for "reverse_kl".
       aggregation, aggregation_norm: the denominators, see `token_weights`.
       ids: the name of the extra of the batch that holds the ids of a teacher's top-k, or of the student's own,
         `i32[R, T, K]`, -1 padded. They may be anything where this loss has no token. Parts that compare ids share them.
       log_probs: the name of the extra that holds the teacher's log-probs of these ids, see `top_k_divergence`.
+      target_log_probs: the name of the extra that holds the teacher's log-probs of the targets, `[R, T]`, also of those
+        that are ids; read for the tail "sampled" alone.
 
     Raises:
-      ValueError: an option out of its range.
+      ValueError: an option out of its range, another divergence than "reverse_kl" with the tail "sampled".
 
     Example:
       >>> from jaxppo.batch.extras import Extra
@@ -289,70 +313,69 @@ class TopKDistillation(OfIds):
       >>> loss = TopKDistillation(tail="renormalise")
       >>> round(float(loss_from_hidden(jnp.ones((1, 3, 2)), jnp.zeros((2, 4)), batch, loss)[0]), 6)
       0.0
+
+    The tail "sampled": the terms of the ids are those of MOPD, https://arxiv.org/abs/2606.30406. NeMo-RL's open
+    https://github.com/NVIDIA-NeMo/RL/pull/3608 has 1 + log(p / q) in both gradients: the same on average, with noise
+    also where student and teacher agree.
     """
 
     divergence: TopKDivergence = "forward_kl"
     beta: float | Array = 0.5
-    tail: Tail = "bucket"
+    tail: TailOfLoss = "bucket"
     aggregation: Aggregation = "token_mean"
     aggregation_norm: float | None = None
     ids: str = "teacher_ids"
     log_probs: str = "teacher_log_probs"
+    target_log_probs: str = "teacher_target_log_probs"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "beta", checked_options(self.divergence, self.beta, self.tail))
+        check_name("target_log_probs", self.target_log_probs)
+        check_choice("tail", self.tail, TailOfLoss)
+        object.__setattr__(self, "beta", checked_options(self.divergence, self.beta))
+        if self.tail == "sampled":
+            expected = "'reverse_kl' with tail='sampled', whose tokens the student has drawn"
+            check("divergence", repr(self.divergence), self.divergence == "reverse_kl", expected)
+
+    @property
+    def asks(self) -> Asks:
+        names: tuple[str, ...] = (self.ids, self.log_probs)
+        if self.tail == "sampled":
+            names = (*names, self.target_log_probs)
+        return Asks("none", ids=self.ids, extras=names)
+
+    def check(self, batch: RolloutBatch) -> None:
+        super().check(batch)
+        if self.tail != "sampled":
+            return
+        expected = f"f32[R, T], the teacher's log-probs of the targets, for {self}"
+        given = extra_of(batch, self.target_log_probs, expected)
+        what = f"batch.extras[{self.target_log_probs!r}]"
+        check_array(what, given, batch.loss_mask.shape, "the batch's", KINDS["teacher_log_probs"])
+
+    def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
+        found = {**super().reads(stats, batch, segments)}
+        if self.tail == "sampled":
+            found["teacher_target_log_probs"] = batch.extras[self.target_log_probs]
+            if stats is not None:
+                found["log_probs"] = stats.log_probs
+        return found
 
     def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
         ids, log_p, log_q = self.of_ids(stats, batch)
-        found = _divergence(log_p, log_q, ids != -1, self.divergence, for_each(self.beta), self.tail)
+        has_id = ids != -1
+        if self.tail == "sampled":
+            found = _of_ids_alone(log_p, log_q, has_id) + self._of_drawn_token(stats, batch, ids)
+        else:
+            found = _divergence(log_p, log_q, has_id, self.divergence, for_each(self.beta), self.tail)
         return {"divergence": found}
+
+    def _of_drawn_token(self, stats: TokenStats, batch: RolloutBatch, ids: Int[Array, "R T K"]) -> Float[Array, "R T"]:
+        """What the target adds where it is none of the ids: it stands for all tokens that are none."""
+        teachers = at_most_zero(batch.extras[self.target_log_probs].astype(jnp.float32))
+        is_id = (ids == batch.targets[..., None]).any(axis=-1)
+        return jnp.where(is_id, 0, kl_divergence(stats.log_probs, teachers, "k3+"))
 
     def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
         terms = self.terms(stats, step.batch, constants, step.segments)
         return super().metrics(stats, step, constants) | means(terms, step.batch.loss_mask)
-
-
-def check_top_k(
-    ids: Int[Array | np.ndarray, "*batch K"], log_probs: Float[Array | np.ndarray, "*batch K"], vocab_size: int
-) -> None:
-    """Raises at the first invalid entry of a teacher's top-k; on the host, before a step.
-
-    Args:
-      ids: `[..., K]`, -1 or in `[0, vocab_size)`, none twice at a position.
-      log_probs: `[..., K]`, within the bounds of `top_k_divergence` where there is an id, and so is their mass.
-      vocab_size: V.
-
-    Raises:
-      ValueError: shapes that differ, or an entry, with its place.
-
-    Example:
-      >>> check_top_k(np.array([[5, 5]]), np.log([[0.5, 0.25]]), vocab_size=10)
-      Traceback (most recent call last):
-      ...
-      ValueError: ids: got 5 at (0, 1), expected each id once at a position
-    """
-    check_count("vocab_size", vocab_size, least=1)
-    ids, log_probs = (
-        as_array("ids", ids, "an array of integers"),
-        as_array("log_probs", log_probs, "an array of floats"),
-    )
-    check_array("ids", ids)
-    check_array("log_probs", log_probs, ids.shape, "that of ids", KINDS["teacher_log_probs"])
-    log_probs = log_probs.astype(np.float64)
-    has_id = ids != -1
-    order = np.argsort(ids, axis=-1, kind="stable")
-    twice = np.zeros_like(has_id)
-    again = np.diff(np.take_along_axis(ids, order, axis=-1), axis=-1, prepend=-1) == 0
-    np.put_along_axis(twice, order, again, axis=-1)
-    mass = mass_of(log_probs, has_id, np)[..., None]
-    rules = (
-        ("ids", ids, (ids < -1) | (ids >= vocab_size), f"-1 or 0 to {vocab_size - 1}"),
-        ("ids", ids, twice & has_id, "each id once at a position"),
-        ("log_probs", log_probs, has_id & ~(log_probs <= MAX_SAMPLED), f"log-probs of at most {MAX_SAMPLED}"),
-        ("the mass of log_probs", mass, mass > np.exp(MAX_SAMPLED), "at most 1"),
-    )
-    for name, x, bad, expected in rules:
-        if bad.any():
-            place = tuple(int(i) for i in np.argwhere(bad)[0])
-            raise ValueError(f"{name}: got {x[place]} at {place}, expected {expected}")

@@ -52,6 +52,7 @@ def samples():
         log_probs = np.log(draws.dirichlet(np.ones(4), n)[:, :3])
         extras = {"teacher_ids": Extra(ids, fill=-1), "teacher_log_probs": log_probs, "bonus": draws.normal(size=n)}
         extras |= {"sampler_ids": Extra(ids, fill=-1), "sampler_log_probs": log_probs}
+        extras["teacher_target_log_probs"] = [-1.5] * n
         near = [-2 - np.abs(draws.normal(size=n)) for _ in range(3)]
         values = {"advantages": draws.normal(size=n), "returns": draws.normal(size=n), "values": draws.normal(size=n)}
         values |= dict(zip(("old_log_probs", "ref_log_probs", "rollout_log_probs"), near, strict=True))
@@ -263,6 +264,7 @@ OURS = {
     "dft": (SFT(dft=True, aggregation="rollout_mean"), None),
     "reference": (ReferenceKL("k2"), None),
     "distillation": (TopKDistillation("jensen_shannon"), None),
+    "sampled tail": (TopKDistillation("reverse_kl", tail="sampled"), None),
     "centring": (ScoreCentering(PolicyLossConfig(CISPO(), ratio_to="rollout")), None),
     "value": (Value(clip=0.2, huber_delta=1.0), VALUES),
     "features": (Features(), STATES),

@@ -44,6 +44,7 @@ RNG = np.random.default_rng(5)
 OF_TOKENS = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns", "loss_weights")
 OF_K_IDS = {"id_log_probs", "teacher_log_probs", "sampled"}
 LOG_PROBS = {"log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs", *OF_K_IDS}
+LOG_PROBS |= {"teacher_target_log_probs"}
 
 
 def make_batch() -> RolloutBatch:
@@ -161,6 +162,13 @@ def top_k(divergence, x, batch):
         dataclasses.replace(batch, extras={"teacher_ids": x["ids"], "teacher_log_probs": x["teacher_log_probs"]}),
         TopKDistillation(divergence=divergence, beta=x["beta"]),
     )
+
+
+def sampled_tail(x, batch):
+    stats = TokenStats(x["log_probs"], id_log_probs=x["id_log_probs"], ids=IDS)
+    names = ("teacher_log_probs", "teacher_target_log_probs")
+    batch = dataclasses.replace(batch, extras={"teacher_ids": x["ids"]} | {name: x[name] for name in names})
+    return loss_from_stats(stats, batch, TopKDistillation("reverse_kl", tail="sampled"))
 
 
 def centring(x, batch):
@@ -297,6 +305,7 @@ CASES = {
         of_preference(preference.BradleyTerry(margin=0.5, centring=0.1)),
         {"scores": normal(R, T), "margin": 0.5, "centring": 0.1},
     ),
+    "top-k, sampled tail": (sampled_tail, TOP_K | {"teacher_target_log_probs": log_probs_of(R, T)}),
 }
 # the word of an explanation that stands for an input: an input of a model is found by what the model returns
 WORDS = {

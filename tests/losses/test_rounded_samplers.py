@@ -35,7 +35,7 @@ from jaxppo import (
 )
 from jaxppo.contrib.score_centering import ScoreCentering
 from jaxppo.losses import TopKDistillation
-from jaxppo.losses.top_k_divergence import check_top_k
+from jaxppo.losses.distillation import check_top_k
 from jaxppo.policy_losses import Reinforce
 from jaxppo.step.staleness import proximal_log_probs
 from sharding import make_parallel_mesh

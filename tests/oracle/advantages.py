@@ -370,9 +370,24 @@ def reinforce_plus_plus_baseline(
     return _whiten_samples(centred, rewarded, among, masks) if whitened else centred
 
 
-def on_policy_distillation(advantages: Any, log_probs: Any, teacher: Any, mask: Any, coef: float = 1.0) -> Array:
-    """A - coef (log_prob - teacher_log_prob). Agarwal et al. 2023, https://arxiv.org/abs/2306.13649."""
-    return _write(_read(advantages, mask) - coef * (_read(log_probs, mask) - _read(teacher, mask)), mask)
+def on_policy_distillation(
+    advantages: Any, log_probs: Any, teacher: Any, mask: Any, coef: float = 1.0, alpha: float = 1.0
+) -> Array:
+    """A + coef log(alpha teacher / p + 1 - alpha). Agarwal et al. 2023, https://arxiv.org/abs/2306.13649.
+
+    With an alpha below 1 it is TOP-D's reward, https://arxiv.org/abs/2607.04751; with 1 the log-ratio.
+    """
+    pull = _read(teacher, mask) - _read(log_probs, mask)
+    if alpha != 1:
+        pull = np.log(alpha * np.exp(pull) + 1 - alpha)
+    return _write(_read(advantages, mask) + coef * pull, mask)
+
+
+def trust_region_credit(log_probs: Any, teacher: Any, mask: Any, alpha: float) -> Array:
+    """TOP-D's equation 8, 2607.04751: a token's reward and the mean of those after it, in one response."""
+    reward = _read(on_policy_distillation(np.zeros(len(mask)), log_probs, teacher, mask, alpha=alpha), mask)
+    later = [reward[t + 1 :].mean() if t + 1 < len(reward) else 0.0 for t in range(len(reward))]
+    return _write(reward + later, mask)
 
 
 def importance_weighted_distillation(log_probs: Any, teacher: Any, mask: Any, gain: float = 0.5) -> Array:

@@ -209,6 +209,24 @@ def top_k_divergence(
     return float(value), h
 
 
+def sampled_tail(log_p: Array, log_q: Array, drawn: int) -> tuple[float, Array]:
+    """Reverse KL of p and q over the ids, and of the drawn token where it is none of them; the ids come first.
+
+    `log_p`, `log_q` are of the ids and, last, of the drawn token; `drawn` is its place among the ids, -1 where it is
+    none. Each id has p log(p / q) - p + q, whose slope by log p is p log(p / q) (MOPD, 2606.30406, equation 5). The
+    drawn token has the log-ratio d as its slope, and exp(-d) - 1 + d as its value: what the other tokens have on
+    average, since over all of them p log(p / q) - p + q is p (q / p - 1 + log(p / q)).
+    """
+    log_p, log_q = (np.asarray(x, np.float64) for x in (log_p, log_q))
+    p, q, d = np.exp(log_p), np.exp(log_q), log_p - log_q
+    value, slopes = float((p * d - p + q)[:-1].sum()), p * d
+    slopes[-1] = 0.0
+    if drawn < 0:
+        value += float(np.exp(-d[-1]) - 1 + d[-1])
+        slopes[-1] = d[-1]
+    return value, slopes
+
+
 def score_centering(log_p: Array, log_q: Array, f: Any, advantage: float, tail: str = "bucket") -> tuple[float, Array]:
     """A sum c_v log p_v of one token whose ids have these log-probs, and its gradient by each log p, c a constant.
 

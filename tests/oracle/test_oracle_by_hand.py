@@ -6,7 +6,7 @@ from oracle import OracleHead, OracleSample, advantages, policy_loss
 from oracle.head import likeliest_ids, logit_gradient, logits, set_entropy, token_stats
 from oracle.kl import adaptive_kl_coef, kl_penalty
 from oracle.off_policy import correction
-from oracle.other_losses import divergence, mtp_loss, sft_loss, shifted, value_loss
+from oracle.other_losses import divergence, mtp_loss, sampled_tail, sft_loss, shifted, value_loss
 from oracle.policy_losses import LOSSES, Tokens
 from oracle.samples import sample_weights
 from oracle.step import clip_cov_candidates, highest
@@ -355,6 +355,26 @@ def test_whitening():
     weights, d = [1.5, 1.338023, 1.099144], [0.470004, -0.693147, -0.287682]
     np.testing.assert_allclose(got[[0, 1, 3]], np.multiply(weights, d), rtol=2e-6)
     np.testing.assert_allclose(-(got * own)[[0, 1, 3]].mean(), -0.431243, rtol=1e-5)
+
+
+def test_a_teacher_that_is_mixed_with_the_policy():
+    """p = 0.4 against 0.8, 0.1 and nothing: 0.2 of the teacher and 0.8 of the policy are 1.2, 0.85 and 0.8 times p."""
+    own, teacher = np.log([0.4, 0.4, 1.0, 0.4]), np.log([0.8, 0.1, 0.5, 1e-300])
+    got = advantages.on_policy_distillation(np.zeros(4), own, teacher, [1, 1, 0, 1], alpha=0.2)
+    np.testing.assert_allclose(got, [*np.log([1.2, 0.85]), 0, np.log(0.8)], rtol=1e-12)
+    got = advantages.trust_region_credit(own, teacher, [1, 1, 0, 1], 0.2)
+    later = [(np.log(0.85) + np.log(0.8)) / 2, np.log(0.8), 0, 0]
+    np.testing.assert_allclose(got, np.add([*np.log([1.2, 0.85]), 0, np.log(0.8)], later), rtol=1e-12)
+
+
+def test_a_sampled_tail():
+    """One id with p = 0.5 and q = 0.4; the drawn token has 0.3 and 0.4, or is that id."""
+    of_id, ratio = 0.5 * np.log(1.25) - 0.1, np.log(0.75)
+    value, slopes = sampled_tail(np.log([0.5, 0.3]), np.log([0.4, 0.4]), -1)
+    np.testing.assert_allclose([value, *slopes], [of_id + 1 / 3 + ratio, 0.5 * np.log(1.25), ratio], rtol=1e-12)
+    np.testing.assert_allclose(value, 0.057223, rtol=1e-5)
+    value, slopes = sampled_tail(np.log([0.5, 0.5]), np.log([0.4, 0.4]), 0)
+    np.testing.assert_allclose([value, *slopes], [of_id, 0.5 * np.log(1.25), 0], rtol=1e-12)
 
 
 def test_other_losses():

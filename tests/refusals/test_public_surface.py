@@ -105,7 +105,7 @@ OF_NAME = {
     ),
     **_rows("number", "opsm_delta pull ratio_cap reference_point reward samples scale share softcap step target"),
     **_rows("number", "tau_negative tau_positive undesirable_weight value_lam veto z_loss low high limit"),
-    **_rows("number", "step_coef entropy_coef aggregation_norm temperature lora_scale gain"),
+    **_rows("number", "step_coef entropy_coef aggregation_norm temperature lora_scale gain alpha"),
     **_rows(
         "count", "bins by columns seed depths first_id group_id rollout_id sample_id response_start top_k vocab_size"
     ),
@@ -172,6 +172,7 @@ OF_FUNCTION = {  # where a name has another kind than elsewhere, or a value that
     **{("PolicyLossConfig", x): "object" for x in ("kl", "loss", "off_policy")},
     ("OffPolicyConfig", "weights"): "choice",
     **{(of, x): "name" for of in ("TopKDistillation", "ScoreCentering") for x in ("ids", "log_probs")},
+    ("TopKDistillation", "target_log_probs"): "name",
     **{("Part", x): "name" for x in ("mask", "weights")},
     ("Part", "equals"): "count",
     ("by_row", "which"): "name",

@@ -32,6 +32,11 @@ CASES = {
         0.5,
         [-1.0, 0.0, 1.0],
     ),
+    "on_policy_distillation": (
+        lambda x: advantages.on_policy_distillation(MASK, -MASK, -2 * MASK, MASK, alpha=x),
+        0.5,
+        [-1.0, 0.0, 2.0],
+    ),
     "grpo": (lambda x: advantages.grpo(REWARDS, GROUPS, epsilon=x), 0.1, [-1.0]),
     "standardize": (lambda x: advantages.standardize(REWARDS, GROUPS, epsilon=x), 0.1, [-1.0]),
     "whiten": (lambda x: advantages.whiten(MASK - 0.5 * BATCH.positions, MASK, epsilon=x), 0.1, [-1.0]),

@@ -316,7 +316,8 @@ def top_k(g: Given) -> tuple[Any, Any]:
 def with_ids(g: Given) -> RolloutBatch:
     """The batch with these ids and log-probs, as a teacher's and as a sampler's."""
     names = ("teacher_ids", "teacher_log_probs", "sampler_ids", "sampler_log_probs")
-    return dataclasses.replace(g.batch, extras=dict(zip(names, top_k(g) * 2, strict=True)))
+    extras = dict(zip(names, top_k(g) * 2, strict=True)) | {"teacher_target_log_probs": g.batch.ref_log_probs}
+    return dataclasses.replace(g.batch, extras=extras)
 
 
 def of_ids(g: Given, loss: TokenLoss[TokenStats]) -> Any:
@@ -370,6 +371,9 @@ OBJECTIVES: dict[str, Callable[[Given], Any]] = {
     "TopKDistillation": lambda g: of_ids(g, TopKDistillation()),
     "TopKDistillation from hidden": lambda g: of_head(
         g, lambda *x: loss_from_hidden(*x, with_ids(g), TopKDistillation("jensen_shannon"), **g.on)
+    ),
+    "TopKDistillation with a sampled tail": lambda g: of_head(
+        g, lambda *x: loss_from_hidden(*x, with_ids(g), TopKDistillation("reverse_kl", tail="sampled"), **g.on)
     ),
     "ScoreCentering": lambda g: of_ids(g, ScoreCentering(PolicyLossConfig(PPO(), ratio_to="rollout"))),
     "token_mismatch, mismatch_report": mismatch_of_models,

@@ -183,7 +183,7 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "TopKDistillation": {
         **DENOMINATORS, "divergence": "forward_kl", "beta": 0.5, "tail": "bucket", "ids": "teacher_ids",
-        "log_probs": "teacher_log_probs",
+        "log_probs": "teacher_log_probs", "target_log_probs": "teacher_target_log_probs",
     },
     "ScoreCentering": {
         "config": ON_POLICY, "tail": "renormalise", "ids": "sampler_ids", "log_probs": "sampler_log_probs",
@@ -207,7 +207,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "grpo": {**GROUPED, **ALONE, **SCALED, "leave_one_out": False},
     "maxrl": {**GROUPED, **ALONE, "epsilon": 0.1},
     "on_policy_distillation": {
-        "advantages": LOG, "log_probs": LOG, "teacher_log_probs": LOG, "loss_mask": MASK, "coef": 1.0,
+        "advantages": LOG, "log_probs": LOG, "teacher_log_probs": LOG, "loss_mask": MASK, "coef": 1.0, "alpha": 0.5,
     },
     "importance_weighted_distillation": {
         **SOFT, "log_probs": LOG, "teacher_log_probs": LOG, "batch": BATCH, "gain": 0.5,

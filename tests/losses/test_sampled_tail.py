@@ -1,0 +1,188 @@
+"""Top-k distillation with a sampled tail: the oracle's numbers on any mesh, and its mean over the drawn tokens."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import OracleHead, other_losses
+from oracle.head import head_gradient, id_gradient, id_log_probs, log_softmax, logits
+from policy_steps import quick_jit
+
+from jaxppo import (
+    RolloutBatch,
+    TokenStats,
+    explain_broken_rules,
+    log_probs_from_logits,
+    loss_from_hidden,
+    loss_from_stats,
+)
+from jaxppo.losses import TopKDistillation
+from sharding import make_parallel_mesh
+from sharding.testing import assert_trees_close
+
+R, T, H, V, K = 4, 8, 12, 37, 5
+LOSS = TopKDistillation("reverse_kl", tail="sampled")
+RNG = np.random.default_rng(11)
+MASK = np.zeros((R, T), np.float32)
+MASK[0, :7], MASK[1, 3:5], MASK[3, 6] = 1, 1, 1
+
+
+def batch_of(targets, mask, **arrays):
+    one = jnp.ones(targets.shape, jnp.int32)
+    row = jnp.tile(jnp.arange(targets.shape[1], dtype=jnp.int32)[None], (targets.shape[0], 1))
+    rows = jnp.arange(targets.shape[0], dtype=jnp.int32)[:, None]
+    return RolloutBatch(one, jnp.asarray(targets, jnp.int32), one, row, jnp.asarray(mask), rows, **arrays)
+
+
+def taught(batch, ids, log_q, of_targets):
+    names = ("teacher_ids", "teacher_log_probs", "teacher_target_log_probs")
+    arrays = jnp.asarray(ids, jnp.int32), jnp.asarray(log_q, jnp.float32), jnp.asarray(of_targets, jnp.float32)
+    return dataclasses.replace(batch, extras=dict(zip(names, arrays, strict=True)))
+
+
+def step():
+    """Hidden states, a kernel and a teacher's logits; half of the targets are among the teacher's likeliest."""
+    hidden, kernel, z = RNG.normal(size=(R, T, H)), RNG.normal(size=(H, V)) / 2, 2 * RNG.normal(size=(R, T, V))
+    log_q = log_softmax(z.reshape(-1, V)).reshape(z.shape)
+    ids = np.argsort(-log_q, axis=-1)[..., :K]
+    targets = np.where(RNG.random((R, T)) < 0.5, ids[..., 1], np.argsort(log_q, axis=-1)[..., 3])
+    ids[0, 1, 3:], ids[1, 3] = -1, -1
+    targets[1, 3] = 4
+    of_ids = np.take_along_axis(log_q, np.maximum(ids, 0), axis=-1)
+    of_targets = np.take_along_axis(log_q, targets[..., None], axis=-1)[..., 0]
+    return hidden, kernel, ids, of_ids, targets, of_targets
+
+
+STEP = step()
+
+
+def truth():
+    """The mean loss and its gradients by hidden states and kernel."""
+    hidden, kernel, ids, of_ids, targets, of_targets = STEP
+    at = MASK > 0
+    rows, head, n = hidden[at], OracleHead(kernel), int(at.sum())
+    z, sets = logits(rows, head), np.concatenate([ids[at], targets[at][:, None]], axis=-1)
+    log_p = id_log_probs(z, sets)
+    log_q = np.concatenate([of_ids[at], of_targets[at][:, None]], axis=-1)
+    total, slopes, outside = 0.0, np.zeros(log_p.shape), 0
+    for t in range(n):
+        there = sets[t] >= 0
+        place = list(sets[t]).index(sets[t, -1])  # K is the target's own
+        drawn_id = -1 if place == K else place
+        value, slopes[t, there] = other_losses.sampled_tail(log_p[t, there], log_q[t, there], drawn_id)
+        total, outside = total + value, outside + (drawn_id < 0)
+    assert 2 < outside < n - 2
+    by_hidden, by_head = head_gradient(rows, head, id_gradient(z, sets, slopes / n))
+    of_hidden = np.zeros(hidden.shape)
+    of_hidden[at] = by_hidden
+    return total / n, of_hidden, by_head.kernel
+
+
+@pytest.mark.parametrize(("mesh", "memory"), [(None, None), (None, 2**15), ("dp=2,cp=2,tp=2", None)])
+def test_the_oracle(mesh, memory):
+    """In one pass and in two; NaN and ids beyond the vocabulary where there is no loss."""
+    parallel = mesh and make_parallel_mesh(mesh)
+    hidden, kernel, ids, of_ids, targets, of_targets = STEP
+    off = MASK == 0
+    given = [np.where(off[..., None], 10**6, ids), np.where(off[..., None], np.nan, of_ids)]
+    batch = taught(batch_of(np.where(off, -100, targets), MASK), *given, np.where(off, np.nan, of_targets))
+    states = jnp.asarray(np.where(off[..., None], np.nan, hidden), jnp.float32), jnp.asarray(kernel, jnp.float32)
+
+    def run(hidden, kernel):
+        return loss_from_hidden(hidden, kernel, batch, LOSS, parallel=parallel, memory=memory)
+
+    (loss, found), gradients = quick_jit(jax.value_and_grad(run, (0, 1), has_aux=True))(*states)
+    expected, *by = truth()
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert_trees_close(gradients, tuple(by), rtol=2e-5, atol=2e-6)
+    assert float(found["broken_rules"].value) == 0
+
+
+def drawn(z, teacher, ids):
+    """The loss of logits z `[V]` for each token that may be drawn, by its probability: V positions of one row."""
+    n = len(z)
+    log_p, log_q = log_softmax(z[None])[0], log_softmax(teacher[None])[0]
+    weights = jnp.asarray(np.exp(log_p), jnp.float32)[None]
+    batch = batch_of(np.arange(n)[None], np.ones((1, n), np.float32), loss_weights=weights, real_last_targets=True)
+    batch = taught(batch, np.tile(ids, (1, n, 1)), np.tile(log_q[ids], (1, n, 1)), log_q[None])
+    loss = dataclasses.replace(LOSS, aggregation="token_sum")
+
+    def run(z):
+        rows = jnp.broadcast_to(z[None, None], (1, n, n))
+        stats = log_probs_from_logits(rows, batch.targets, ids=batch.extras["teacher_ids"])
+        return loss_from_stats(stats, batch, loss)[0]
+
+    return jax.value_and_grad(run)(jnp.asarray(z, jnp.float32))
+
+
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_the_mean_over_drawn_tokens_is_the_whole_divergence(k):
+    """Of the value and of the gradient. A slope of log(p / q) in the tail beside the raw p log(p / q) of the ids, as
+    recipes have it, is off by the gradient of the ids' mass: by 0.1 here.
+    """
+    z, teacher = 1.5 * np.random.default_rng(0).normal(size=(2, 6))
+    ids = np.argsort(-teacher)[:k]
+    value, gradient = drawn(z, teacher, ids)
+    expected, by_logits = other_losses.divergence(z[None], teacher[None])
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(gradient, by_logits[0], rtol=1e-4, atol=1e-6)
+    p = np.exp(log_softmax(z[None])[0])
+    mass = p[ids].sum()
+    of_mass = p * (np.isin(np.arange(6), ids) - mass)
+    assert (np.abs(of_mass).max() > 0.1) == (k < 6)
+
+
+def test_where_both_agree_no_token_moves():
+    """With 1 + log(p / q) as both slopes the gradient of a token alone is not 0, though that of the mean is."""
+    z = np.random.default_rng(1).normal(size=6)
+    log_p = log_softmax(z[None])[0].astype(np.float32)
+    ids = np.tile([[[1, 4]]], (1, 6, 1))
+    batch = batch_of(np.arange(6)[None], np.ones((1, 6), np.float32), real_last_targets=True)
+    batch = taught(batch, ids, log_p[ids], log_p[None])
+
+    def run(own, of_ids):
+        return loss_from_stats(TokenStats(own, id_log_probs=of_ids), batch, LOSS)[0]
+
+    value, slopes = jax.value_and_grad(run, (0, 1))(jnp.asarray(log_p)[None], jnp.asarray(log_p[ids]))
+    assert float(value) == 0
+    assert all(not x.any() for x in slopes)
+
+
+def test_a_teacher_that_was_rounded_counts_as_certain():
+    """A log-prob up to 0.125 above 0 counts as 0; beyond it, or NaN, the loss is NaN by name."""
+    batch = batch_of(np.array([[3, 0]]), np.array([[1, 0]], np.float32))
+    stats = TokenStats(jnp.full((1, 2), -1.0), id_log_probs=jnp.full((1, 2, 1), -2.0))
+
+    def run(of_target):
+        given = taught(batch, np.full((1, 2, 1), 1), np.full((1, 2, 1), -2.0), np.full((1, 2), of_target))
+        return loss_from_stats(stats, given, LOSS)
+
+    np.testing.assert_allclose(run(0.1)[0], np.e - 2, rtol=1e-6)  # q / p - 1 + log(p / q) with q = 1
+    assert float(run(0.1)[0]) == float(run(0.0)[0])
+    for value in (0.13, np.nan, -np.inf):
+        loss, found = run(value)
+        assert np.isnan(loss)
+        assert explain_broken_rules(found["broken_rules"].value)[0].startswith("teacher_target_log_probs: expected")
+
+
+def test_what_is_missing_is_named():
+    hidden, kernel, ids, of_ids, targets, of_targets = STEP
+    states = jnp.asarray(hidden, jnp.float32), jnp.asarray(kernel, jnp.float32)
+    batch = taught(batch_of(targets, MASK), ids, of_ids, of_targets)
+
+    def run(loss=LOSS, **extras):
+        return loss_from_hidden(*states, dataclasses.replace(batch, extras=batch.extras | extras), loss)
+
+    lacking = {name: x for name, x in batch.extras.items() if name != "teacher_target_log_probs"}
+    with pytest.raises(ValueError, match=r"batch\.extras: got .*, expected 'teacher_target_log_probs' among them, f32"):
+        loss_from_hidden(*states, dataclasses.replace(batch, extras=lacking), LOSS)
+    with pytest.raises(ValueError, match=r"'teacher_target_log_probs'\]: got shape \(4, 8, 2\), expected the batch's"):
+        run(teacher_target_log_probs=jnp.zeros((4, 8, 2)))
+    for kind in ("forward_kl", "jensen_shannon"):
+        with pytest.raises(ValueError, match=f"divergence: got '{kind}', expected 'reverse_kl' with tail='sampled'"):
+            TopKDistillation(kind, tail="sampled")
+    renamed = dataclasses.replace(LOSS, target_log_probs="other")
+    found = run(renamed, other=batch.extras["teacher_target_log_probs"])[0]
+    assert float(found) == float(run()[0])
