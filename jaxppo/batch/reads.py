@@ -71,7 +71,7 @@ NUMBERS = (
     *("draft_ids", "dual_clip", "entropy_coef", "eta", "factor", "high", "huber_delta", "k_negative", "k_positive"),
     *("kl.coef", "label_smoothing", "lambda_negative", "lambda_positive", "low", "margin", "nll_coef"),
     *("off_policy.opsm_delta", "off_policy.veto", "part.coef", "pull", "ratio_cap", "reference_point", "share"),
-    *("tau_negative", "tau_positive", "undesirable_weight", "z_loss"),
+    *("tau", "tau_negative", "tau_positive", "undesirable_weight", "z_loss"),
 )
 # Bounds, which may be infinite.
 BOUNDS = ("off_policy.high", "off_policy.low", "off_policy.rejections.high", "off_policy.rejections.low")

@@ -24,7 +24,9 @@ from jaxppo import (
 )
 from jaxppo.base.metrics import Metric
 from jaxppo.batch.extras import Extra
+from jaxppo.contrib.a2po import A2PO
 from jaxppo.contrib.features import Features, States
+from jaxppo.contrib.real import REAL
 from jaxppo.contrib.score_centering import ScoreCentering
 from jaxppo.losses import (
     Part,
@@ -265,6 +267,8 @@ OURS = {
     "reference": (ReferenceKL("k2"), None),
     "distillation": (TopKDistillation("jensen_shannon"), None),
     "sampled tail": (TopKDistillation("reverse_kl", tail="sampled"), None),
+    "a2po": (A2PO(), None),
+    "real": (REAL(), None),
     "centring": (ScoreCentering(PolicyLossConfig(CISPO(), ratio_to="rollout")), None),
     "value": (Value(clip=0.2, huber_delta=1.0), VALUES),
     "features": (Features(), STATES),

@@ -32,7 +32,9 @@ from jaxppo import (
     policy_loss,
     policy_loss_from_hidden,
 )
+from jaxppo.contrib.a2po import A2PO
 from jaxppo.contrib.draft import Draft, draft_loss
+from jaxppo.contrib.real import REAL
 from jaxppo.contrib.score_centering import ScoreCentering
 from jaxppo.losses import Part, ReferenceKL, TopKDistillation, preference
 from jaxppo.losses.distillation import distillation_loss
@@ -184,6 +186,8 @@ def centring(x, batch):
 def of_preference(loss):
     def call(x, batch):
         batch = dataclasses.replace(batch, loss_weights=None)
+        if isinstance(loss, REAL):
+            batch = dataclasses.replace(batch, rollout_ids=batch.group_ids)
         its = with_numbers(loss, x)
         if isinstance(loss, preference.BradleyTerry):
             return loss_from_stats(x["scores"], batch, its)
@@ -212,6 +216,8 @@ PREFERENCES = {
     "simpo": preference.SimPO(),
     "orpo": preference.ORPO(),
     "kto": preference.KTO(reference_point=0.3),
+    "a2po": A2PO(beta=0.3),
+    "real": REAL(),
 }
 CASES = {
     **{f"policy, {name}": of_policy(loss_named(name)) for name in sorted(BY_NAME)},

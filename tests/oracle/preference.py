@@ -172,6 +172,60 @@ def kto(
     return metrics["loss"], gradients, metrics
 
 
+def a2po(samples: Sequence[OracleSample], *, beta=1e-3) -> tuple[float, list[Array], Metrics]:
+    """Brantley et al. 2025, 2505.20686: (beta d - A)^2, d the sum of log-ratios and A the reward less V*, given so."""
+    present = [s for s in samples if s.count]
+    total, gradients = 0.0, []
+    implied_by: dict[str, list[float]] = {"chosen": [], "rejected": []}
+    means: dict[str, list[float]] = {"chosen": [], "rejected": []}
+    for s in samples:
+        if not s.count:
+            gradients.append(np.zeros(len(s.mask)))
+            continue
+        off = beta * told(s, True)[1] - s.reward
+        total += off**2
+        gradients.append(s.here * (2 * beta * off / len(present)))
+        side = "chosen" if s.reward > 0 else "rejected"
+        implied_by[side].append(off + s.reward)
+        means[side].append(float(s.at("log_probs").mean()))
+    metrics = {"loss": total / len(present)}
+    metrics |= {f"{side}_reward": float(np.mean(x)) if x else 0.0 for side, x in implied_by.items()}
+    metrics |= {f"{side}_log_prob": float(np.mean(x)) if x else 0.0 for side, x in means.items()}
+    return metrics["loss"], gradients, metrics
+
+
+def real(samples: Sequence[OracleSample], *, tau=0.5) -> tuple[float, list[Array], Metrics]:
+    """2602.05630, as in ms-swift 4.6: log(1 + sum_good exp(-s / tau)) + log(1 + sum_bad exp(s / tau)) of a group.
+
+    s is the mean of log_prob - old_log_prob. The mean is over groups with a loss token; one without good or without bad
+    samples has a loss of 0. Metrics weigh a sample by its share of its group's tokens.
+    """
+    groups = sorted({s.group_id for s in samples if s.count})
+    gradients, total, one_sided = [np.zeros(len(s.mask)) for s in samples], 0.0, 0
+    s_of = {True: [], False: []}
+    for group in groups:
+        members = [i for i, s in enumerate(samples) if s.group_id == group and s.count]
+        scores = {i: float((samples[i].at("log_probs") - samples[i].at("old_log_probs")).mean()) for i in members}
+        tokens = sum(samples[i].count for i in members)
+        for i in members:
+            s_of[samples[i].reward > 0].append((samples[i].count / tokens, scores[i]))
+        sides = [[i for i in members if (samples[i].reward > 0) == good] for good in (True, False)]
+        if not all(sides):
+            one_sided += 1
+            continue
+        for side, sign in zip(sides, (-1, 1), strict=True):
+            each = {i: math.exp(sign * scores[i] / tau) for i in side}
+            whole = 1 + sum(each.values())
+            total += math.log(whole)
+            for i, x in each.items():
+                gradients[i] += samples[i].here * (sign * x / whole / tau / samples[i].count / len(groups))
+    metrics = {"loss": total / len(groups), "one_sided": one_sided / len(groups)}
+    for name, good in (("chosen_log_ratio", True), ("rejected_log_ratio", False)):
+        weight = sum(w for w, _ in s_of[good])
+        metrics[name] = sum(w * s for w, s in s_of[good]) / weight if weight else 0.0
+    return metrics["loss"], gradients, metrics
+
+
 def reference_point(samples: Sequence[OracleSample]) -> float:
     """max(0, the mean over samples of the sum of log-ratios): TRL's estimate of KTO's z, of mismatched samples."""
     return max(0.0, float(np.mean([told(s, True)[1] for s in samples if s.count])))

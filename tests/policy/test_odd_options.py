@@ -25,8 +25,10 @@ from jaxppo import (
     policy_losses,
     presets,
 )
+from jaxppo.contrib.a2po import A2PO
 from jaxppo.contrib.draft import Draft
 from jaxppo.contrib.features import Features
+from jaxppo.contrib.real import REAL
 from jaxppo.contrib.score_centering import ScoreCentering
 from jaxppo.losses import Part, ReferenceKL, TopKDistillation, by_row, preference
 from jaxppo.losses.mtp import MTP
@@ -39,7 +41,7 @@ ODD = [
 ]
 CLASSES = {
     **{of: {} for of in (*policy_losses.BY_NAME.values(), policy_losses.BySign, PolicyLossConfig, OffPolicyConfig)},
-    **{of: {} for of in (SFT, Value, ReferenceKL, TopKDistillation, Features, Draft, MTP)},
+    **{of: {} for of in (SFT, Value, ReferenceKL, TopKDistillation, Features, Draft, MTP, A2PO, REAL)},
     **{of: {} for of in (preference.DPO, preference.IPO, preference.SimPO, preference.ORPO, preference.AOT)},
     preference.BradleyTerry: {},
     preference.KTO: {"reference_point": 0.0},

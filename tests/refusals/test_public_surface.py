@@ -105,7 +105,7 @@ OF_NAME = {
     ),
     **_rows("number", "opsm_delta pull ratio_cap reference_point reward samples scale share softcap step target"),
     **_rows("number", "tau_negative tau_positive undesirable_weight value_lam veto z_loss low high limit"),
-    **_rows("number", "step_coef entropy_coef aggregation_norm temperature lora_scale gain alpha"),
+    **_rows("number", "step_coef entropy_coef aggregation_norm temperature lora_scale gain alpha tau"),
     **_rows(
         "count", "bins by columns seed depths first_id group_id rollout_id sample_id response_start top_k vocab_size"
     ),

@@ -33,8 +33,10 @@ from jaxppo import (
 )
 from jaxppo.base.kl import adaptive_kl_coef, kl_divergence
 from jaxppo.base.metrics import Metric, collapse_metrics, finalize_metrics, merge_metrics
+from jaxppo.contrib.a2po import A2PO
 from jaxppo.contrib.draft import Draft, draft_loss, draft_metrics
 from jaxppo.contrib.gigpo import gigpo
+from jaxppo.contrib.real import REAL
 from jaxppo.contrib.score_centering import ScoreCentering
 from jaxppo.losses import (
     Part,
@@ -341,7 +343,12 @@ def pairs(g: Given) -> RolloutBatch:
     """A batch of four pairs, instead of the given one."""
     made = preference.samples_of_pairs([[1, 2]] * 4, chosen=[[3, 4]] * 4, rejected=[[5]] * 4)
     batch = RolloutBatch.from_samples(made, row_length=T, rows=R, parallel=g.parallel)
-    return dataclasses.replace(batch, ref_log_probs=np.full((R, T), -1.0, np.float32))
+    one = np.full((R, T), -1.0, np.float32)
+    return dataclasses.replace(batch, ref_log_probs=one, old_log_probs=one, rollout_ids=batch.group_ids)
+
+
+def of_pairs(g: Given, loss: TokenLoss[TokenStats]) -> Any:
+    return slope(lambda x: loss_from_stats(TokenStats(x), pairs(g), loss, **g.on), jnp.full((R, T), -0.5, jnp.float32))
 
 
 def draft(g: Given) -> Any:
@@ -377,10 +384,9 @@ OBJECTIVES: dict[str, Callable[[Given], Any]] = {
     ),
     "ScoreCentering": lambda g: of_ids(g, ScoreCentering(PolicyLossConfig(PPO(), ratio_to="rollout"))),
     "token_mismatch, mismatch_report": mismatch_of_models,
-    "DPO": lambda g: slope(
-        lambda x: loss_from_stats(TokenStats(x), pairs(g), preference.DPO(), **g.on),
-        jnp.full((R, T), -0.5, jnp.float32),
-    ),
+    "DPO": lambda g: of_pairs(g, preference.DPO()),
+    "A2PO": lambda g: of_pairs(g, A2PO()),
+    "REAL": lambda g: of_pairs(g, REAL()),
     "SimPO from hidden": lambda g: of_head(g, lambda *x: loss_from_hidden(*x, pairs(g), preference.SimPO(), **g.on)),
     "BradleyTerry": lambda g: slope(
         lambda x: loss_from_stats(x, pairs(g), preference.BradleyTerry(), **g.on),
