@@ -119,8 +119,8 @@ def drawn(z, teacher, ids):
 
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_the_mean_over_drawn_tokens_is_the_whole_divergence(k):
-    """Of the value and of the gradient. A slope of log(p / q) in the tail beside the raw p log(p / q) of the ids, as
-    recipes have it, is off by the gradient of the ids' mass: by 0.1 here.
+    """In value and gradient. A slope of log(p / q) in the tail beside the raw p log(p / q) of the ids, as others write
+    it down, is off by the gradient of the ids' mass: by 0.1 here.
     """
     z, teacher = 1.5 * np.random.default_rng(0).normal(size=(2, 6))
     ids = np.argsort(-teacher)[:k]
