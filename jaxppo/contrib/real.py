@@ -76,7 +76,7 @@ class REAL(OfPairs[TokenStats]):
     2026, Rewards as labels, https://arxiv.org/abs/2602.05630; shipped by ms-swift 4.6 as `loss_type="real"`
     """
 
-    aggregation = "rollout_mean"  # type: ignore[assignment]  # mypy takes the literal of the base for its type
+    aggregation = "rollout_mean"
     paired: ClassVar[bool] = False
     tau: Coefficient = number(0.5, above=0)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Coefficient, check, check_type, needed
+from jaxppo.base.arrays import Aggregation, Coefficient, check, check_type, needed
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.pairs import Pairs
 from jaxppo.batch.rollout_batch import RolloutBatch
@@ -26,7 +26,7 @@ NLL = Literal["sequence_mean_token_mean", "sequence_mean_token_sum"]  # as of `t
 class OfPairs(TokenLoss[Stats]):
     """A loss of samples or pairs: each of a sample's loss tokens gets its loss, so that the mean is over samples."""
 
-    aggregation = "sequence_mean_token_mean"
+    aggregation: Aggregation = "sequence_mean_token_mean"
     asks = Asks("none")
     token_local = False
     by_token = False
