@@ -65,12 +65,11 @@ def packed_trees(
         codes = _codes(samples, head_extras)
         pieces = shared_pieces(samples, codes, row_length, sizes.get("num_segments"), 0, parallel)
         targets = _Targets.of(samples, pieces)
-        masks = targets.merged([trains.astype(np.float32) for trains in targets.trained], 0)
     packed = pack(
         [range(piece.start, piece.stop) for piece in pieces],
         row_length=row_length,
         parallel=parallel,
-        loads=[float(mask.sum()) for mask in masks],
+        loads=[float(mask.sum()) for mask in targets.masks()],
         bundles=[piece.bundle for piece in pieces],
         **sizes,
     )
@@ -81,10 +80,7 @@ def packed_trees(
     beside = rooms.packed(packed, length, parallel)
     with multihost.together(parallel):
         check_sample_ids(ids)
-        rows = batch_arrays([_read_by_models(sample) for sample in samples], pieces, packed, ids, True)
-        rows["loss_mask"] = packed.place(masks, 0, np.float32)
-        for name in head_extras:
-            rows[PREFIX + name] = _placed_head_extra(name, samples, targets, packed)
+        rows = _arrays_of_rows(samples, targets, packed, ids, head_extras)
         batch = batch_arrays(responses, whole_pieces(responses), beside, ids, False)
     if hosts:
         check_hosts(hosts, prompts, ids, [{**rows, **batch}], 0)
@@ -94,6 +90,19 @@ def packed_trees(
     warn_of_many_shapes("TokenTrees.from_samples", options, shape, len(sizes.get("buckets") or ()))
     count = packed.micro_batches
     return PackedTrees({**rows, "micro_batches": count}, {**batch, "micro_batches": count}, places)
+
+
+def _arrays_of_rows(
+    samples: Sequence[Sample], targets: _Targets, packed: Packed, ids: Sequence[int], head_extras: Sequence[str]
+) -> dict[str, Any]:
+    """What models and heads read: tokens, and where a token of any sample trains."""
+    rows: dict[str, Any] = batch_arrays(
+        [_read_by_models(sample) for sample in samples], targets.pieces, packed, ids, True
+    )
+    rows["loss_mask"] = packed.place(targets.masks(), 0, np.float32)
+    for name in head_extras:
+        rows[PREFIX + name] = _placed_head_extra(name, samples, targets, packed)
+    return rows
 
 
 def _check_options(
@@ -151,6 +160,10 @@ class _Targets(NamedTuple):
                 path.append(parent)
             paths[piece.sample] = path[::-1]
         return cls(pieces, [paths[i] for i in range(len(samples))], trained)
+
+    def masks(self) -> list[Shaped[np.ndarray, " n"]]:
+        """For each piece 1 where a token of any sample trains, else 0."""
+        return self.merged([trains.astype(np.float32) for trains in self.trained], 0)
 
     def merged(self, values: Sequence[Shaped[np.ndarray, "n ..."]], fill: float) -> list[Shaped[np.ndarray, "n ..."]]:
         """For each piece the values at positions that train a sample, which are equal in all of them; else the fill.

@@ -46,11 +46,11 @@ def second_pass(work: Work, local: Local, width: int, by_token: Any, sums_at: Su
     dfeatures = work.vary(tuple(jnp.zeros(feature.shape, jnp.float32) for feature in work.features))
     dparameters = tuple(vary(jnp.zeros(p.shape, p.dtype), varying(p)) for p in local.parameters)
     dfeatures, dparameters = loop(-(-V // width), one_block, (dfeatures, dparameters))
-    dfeatures_of_caller = []
+    feature_cotangents = []
     for dfeature, primal in zip(dfeatures, local.features, strict=True):
         total = sum_features(work, partial(stored, dfeature, 0), primal)
-        dfeatures_of_caller.append(feature_cotangent(work, total, primal))
-    return Local(tuple(dfeatures_of_caller), dparameters, None, None)
+        feature_cotangents.append(feature_cotangent(work, total, primal))
+    return Local(tuple(feature_cotangents), dparameters, None, None)
 
 
 def _write_tile(block: Work, sums_at: Callable[..., Any], by_token: Any, i: Index, carry: Any) -> Any:

@@ -196,11 +196,11 @@ def _evaluate(
         log_q = exact_log_p(teacher_z, teacher_softmax)
         return sums_of_terms(call, student.columns, log_p, log_q), slopes
 
-    sums_of_shard = compared(student, teacher, softmaxes, sums_and_slopes)
-    sums = axes.psum(vary(jnp.stack(jax.tree.leaves(sums_of_shard)), axes.tensor), axes.tensor)
+    shard_sums = compared(student, teacher, softmaxes, sums_and_slopes)
+    sums = axes.psum(vary(jnp.stack(jax.tree.leaves(shard_sums)), axes.tensor), axes.tensor)
     # a head that excludes all columns has no distribution
-    exist = (student_softmax[0] > LOW / 2) & (teacher_softmax[0] > LOW / 2)
-    sums = jnp.where(exist[None], sums, jnp.nan)
+    has_columns = (student_softmax[0] > LOW / 2) & (teacher_softmax[0] > LOW / 2)
+    sums = jnp.where(has_columns[None], sums, jnp.nan)
     sums, softmaxes = student.order.take_back((sums.T, softmaxes))
     sums_and_slopes_of_tokens = tuple(where_counts(local.counts, column) for column in sums.T)
     count = len(call.divergences)

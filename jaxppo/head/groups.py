@@ -32,11 +32,11 @@ def one_pass_in_groups(
     def one_group(g: Index, carry: Any) -> Any:
         results, dfeatures, totals = carry
         start = g * group
-        of_group = _group_of(work, start, group)
-        group_results, d_raw = one_pass(of_group, loss, read(per_token, start, group))
+        group_work = _group_of(work, start, group)
+        group_results, d_raw = one_pass(group_work, loss, read(per_token, start, group))
         # without a barrier XLA for TPUs computes them in both products that read them
         d_raw = lax.optimization_barrier(d_raw)
-        gradients, totals = _products_of_group(of_group, local, totals, d_raw)
+        gradients, totals = _products_of_group(group_work, local, totals, d_raw)
         return write(results, group_results, start), write(dfeatures, gradients, start), totals
 
     stats = statistics.zero_stats(call.asked, work.tokens, work.rows)
@@ -48,25 +48,25 @@ def one_pass_in_groups(
         # at most all groups, which tells `audit` how many turns there may be
         turns = jnp.minimum(turns, work.rows // group)
     results, dfeatures, totals = lax.fori_loop(0, turns, one_group, (results, dfeatures, totals))
-    dfeatures_of_caller = []
+    feature_cotangents = []
     for total, primal in zip(dfeatures, local.features, strict=True):
-        dfeatures_of_caller.append(feature_cotangent(work, total, primal))
-    dparameters_of_caller = []
+        feature_cotangents.append(feature_cotangent(work, total, primal))
+    parameter_cotangents = []
     for k, primal in enumerate(local.parameters):
         dim = cut_dim(work, k)
         term = partial(stored, totals[k], dim)
-        dparameters_of_caller.append(sum_parameter(work, k, term, primal, totals[k].shape[dim]))
-    return results, Local(tuple(dfeatures_of_caller), tuple(dparameters_of_caller), None, None)
+        parameter_cotangents.append(sum_parameter(work, k, term, primal, totals[k].shape[dim]))
+    return results, Local(tuple(feature_cotangents), tuple(parameter_cotangents), None, None)
 
 
-def _products_of_group(of_group: Work, local: Local, totals: Parameters, d_raw: jax.Array) -> tuple[Any, Any]:
+def _products_of_group(group_work: Work, local: Local, totals: Parameters, d_raw: jax.Array) -> tuple[Any, Any]:
     """The gradients of a group's features, and the totals of those of parameters with the group's added."""
     gradients = []
     for k, primal in enumerate(local.features):
-        gradients.append(sum_features(of_group, partial(feature_term, of_group, k, d_raw), primal))
+        gradients.append(sum_features(group_work, partial(feature_term, group_work, k, d_raw), primal))
     added = []
     for k, total in enumerate(totals):
-        added.append(of_written(of_group, partial(_add, of_group, k, total, d_raw)))
+        added.append(of_written(group_work, partial(_add, group_work, k, total, d_raw)))
     return tuple(gradients), tuple(added)
 
 

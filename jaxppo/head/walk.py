@@ -201,8 +201,8 @@ def _loss_of_chunk(
     call = work.call
     raw = raw_logits(call, chunk.features, work.parameters)  # f32[C, V]
     z = work.logits(raw, chunk.tokens)
-    of_shard = statistics.reduce_columns(call.asked, z, chunk.tokens, work.columns, gathers=call.profile.gathers)
-    reduced = statistics.over_devices(work.vary(of_shard), call.axes)
+    shard_numbers = statistics.reduce_columns(call.asked, z, chunk.tokens, work.columns, gathers=call.profile.gathers)
+    reduced = statistics.over_devices(work.vary(shard_numbers), call.axes)
 
     def losses_of(sums: Numbers) -> Any:
         stats = statistics.stats_of_numbers(call.asked, reduced, chunk.tokens, call.vocab_size, sums)

@@ -30,10 +30,8 @@ def check_top_k(
       ValueError: ids: got 5 at (0, 1), expected each id once at a position
     """
     check_count("vocab_size", vocab_size, least=1)
-    ids, log_probs = (
-        as_array("ids", ids, "an array of integers"),
-        as_array("log_probs", log_probs, "an array of floats"),
-    )
+    ids = as_array("ids", ids, "an array of integers")
+    log_probs = as_array("log_probs", log_probs, "an array of floats")
     check_array("ids", ids)
     check_array("log_probs", log_probs, ids.shape, "that of ids", KINDS["teacher_log_probs"])
     log_probs = log_probs.astype(np.float64)

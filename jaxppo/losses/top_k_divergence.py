@@ -246,7 +246,8 @@ class OfIds(TokenLoss[TokenStats]):
     def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
         super().check_stats(stats, batch)
         how = "f32[R, T, K]: log_probs_from_hidden(..., ids=ids)"
-        own, shape = needed("stats.id_log_probs", stats.id_log_probs, how).shape, batch.extras[self.ids].shape
+        own = needed("stats.id_log_probs", stats.id_log_probs, how).shape
+        shape = batch.extras[self.ids].shape
         check("stats.id_log_probs", f"shape {own}", own == shape, f"that of {self.ids!r}, {shape}")
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle.preference as truth
 import pytest
-from oracle import OracleSample
 from policy_steps import by_sample, quick_jit, with_garbage
+from preference_steps import agree, oracle_of
 
 from jaxppo import (
     Normalizer,
@@ -25,7 +25,6 @@ from jaxppo import (
 from jaxppo.contrib.real import REAL
 from jaxppo.losses import preference
 from sharding import make_parallel_mesh
-from sharding.testing import assert_trees_close
 
 COUNT = 14
 LOSS = REAL(tau=0.4)
@@ -50,28 +49,8 @@ def step_of(seed):
     return samples
 
 
-def oracle_of(samples):
-    """At the positions that predict, `[16]`, as `by_sample` has them."""
-    found = []
-    for s in samples:
-        place = slice(s.start - 1, len(s.tokens) - 1)
-        arrays = {name: np.full(16, np.nan) for name in ("log_probs", "old_log_probs")}
-        arrays["log_probs"][place], arrays["old_log_probs"][place] = np.float32(s.returns), np.float32(s.old_log_probs)
-        mask = np.pad(s.mask[1:], (0, 17 - len(s.mask)))
-        found.append(OracleSample(mask, **arrays, reward=s.reward, group_id=s.group_id))
-    return found
-
-
-def agree(samples, batch, loss, gradient, found):
-    expected, by_token, metrics = truth.real(oracle_of(samples), tau=0.4)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    size = np.abs(by_token).max()
-    assert size > 0
-    assert_trees_close(by_sample(gradient, batch, COUNT), np.float32(by_token), rtol=2e-5, atol=1e-6 * size)
-    assert found.pop("broken_rules") == 0
-    assert found.keys() == metrics.keys()
-    for name, value in metrics.items():
-        np.testing.assert_allclose(found[name], value, rtol=2e-5, atol=1e-6, err_msg=name)
+def expected_of(samples):
+    return truth.real(oracle_of(samples, "old_log_probs"), tau=0.4)
 
 
 @pytest.mark.parametrize(("mesh", "layout"), [(None, "contiguous"), ("dp=2,cp=2,tp=2", "zigzag")])
@@ -89,7 +68,7 @@ def test_the_oracle(mesh, layout):
         (loss, found), gradient = jax.value_and_grad(fn, has_aux=True)(batch.returns)
         return loss, gradient, finalize_metrics(found)
 
-    agree(samples, batch, *quick_jit(run)(with_garbage(batch, np.nan)))
+    agree(expected_of(samples), batch, COUNT, quick_jit(run)(with_garbage(batch, np.nan)))
 
 
 def accumulated(batches):
@@ -110,7 +89,7 @@ def test_micro_batches_of_whole_groups_add_up():
     batches = preference.micro_batches_of_pairs(samples, 3, row_length=24)
     sizes = [len({*x[x >= 0].tolist()}) for x in np.asarray(batches.group_ids)]
     assert sorted(sizes) == [1, 1, 2]  # a mean of the parts' means is another number
-    agree(samples, batches, *quick_jit(accumulated)(batches))
+    agree(expected_of(samples), batches, COUNT, quick_jit(accumulated)(batches))
 
 
 def test_a_group_in_two_micro_batches_is_nan():

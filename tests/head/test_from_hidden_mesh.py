@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from head_cases import BF16, F32, H, R, T, call_head, check_head, head_arrays, truth, with_gradients
 from jax.sharding import PartitionSpec as P
+from programs import narrow_sums
 
 from jaxppo import Head, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
 from sharding import ParallelMesh, ShardAxes, make_parallel_mesh, vary
@@ -167,6 +168,26 @@ def test_inside_a_users_shard_map(kernel_spec, grad_inside):
     expected = truth(call_head, arrays, entropy="bonus")[1]
     got = in_shard_map(parallel, ShardAxes("dp", "cp", "tp"), arrays, kernel_spec, grad_inside=grad_inside)
     assert_trees_close(got, (expected["hidden"], expected["kernel"]), **F32)
+
+
+def test_hidden_states_that_devices_share_while_their_targets_differ():
+    """Each device has its own cotangents of them, which are summed in f32, and rounded once."""
+    mesh = jax.make_mesh((8,), ("dp",), (jax.sharding.AxisType.Auto,))
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(1, T, H)), jnp.bfloat16)
+    kernel = jnp.asarray(rng.normal(size=(H, 97)), jnp.bfloat16)
+    targets = jnp.asarray(rng.integers(0, 97, (8, T)), jnp.int32)
+
+    def total(hidden, targets):
+        stats = log_probs_from_hidden(hidden, kernel, targets, parallel=ShardAxes("dp", None, ()))
+        return jax.lax.psum(stats.log_probs.sum(), "dp")
+
+    fn = jax.grad(jax.shard_map(total, mesh=mesh, in_specs=(P(), P("dp")), out_specs=P()))
+    assert narrow_sums(fn, hidden, targets) == []
+    exact = jax.grad(
+        lambda h: log_probs_from_hidden(jnp.repeat(h, 8, 0), kernel.astype(jnp.float32), targets).log_probs.sum()
+    )(hidden.astype(jnp.float32))
+    assert_trees_close(jax.jit(fn)(hidden, targets).astype(jnp.float32), exact, **BF16)
 
 
 @pytest.mark.parametrize("grad_inside", [False, True])

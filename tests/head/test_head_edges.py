@@ -25,6 +25,7 @@ from jaxppo import (
     loss_from_stats,
     policy_loss_from_hidden,
 )
+from jaxppo.head.profiles import profile_of
 from jaxppo.losses.distillation import divergence_from_hidden
 from sharding import audit, make_parallel_mesh
 from sharding.testing import assert_trees_close
@@ -345,6 +346,21 @@ def test_memory_that_tokens_in_order_would_fill():
         return log_probs_from_hidden(hidden, kernel, targets, where=where, memory=2**21).log_probs
 
     assert audit(log_probs, hidden, targets == 0).notes == ("forward, 64 tokens x 1024 columns",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "like"),
+    [
+        ("NVIDIA GH200 480GB", "a card that nobody listed"),
+        ("NVIDIA H200", "H200"),
+        ("TPU v5 lite", "TPU v5e"),
+        ("TPU v99", "TPU"),
+        ("cpu", "cpu"),
+    ],
+)
+def test_the_profile_of_a_kind_of_device(kind, like):
+    """The kind of a GH200 has the word H200 in it, and less memory."""
+    assert profile_of(kind) == profile_of(like)
 
 
 # Numbers that are scalar arrays

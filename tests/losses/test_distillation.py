@@ -14,6 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 from oracle import other_losses
 from plain_head import reference_divergence
+from programs import narrow_sums
 
 from jaxppo import Head, LoRA, PolicyLossConfig, RolloutBatch, TokenStats, advantages, policy_loss
 from jaxppo.losses.distillation import Divergence, distillation_loss, divergence_from_hidden
@@ -92,12 +93,6 @@ def test_kernels_sharded_over_fsdp_and_bf16(sequence_parallel):
     assert all(g.dtype == jnp.bfloat16 for g in jax.tree.leaves(gradients))
     # A bf16 model's logit gradient is rounded to bf16 before its products, 2^-9 of each term.
     assert_trees_close(jax.tree.map(lambda g: g.astype(jnp.float32), gradients), exact, rtol=2**-7, atol=2**-8)
-
-
-def narrow_sums(fn, *args):
-    """The lines of a traced program that sum bf16 arrays over devices."""
-    lines = str(jax.make_jaxpr(fn)(*args)).splitlines()
-    return [line for line in lines if re.search(r":bf16\[.*= (psum|reduce_scatter)", line)]
 
 
 def test_hidden_states_of_which_only_the_students_are_sharded_by_position():

@@ -68,13 +68,14 @@ def step_of(seed: int) -> list[Sample]:
     return samples
 
 
-def oracle_of(samples: list[Sample]) -> list[OracleSample]:
-    """At the positions that predict, `[16]`, as `by_sample` has them."""
+def oracle_of(samples: list[Sample], other: str = "ref_log_probs") -> list[OracleSample]:
+    """At the positions that predict, `[16]`, as `by_sample` has them; `other` log-probs beside the policy's."""
     found = []
     for s in samples:
         place = slice(s.start - 1, len(s.tokens) - 1)
-        arrays = {name: np.full(16, np.nan) for name in ("log_probs", "ref_log_probs")}
-        arrays["log_probs"][place], arrays["ref_log_probs"][place] = np.float32(s.returns), np.float32(s.ref_log_probs)
+        arrays = {name: np.full(16, np.nan) for name in ("log_probs", other)}
+        arrays["log_probs"][place] = np.float32(s.returns)
+        arrays[other][place] = np.float32(getattr(s, other))
         mask = np.pad(s.mask[1:], (0, 17 - len(s.mask)))
         found.append(OracleSample(mask, **arrays, reward=s.reward, group_id=s.group_id, sample_id=s.sample_id))
     return found
@@ -103,11 +104,17 @@ def whole(name: str, mesh: str | None = None, layout: str = "contiguous"):
 
 
 def check(name: str, samples: list[Sample], batch: RolloutBatch, got) -> None:
+    agree(expected_of(name, samples), batch, len(samples), got, loss_atol=1e-6)
+
+
+def agree(expected, batch: RolloutBatch, count: int, got, *, loss_atol: float = 0.0) -> None:
+    """Loss, gradient by log-probs and metrics of a batch of so many samples are those that the oracle expects."""
     loss, gradient, found = got
-    expected, by_token, metrics = expected_of(name, samples)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
+    expected_loss, by_token, metrics = expected
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5, atol=loss_atol)
     size = np.abs(by_token).max()
-    assert_trees_close(by_sample(gradient, batch, len(samples)), np.float32(by_token), rtol=2e-5, atol=1e-6 * size)
+    assert size > 0
+    assert_trees_close(by_sample(gradient, batch, count), np.float32(by_token), rtol=2e-5, atol=1e-6 * size)
     assert found.pop("broken_rules") == 0
     assert found.keys() == metrics.keys()
     for key, value in metrics.items():

@@ -106,3 +106,9 @@ def compilations(fn):
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     return len(count)
+
+
+def narrow_sums(fn, *args):
+    """The lines of a traced program that sum bf16 arrays over devices."""
+    lines = str(jax.make_jaxpr(fn)(*args)).splitlines()
+    return [line for line in lines if re.search(r":bf16\[.*= (psum|reduce_scatter)", line)]
