@@ -55,8 +55,9 @@ quick: lint
 		tests/losses/test_policy_loss.py -x -n 2 --dist worksteal
 
 # Four runs: the tests of exact bits (all cases) and the head's tests (daytime cases) without QUICK_COMPILES, the tests of
-# numbers as on another processor, then everything but the first (all cases) with QUICK_COMPILES. nightly-PART-failed.txt
-# lists failures as they happen. nightly-PART-summary.md lists what ran, the times, the slowest tests and the seeds.
+# numbers as on another processor, then everything but the first (all cases) with QUICK_COMPILES: about three hours on two
+# cores, the last of the four about two and a half. nightly-PART-failed.txt lists failures and nightly-PART-ran.txt all
+# outcomes as they happen. nightly-PART-summary.md lists what ran, the times, the slowest tests and the seeds.
 HEADS = $(wildcard tests/head/test_from_*.py) $(patsubst %,tests/head/test_%.py,ids nucleus precision)
 NIGHTLY = $(RUN) -m pytest -n 2 --dist worksteal -p tests.support.nightly_summary
 nightly: lint types docs

@@ -9,6 +9,7 @@ import pytest
 import tiny_gguf
 import tiny_llama
 from safetensors.numpy import load_file, save_file
+from said import said_by
 
 from examples.real import gguf_folder, larger, smollm2
 from examples.trainer.arguments import parse
@@ -74,7 +75,7 @@ def test_its_tokenizer_splits_digits_and_asks_by_its_template(tmp_path):
 def test_other_models_are_refused(tmp_path, capsys, options, message):
     tiny_gguf.write(tmp_path / "tiny.gguf", **options)
     assert gguf_folder.main([str(tmp_path / "tiny.gguf"), str(tmp_path / "folder")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = said_by("gguf_folder", capsys)
     assert message in line
     assert not (tmp_path / "folder" / "config.json").exists()
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from html_pages import CHROMIUM, Read, browser_rules, chromium
 from matplotlib import image
+from said import said_by
 from tensorboardX.proto.event_pb2 import Event
 
 from examples.trainer.report import main
@@ -209,7 +210,7 @@ def test_devices_of_one_colour_hold_the_same(tmp_path):
 def test_a_folder_that_is_no_run(tmp_path, capsys, name):
     (tmp_path / "empty").mkdir()
     assert main([str(tmp_path / name)]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
+    (error,) = said_by("examples.trainer.report", capsys)
     assert error.startswith(
         f"examples.trainer.report: error: run: got {tmp_path / name}, expected the --out folder of a run"
     )

@@ -102,6 +102,8 @@ def test_summary_of_a_run_in_two_workers(tmp_path, monkeypatch):
     assert found["search_seed"] == 7
     assert found["exit_code"] == 1
     assert "assert False" in (tmp_path / "few-failed.txt").read_text()
+    ran = {*(tmp_path / "few-ran.txt").read_text().splitlines()}
+    assert {"failed test_few.py::test_bad", "passed test_few.py::test_good"} <= ran
     text = (tmp_path / "few-summary.md").read_text()
     for part in ("1 failed, 1 passed, 2 skipped", "- test_few.py::test_bad", "1 x Skipped: no such card", "seed 7`"):
         assert part in text

@@ -1,6 +1,6 @@
 """A summary of a nightly run in NAME-summary.md and .json: what ran, how long, the slowest, the seeds.
 
-Failures are written to NAME-failed.txt as they happen.
+Failures are written to NAME-failed.txt as they happen, and the outcome of each test to NAME-ran.txt.
 
 A pytest plugin, `-p tests.support.nightly_summary --summary=NAME`. With xdist, the process that hands out
 the tests writes it, from the reports of its workers.
@@ -27,6 +27,8 @@ class Summary:
     def __init__(self, folder: Path, name: str):
         self.failures = folder / f"{name}-failed.txt"
         self.failures.write_text("")
+        self.ran = folder / f"{name}-ran.txt"
+        self.ran.write_text("")
         self.summary = folder / f"{name}-summary"
         self.began = time.time()
         self.seconds: dict[str, float] = defaultdict(float)
@@ -42,6 +44,9 @@ class Summary:
                 file.write(f"{report.nodeid}\n{report.longreprtext}\n\n")
         if report.skipped and isinstance(report.longrepr, tuple):
             self.reasons[report.longrepr[2]] += 1
+        if report.when == "teardown":
+            with self.ran.open("a") as file:
+                file.write(f"{self.outcomes[report.nodeid]} {report.nodeid}\n")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped and self.outcomes.get(report.nodeid) != "skipped":  # a whole file, once of all workers
