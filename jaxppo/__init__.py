@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jaxppo.losses.doors import policy_loss, policy_loss_from_hidden
     from jaxppo.policy.config import PolicyLossConfig
     from jaxppo.policy.off_policy import OffPolicyConfig, Rejection
+    from jaxppo.policy.unusable import Unusable
     from jaxppo.policy_losses import CISPO, GSPO, PPO, SAPO
     from jaxppo.sharding import ParallelMesh, ShardAxes, make_parallel_mesh
     from jaxppo.step.accumulate import accumulate_gradients, compute_log_probs
@@ -47,6 +48,7 @@ else:
             "jaxppo.losses.doors": ["policy_loss", "policy_loss_from_hidden"],
             "jaxppo.policy.config": ["PolicyLossConfig"],
             "jaxppo.policy.off_policy": ["OffPolicyConfig", "Rejection"],
+            "jaxppo.policy.unusable": ["Unusable"],
             "jaxppo.policy_losses": ["CISPO", "GSPO", "PPO", "SAPO"],
             "jaxppo.sharding": ["ParallelMesh", "ShardAxes", "make_parallel_mesh"],
             "jaxppo.step.accumulate": ["accumulate_gradients", "compute_log_probs"],
@@ -62,7 +64,7 @@ else:
 # in the order of use: the head, batches and steps, policy losses, losses as values, meshes, modules with rarer names
 __all__ = ["Head", "LoRA", "TokenStats", "compute_log_probs", "log_probs_from_hidden", "log_probs_from_logits"]
 __all__ += ["Normalizer", "RolloutBatch", "Sample", "accumulate_gradients", "explain_broken_rules", "finalize_metrics"]
-__all__ += ["CISPO", "GSPO", "KL", "PPO", "SAPO", "OffPolicyConfig", "PolicyLossConfig", "Rejection"]
+__all__ += ["CISPO", "GSPO", "KL", "PPO", "SAPO", "OffPolicyConfig", "PolicyLossConfig", "Rejection", "Unusable"]
 __all__ += ["policy_loss", "policy_loss_from_hidden"]
 __all__ += ["SFT", "TokenLoss", "Value", "loss_from_hidden", "loss_from_stats"]
 __all__ += ["ParallelMesh", "ShardAxes", "advise", "assert_packing_invariant", "make_parallel_mesh"]

@@ -22,6 +22,7 @@ from jaxppo.batch.reads import PER_TOKEN
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.samples import Sample, check_samples
 from jaxppo.policy.off_policy import OffPolicyConfig, correction
+from jaxppo.policy.unusable import Unusable, UnusableRule, check_rule, not_finite
 from jaxppo.sharding import ShardAxes
 
 
@@ -111,7 +112,7 @@ def drop_equal_groups(samples: Sequence[Sample], *, keep_lone: bool = False, tol
 
 
 def accepted_samples(
-    batch: RolloutBatch, config: OffPolicyConfig, *, parallel: Parallel = None
+    batch: RolloutBatch, config: OffPolicyConfig, *, unusable: UnusableRule = "nan", parallel: Parallel = None
 ) -> Bool[Array, "*K R S"]:
     """The samples that rejections, veto and bounds of an off-policy correction leave in, before the step.
 
@@ -121,6 +122,7 @@ def accepted_samples(
     Args:
       batch, parallel: see `spread`; the batch's `old_log_probs` and `rollout_log_probs` are read too.
       config: the correction. Its `opsm_delta`, which reads advantages, and `batch_normalize` are not read.
+      unusable: that of the loss, see `PolicyLossConfig`, for log-probs of old policy and sampler.
 
     Returns:
       `bool[R, S]`; False also where a sample has no loss token. Under `jit`, False for all samples in place of the
@@ -138,8 +140,10 @@ def accepted_samples(
     """
     if not isinstance(config, OffPolicyConfig):
         raise TypeError(f"config: got {type(config).__name__}, expected OffPolicyConfig")
+    check_rule(unusable)
     config = dataclasses.replace(config, opsm_delta=None, batch_normalize=False)
-    accepted = on_rows("accepted_samples", _accepted_samples, parallel, batch, {}, static=config, per_sample=True)
+    static = config, unusable
+    accepted = on_rows("accepted_samples", _accepted_samples, parallel, batch, {}, static=static, per_sample=True)
     if readable(accepted):
         got = "a loss mask or log-probs that break a rule of a loss"
         check("batch", got, not np.isnan(accepted).any(), "none: batch.validate(vocab_size) names the first entry")
@@ -147,24 +151,35 @@ def accepted_samples(
 
 
 @of_rows
-def _accepted_samples(axes: ShardAxes, config: OffPolicyConfig, batch: RolloutBatch) -> jax.Array:
+def _accepted_samples(axes: ShardAxes, static: tuple[OffPolicyConfig, UnusableRule], batch: RolloutBatch) -> jax.Array:
     """f32[R, S], 1 for accepted samples; NaN for all of a step whose loss would be NaN."""
+    config, rule = static
     segments = batch.segments(axes)
     tokens = LossTokens.of(batch)
     names = set(config.policies)
     if "current" in names:  # it is the old one
         names = names - {"current"} | {"old"}
-    log_probs = {name: _log_probs(batch, tokens, name) for name in sorted(names)}
+    log_probs = {name: _log_probs(batch, tokens, name, rule) for name in sorted(names)}
     policies = {"current": log_probs.get("old"), "old": log_probs.get("old"), "rollout": log_probs.get("rollout")}
-    weights, _ = correction(policies, jnp.zeros_like(tokens.mask), tokens.mask, segments, config)
+    unusable = not_finite(batch, [f"{name}_log_probs" for name in sorted(names | {"rollout"})])
+    mask = tokens.mask
+    if isinstance(rule, Unusable) and rule.denominators == "out":
+        mask = jnp.where(unusable, 0, mask)
+    weights, _ = correction(policies, jnp.zeros_like(mask), mask, segments, config)
+    if isinstance(rule, Unusable) and rule.policy == "weight_0":
+        weights = jnp.where(unusable, 0, weights)
     weighted_tokens = segments.sum((weights > 0).astype(jnp.float32))
     accepted = (weighted_tokens > 0).astype(jnp.float32)
     unsound = total(axes, sum(log_probs.values(), tokens.unsound))
     return jnp.where(jnp.isnan(unsound), jnp.nan, accepted)
 
 
-def _log_probs(batch: RolloutBatch, tokens: LossTokens, policy: str) -> jax.Array:
-    """A policy's log-probs of the loss tokens, NaN where they break a rule."""
+def _log_probs(batch: RolloutBatch, tokens: LossTokens, policy: str, rule: UnusableRule) -> jax.Array:
+    """A policy's log-probs of the loss tokens, NaN where they break a rule, inf where an `Unusable` excuses them."""
     name = f"{policy}_log_probs"
     kind, _ = PER_TOKEN[name]
-    return tokens.read(kind, needed(f"batch.{name}", getattr(batch, name)), impossible=True)
+    log_probs = needed(f"batch.{name}", getattr(batch, name))
+    if not isinstance(rule, Unusable):
+        return tokens.read(kind, log_probs)
+    finite = jnp.isfinite(log_probs)
+    return jnp.where(finite, tokens.read(kind, jnp.where(finite, log_probs, 0)), jnp.inf)

@@ -38,7 +38,7 @@ FINITE = ValueRule("finite numbers where loss_mask is 1", lambda x, xp: ~xp.isfi
 WEIGHTS = ValueRule("finite weights of at least 0 where loss_mask is 1", lambda x, xp: ~(xp.isfinite(x) & (x >= 0)))
 FLAGS = ValueRule("0 or 1 where loss_mask is 1", lambda x, xp: (x != 0) & (x != 1))
 
-_IMPOSSIBLE = "For tokens that a policy finds impossible, -inf, see PolicyLossConfig.impossible_tokens"
+_UNUSABLE = "For tokens without a finite log-prob see PolicyLossConfig.unusable"
 OF_MODELS = "hidden states, heads and the temperature hold no NaN or inf"
 
 # Arrays of tokens, [R, T]: the kind of each, and more words for some.
@@ -49,12 +49,12 @@ PER_TOKEN: dict[str, tuple[ValueRule, str]] = {
     "teacher_target_log_probs": (SAMPLED, ", the teacher's of the targets; those above 0 count as 0"),
     "loss_weights": (WEIGHTS, ""),
     "selected": (FLAGS, ", as covariance_mask gives them"),
-    "old_log_probs": (LOG_PROBS, f". {_IMPOSSIBLE}"),
+    "old_log_probs": (LOG_PROBS, f". {_UNUSABLE}"),
     "ref_log_probs": (LOG_PROBS, ""),
-    "rollout_log_probs": (SAMPLED, f"; those above 0 count as 0. {_IMPOSSIBLE}"),
+    "rollout_log_probs": (SAMPLED, f"; those above 0 count as 0. {_UNUSABLE}"),
     "log_probs": (
         LOG_PROBS,
-        f", from the policy: {OF_MODELS}, and targets are in the vocabulary, as are nucleus_ids. {_IMPOSSIBLE}",
+        f", from the policy: {OF_MODELS}, and targets are in the vocabulary, as are nucleus_ids. {_UNUSABLE}",
     ),
     "entropy": (ENTROPIES, f", from the policy: {OF_MODELS}"),
     "log_z": (FINITE, f", from the policy: {OF_MODELS}"),

@@ -22,7 +22,8 @@ from jaxppo.batch.validation import checked
 from jaxppo.head.head import TokenStats
 from jaxppo.head.token_arguments import check_stats
 from jaxppo.losses.policy_tokens import BY_RATIO, PolicyTokenLoss, check_needed
-from jaxppo.policy.config import ImpossibleTokens, PolicyLossConfig
+from jaxppo.policy.config import PolicyLossConfig
+from jaxppo.policy.unusable import UnusableRule
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 
 __all__ = ["adaptive_clip"]
@@ -42,7 +43,7 @@ def adaptive_clip(
     high: Bounds = (1.2, 2.0),
     step: float = 0.05,
     first: First = "high",
-    impossible_tokens: ImpossibleTokens = "nan",
+    unusable: UnusableRule = "nan",
     parallel: ParallelMesh | ShardAxes | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """BAPO's bounds of a step: (clip_low, clip_high) of the first bounds with P / N of at least the target.
@@ -62,7 +63,8 @@ def adaptive_clip(
       low, high: the first and the last lower bound of the ratio, at most 1, and upper bound, at least 1.
       step: by which a bound is raised.
       first: the bound that is raised first: "high", as in the paper, or "low", as in the published code.
-      impossible_tokens: that of the loss, see `PolicyLossConfig`; with "leave_out" such tokens are in no sum.
+      unusable: that of the loss, see `PolicyLossConfig`. Tokens without a policy loss are in no sum, and those with a
+        ratio of 1 have it here too.
       parallel: the mesh.
 
     Returns:
@@ -85,7 +87,7 @@ def adaptive_clip(
     check_whole_step("adaptive_clip", batch)
     check_stats(stats, batch.loss_mask.shape)
     check_choice("first", first, First)
-    config = PolicyLossConfig(ratio_to=ratio_to, impossible_tokens=impossible_tokens)
+    config = PolicyLossConfig(ratio_to=ratio_to, unusable=unusable)
     check_needed(batch, config)
     lows = _steps("low", low, 0, 1, step)
     highs = _steps("high", high, 1, np.inf, step)
@@ -115,9 +117,11 @@ def _steps(what: str, bounds: Bounds, least: float, most: float, step: float) ->
 def _per_shard(axes: ShardAxes, static: tuple[Any, ...], *arrays: Any) -> tuple[jax.Array, jax.Array]:
     config, lows, highs, first = static
     log_probs, batch, target = lax.stop_gradient(as_rows(arrays))
-    left_out = PolicyTokenLoss(config).left_out(TokenStats(log_probs), batch)
-    if left_out is not None:
-        batch = dataclasses.replace(batch, loss_mask=jnp.where(left_out, 0, batch.loss_mask))
+    loss = PolicyTokenLoss(config)
+    without = loss.without_policy_loss(TokenStats(log_probs), batch)
+    batch = loss.agreeing(log_probs, batch)
+    if without is not None:
+        batch = dataclasses.replace(batch, loss_mask=jnp.where(without, 0, batch.loss_mask))
     advantages, ratio = _advantages_and_ratio(config, log_probs, batch)
     positive = jnp.stack([(jnp.maximum(advantages, 0) * jnp.minimum(ratio, high)).sum() for high in highs])
     negative = jnp.stack([(jnp.maximum(-advantages, 0) * jnp.maximum(ratio, low)).sum() for low in lows])

@@ -8,17 +8,18 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxppo.base.arrays import check, needed
 from jaxppo.base.traced import leaves, with_leaves
 from jaxppo.batch.reads import at_most_one
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.policy_tokens import OfConfig, check_config
+from jaxppo.losses.policy_tokens import OfConfig, PolicyTokenLoss, check_config
 from jaxppo.losses.token_loss import Losses, Reads
 from jaxppo.losses.top_k_divergence import OfIds, PerId, with_tail
 from jaxppo.policy.config import PolicyLossConfig
+from jaxppo.policy.unusable import Unusable
 from jaxppo.policy_losses.base import checked_result, choice
 from jaxppo.sharding import Segments
 
@@ -48,15 +49,16 @@ class ScoreCentering(OfConfig, OfIds):
         rho = (1 - sum q) / (1 - sum p),   a = rho f(1 / rho)
 
     Use this term as a part of a sum beside the config: its value means nothing, only its gradient, which is exact if
-    the ids are all that the sampler could draw. An id that the policy finds impossible makes the loss NaN. With
-    `impossible_tokens="leave_out"` its c_v is 0, since drawing it has no policy loss.
+    the ids are all that the sampler could draw. An id that the policy finds impossible makes the loss NaN. With an
+    `Unusable` its c_v is 0, since drawing it has no policy loss. A token without a policy loss because the sampler's
+    log-prob is not finite has no term either.
 
     The metrics are `loss` (its value), `policy_mass` and `rollout_mass` (sum p and sum q, means over tokens),
     `rollout_capped` (see docs/metrics.md) and `broken_rules`.
 
     Args:
       config: the config of the `policy_loss` to which this term is added. Only its loss, `ratio_to`, aggregation and
-        `impossible_tokens` are read.
+        `unusable` are read.
       tail: "bucket", or "renormalise" if the ids are the sampler's whole nucleus: p and q are then divided by their
         sums, and a is 0, since there is no tail. The log-probs of the policy loss then need the same `nucleus_ids`.
       ids, log_probs: the names of the extras that hold the sampler's top-k and its log-probs of these ids over the
@@ -104,9 +106,16 @@ class ScoreCentering(OfConfig, OfIds):
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
         arrays = {**super().reads(stats, batch, segments), "advantages": batch.advantages}
         own = arrays.get("id_log_probs")
-        if own is not None and self.config.impossible_tokens == "nan":
+        if own is not None and not isinstance(self.config.unusable, Unusable):
             arrays["id_log_probs"] = jnp.where(jnp.isneginf(own), jnp.nan, own)
         return arrays
+
+    def left_out(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
+        """The loss tokens whose policy loss is 0, whichever id was drawn."""
+        return PolicyTokenLoss(self.config).without_policy_loss(None, batch)
+
+    def unusable_tokens(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
+        return PolicyTokenLoss(self.config).unusable_tokens(None, batch)
 
     def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
         ids, log_p, log_q = self.of_ids(stats, batch)
@@ -114,7 +123,7 @@ class ScoreCentering(OfConfig, OfIds):
         log_p = with_tail(log_p, has_id, self.tail)
         log_q = with_tail(at_most_one(log_q, has_id), has_id, self.tail)
         impossible = jnp.isneginf(log_p)
-        if self.config.impossible_tokens == "leave_out":
+        if isinstance(self.config.unusable, Unusable):
             finite = jnp.where(impossible, 0, log_p)
             of_impossible = 0.0
         else:

@@ -17,6 +17,7 @@ from jaxppo.base.arrays import check, is_number
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy.off_policy import OffPolicyConfig, Rejection, Statistic
+from jaxppo.policy.unusable import Unusable
 from jaxppo.policy_losses import CISPO, GSPO, PPO, Reinforce
 
 _THRESHOLD = "seq_logprob_error_threshold"
@@ -58,17 +59,23 @@ def with_options(config: PolicyLossConfig, algo_config: Any, asked: dict[str, An
     """The config with these corrections of Tunix's, and with a ratio of 1 where Tunix has one.
 
     Beside a correction in the loss the ratio is 1, since its weight is over the current policy. Tunix keeps the
-    denominators and the penalties of tokens that the gates drop, as `OffPolicyConfig` does.
+    denominators and the penalties of tokens that the gates drop, as `OffPolicyConfig` does, and of tokens without a
+    finite log-prob.
     """
-    off_policy = _correction(algo_config, asked) if asked else config.off_policy
-    if asked or getattr(algo_config, "force_on_policy_ratio", False):
-        return dataclasses.replace(config, ratio_to="current", off_policy=off_policy)
+    if asked:
+        off_policy = _correction(algo_config, asked)
+        return dataclasses.replace(config, ratio_to="current", off_policy=off_policy, unusable=Unusable.of("tunix"))
+    if getattr(algo_config, "force_on_policy_ratio", False):
+        return dataclasses.replace(config, ratio_to="current")
     return config
 
 
 def check_options_of(config: PolicyLossConfig, algo_config: Any, asked: dict[str, Any]) -> None:
-    """Raises ValueError if the caller's own config does not do what Tunix's asks the loss for."""
-    wanted = with_options(config, algo_config, asked)
+    """Raises ValueError if the caller's own config does not do what Tunix's asks the loss for.
+
+    What it does with unusable tokens is its own choice: it has no option in Tunix.
+    """
+    wanted = dataclasses.replace(with_options(config, algo_config, asked), unusable=config.unusable)
     if wanted == config:
         return
     name = next(iter(asked), "force_on_policy_ratio")

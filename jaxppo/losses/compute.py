@@ -184,7 +184,8 @@ def step_of(
         batch = dataclasses.replace(batch, extras=extras)
     loss = part.with_numbers(loss, batch)
     segments = batch.segments(axes)
-    denominators = step_normalizer(batch, segments, normalizer, loss.aggregation, loss.off_policy)
+    options = loss.aggregation, loss.off_policy, loss.out_of_denominators
+    denominators = step_normalizer(batch, segments, normalizer, *options)
     reads = reads_of(loss, stats, batch, segments)
     rule_reads = dict(reads)
     if loss.aggregation == "rollout_mean":
@@ -200,7 +201,7 @@ def step_of(
     if batch.loss_weights is not None:
         weights *= masked(batch.loss_weights, batch.loss_mask)
     known = frozenset(name for name, x in reads.items() if x is not None)
-    step = Step(loss, batch, batch, segments, denominators, weights, broken, known, None, capped)
+    step = Step(loss, batch, batch, segments, denominators, weights, broken, known, None, None, capped)
     return _without_left_out(step, stats)
 
 
@@ -221,15 +222,18 @@ def _without_left_out(step: Step, stats: Any) -> Step:
     mask = step.whole_batch.loss_mask
     weights = step.weights
     left_out = loss.left_out(stats, step.whole_batch)
-    if left_out is not None:  # the denominators still count all tokens
+    if left_out is not None:  # the normalizer knows whether the denominators count them
         check_tokens(f"{name_of(loss)}.left_out", left_out, mask.shape)
         weights = jnp.where(left_out, 0, weights)
         mask = jnp.where(left_out, 0, mask)
+    unusable = loss.unusable_tokens(stats, step.whole_batch)
+    if unusable is not None:
+        check_tokens(f"{name_of(loss)}.unusable_tokens", unusable, mask.shape)
     # NaN in the weights makes gradients NaN too; a factor of the summed losses would cost one more
     # multiplication of the kernel's gradient
     batch = masked_batch(step.whole_batch, mask)
     weights = weights * jnp.where(step.broken.any, jnp.nan, 1)
-    return dataclasses.replace(step, batch=batch, weights=weights, left_out=left_out)
+    return dataclasses.replace(step, batch=batch, weights=weights, left_out=left_out, unusable=unusable)
 
 
 def _broken_rules(
@@ -282,8 +286,8 @@ def finish(step: Step, stats: Any, total: Float[Array, ""] | None = None) -> Los
     broken = step.broken.metric(total)
     total += jnp.where(step.broken.any | ~jnp.isfinite(total), jnp.nan, 0)  # also if no token has a weight
     terms = metrics_of(loss, lax.stop_gradient(seen), step, constants)
-    if step.left_out is not None:
-        terms["impossible_tokens"] = (step.left_out, jnp.ones_like(mask), "sum")
+    if step.unusable is not None:
+        terms["unusable_tokens"] = (step.unusable, jnp.ones_like(mask), "sum")
     of_loss = Metric(lax.stop_gradient(total), jnp.float32(1), "sum")
     return total, reduce_metrics(axes, terms) | {"loss": of_loss, "broken_rules": broken}
 

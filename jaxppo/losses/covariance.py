@@ -39,6 +39,7 @@ def covariance_mask(
     """The tokens of a whole step that ClipCov takes out, or that KLCov penalises.
 
     Let c = (A - mean A) (log_prob - mean log_prob), with means over the step's N loss tokens, and n = max(1, share N).
+    Tokens without a policy loss because they are `Unusable` are not among them.
     KLCov picks the tokens with the n highest c. ClipCov picks n random tokens among those with low < c < high that the
     ratio does not clip. The randomness of a token depends on (key, sample id, position) alone, so that packing, mesh
     and micro-batches do not change which tokens are picked.
@@ -74,12 +75,13 @@ def covariance_mask(
         raise ValueError(f"config.loss: got {config.loss}, expected one that selects tokens, such as ClipCov or KLCov")
     check_stats(stats, batch.loss_mask.shape)
     check_needed(batch, config)
-    left_out = PolicyTokenLoss(config).left_out(stats, batch)
-    if left_out is not None:
-        batch = dataclasses.replace(batch, loss_mask=jnp.where(left_out, 0, batch.loss_mask))
+    loss = PolicyTokenLoss(config)
     static, traced = take_arrays(config.loss)
     log_probs = lax.stop_gradient(stats.log_probs)
-    old = old_log_probs(log_probs, batch, config)
+    old = old_log_probs(log_probs, loss.agreeing(log_probs, batch), config)
+    without = loss.without_policy_loss(stats, batch)
+    if without is not None:
+        batch = dataclasses.replace(batch, loss_mask=jnp.where(without, 0, batch.loss_mask))
     args = {"stats": log_probs, "old_log_probs": old, "batch": batch, "key": key, "config": traced}
     given = args, lambda p: ([*[batch.specs(p).loss_mask] * 2, batch.specs(p), P(), P()], batch.specs(p).loss_mask)
     kind = PER_TOKEN[BY_RATIO.get(config.ratio_to, "log_probs")][0]

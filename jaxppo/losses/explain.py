@@ -45,8 +45,8 @@ class ExplainedTokens:
         - "contribution", the weight times the sum of the terms: the sum over tokens is the loss;
         - "gradient", the derivative of the loss by the token's log-prob.
       reason: `i32[R, T]`, the index in `reasons` of the reason why the loss does not train the token; 0 for none.
-      reasons: "", "padding", "masked", "impossible" (left out by `impossible_tokens`), "no weight", those of the loss,
-        "no gradient" (none of these, and the derivative by all statistics is 0).
+      reasons: "", "padding", "masked", "unusable" (a log-prob is not finite, see `Unusable`), "no weight", those of the
+        loss, "no gradient" (none of these, and the derivative by all statistics is 0).
       targets, loss_mask: `[R, T]`, those of the explained batch, by which `write_tokens` knows it; None of none known.
 
     Example:
@@ -77,9 +77,9 @@ def explain_tokens(
 
     From hidden states, compute the statistics first: `log_probs_from_hidden(..., entropy=config.entropy_mode)`. The
     reasons of a policy loss are about its policy term: a token that is clipped may still be moved by the KL penalty, as
-    its "gradient" shows. In the order of precedence they are "rejected by STATISTIC of POLICIES", "vetoed", "off-policy
-    sequence", "weight outside its bounds", "advantage 0", "selected" (`ClipCov`), "dual clip", "clipped above" (A > 0)
-    and "clipped below" (A < 0).
+    its "gradient" shows. In the order of precedence they are "unusable" (not where the token has a ratio of 1 instead),
+    "rejected by STATISTIC of POLICIES", "vetoed", "off-policy sequence", "weight outside its bounds", "advantage 0",
+    "selected" (`ClipCov`), "dual clip", "clipped above" (A > 0) and "clipped below" (A < 0).
 
     Args:
       stats: `TokenStats` of `log_probs_from_hidden` or `log_probs_from_logits`; a critic's values `f32[R, T]`.
@@ -144,8 +144,9 @@ def _explained(step: Step, stats: Any, numbers: Numbers, batch: RolloutBatch) ->
     arrays["gradient"] = slopes[0]  # the log-probs are the first of a head's statistics
     still = functools.reduce(jnp.logical_and, [(x == 0).reshape(*mask.shape, -1).all(axis=-1) for x in slopes])
     left_out = jnp.zeros(mask.shape, bool) if step.left_out is None else step.left_out
-    reasons = {"padding": step.batch.segment_ids <= 0, "masked": ~((mask > 0) | left_out), "impossible": left_out}
     own = flags_of(f"{name_of(loss)}.reasons", loss.reasons(seen, step, constants), mask.shape)
+    unusable = left_out | own.pop("unusable", False)
+    reasons = {"padding": step.batch.segment_ids <= 0, "masked": ~((mask > 0) | left_out), "unusable": unusable}
     reasons |= {"no weight": weights == 0, **own, "no gradient": still}
     reason = jnp.select([*reasons.values()], [*range(1, len(reasons) + 1)], 0)  # the first that holds
     brought = {name: masked(x, mask) for name, x in arrays.items()}

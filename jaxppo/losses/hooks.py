@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import KINDS, Aggregation, check, check_array, check_choice, check_number, check_type
+from jaxppo.base.arrays import KINDS, LOG_PROBS, Aggregation, check, check_array, check_choice, check_number, check_type
 from jaxppo.base.metrics import Composite, CompositeTerm, Metric, Reduce, Terms
 from jaxppo.base.traced import is_mark
 from jaxppo.losses.policy_tokens import OfConfig
@@ -44,6 +44,9 @@ def check_attributes(loss: TokenLoss[Any]) -> None:
     off_policy = loss.off_policy
     good = off_policy is None or isinstance(off_policy, OffPolicyConfig)
     check_type(f"{what}.off_policy", off_policy, good, "OffPolicyConfig or None")
+    names = loss.out_of_denominators
+    good = isinstance(names, tuple) and all(name in LOG_PROBS for name in names)
+    check(f"{what}.out_of_denominators", repr(names), good, f"a tuple with some of {LOG_PROBS}")
     check_type(f"{what}.token_local", loss.token_local, isinstance(loss.token_local, bool), "True or False")
     check_type(f"{what}.asks", loss.asks, isinstance(loss.asks, Asks), "losses.token_loss.Asks")
 

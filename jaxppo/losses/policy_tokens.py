@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -23,6 +22,7 @@ from jaxppo.losses.token_loss import OF_EVERY_LOSS, Asks, Losses, Reads, Step, T
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy.off_policy import correction as off_policy_correction
 from jaxppo.policy.off_policy import left_out_by
+from jaxppo.policy.unusable import Unusable, not_finite
 from jaxppo.policy_losses.base import Indicators, PolicyLoss, checked_result, choice, ratio_at
 from jaxppo.sharding import Segments
 
@@ -81,6 +81,7 @@ class OfConfig(TokenLoss[TokenStats]):
     aggregation = property(lambda self: self.config.aggregation)
     aggregation_norm = property(lambda self: self.config.aggregation_norm)
     off_policy = property(lambda self: self.config.off_policy)
+    out_of_denominators = property(lambda self: self.config.out_of_denominators)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +105,8 @@ class PolicyTokenLoss(OfConfig):
         if off_policy is not None:
             if "current" in off_policy.policies:  # the correction is not known before the log-probs
                 return False
-            if self.config.impossible_tokens == "leave_out" and not off_policy.token_local:
-                return False  # a token that is left out changes sequence statistics
+            if isinstance(self.config.unusable, Unusable) and not off_policy.token_local:
+                return False  # a token that the current policy finds impossible is in no mean over its sequence
         return self.config.loss.token_local
 
     def check(self, batch: RolloutBatch) -> None:
@@ -125,18 +126,43 @@ class PolicyTokenLoss(OfConfig):
         check("stats", got, stats.entropy_mode == "bonus", expected)
 
     def left_out(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
-        """The loss tokens with log-prob -inf under a policy that the config compares."""
-        if self.config.impossible_tokens == "nan":
+        """The loss tokens without policy loss, penalties and statistics, see `Unusable`."""
+        if not isinstance(self.config.unusable, Unusable):
             return None
-        compared = []
+        left_out = not_finite(batch, self.config.out_of_denominators)
         if stats is not None:
-            compared.append(stats.log_probs)
-        if "old" in self.config.policies and batch.old_log_probs is not None:
-            compared.append(batch.old_log_probs)
-        if batch.rollout_log_probs is not None:
-            compared.append(batch.rollout_log_probs)
-        impossible = [(batch.loss_mask > 0) & jnp.isneginf(x) for x in compared]
-        return functools.reduce(jnp.logical_or, impossible, jnp.zeros(batch.loss_mask.shape, bool))
+            left_out = left_out | ((batch.loss_mask > 0) & jnp.isneginf(stats.log_probs))
+        return left_out
+
+    def unusable_tokens(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
+        """The loss tokens with a log-prob that is not finite, see `Unusable`."""
+        left_out = self.left_out(stats, batch)
+        if left_out is None:
+            return None
+        return left_out | not_finite(batch, self.config.checked_log_probs)
+
+    def without_policy_loss(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
+        """The unusable tokens whose policy loss is 0."""
+        rule = self.config.unusable
+        if isinstance(rule, Unusable) and rule.policy == "weight_0":
+            return self.unusable_tokens(stats, batch)
+        return self.left_out(stats, batch)
+
+    def agreeing(self, log_probs: Float[Array, "R T"], batch: RolloutBatch) -> RolloutBatch:
+        """The batch with the current log-probs, constants, in place of those that an `Unusable` finds not finite."""
+        rule = self.config.unusable
+        if not isinstance(rule, Unusable):
+            return batch
+        own = lax.stop_gradient(log_probs)
+        replaced: dict[str, Array] = {}
+        for name in ("old_log_probs", "rollout_log_probs"):
+            given = getattr(batch, name)
+            if given is not None:
+                replaced[name] = jnp.where(jnp.isfinite(given), given, own)
+        if batch.ref_log_probs is not None and rule.penalties == "out":
+            unusable = not_finite(batch, self.config.checked_log_probs)
+            replaced["ref_log_probs"] = jnp.where(unusable, own, batch.ref_log_probs)
+        return dataclasses.replace(batch, **replaced)
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
         config = self.config
@@ -156,10 +182,22 @@ class PolicyTokenLoss(OfConfig):
             log_probs["log_probs"] = stats.log_probs
             if config.entropy_mode == "bonus":
                 reads["entropy"] = stats.entropy
+        return reads | self._but_unusable(log_probs, stats, batch)
+
+    def _but_unusable(
+        self, log_probs: Mapping[str, Array | None], stats: TokenStats | None, batch: RolloutBatch
+    ) -> dict[str, Array | None]:
+        """These log-probs, 0 where an `Unusable` excuses them from their rules."""
+        rule = self.config.unusable
         left_out = self.left_out(stats, batch)
-        if left_out is not None:
-            log_probs = {name: jnp.where(left_out, 0, x) for name, x in log_probs.items()}
-        return reads | log_probs
+        if not isinstance(rule, Unusable) or left_out is None:
+            return dict(log_probs)
+        excused = {"log_probs": left_out, "ref_log_probs": left_out}
+        for name in self.config.checked_log_probs:
+            excused[name] = left_out | not_finite(batch, [name])
+        if rule.penalties == "out":
+            excused["ref_log_probs"] = left_out | not_finite(batch, self.config.checked_log_probs)
+        return {name: x if x is None else jnp.where(excused[name], 0, x) for name, x in log_probs.items()}
 
     def constants(self, stats: TokenStats | None, step: Step) -> Correction | None:
         """The off-policy correction, None without one."""
@@ -186,9 +224,12 @@ class PolicyTokenLoss(OfConfig):
         batch = step.batch
         advantages = batch.advantages
         reasons: dict[str, Bool[Array, "R T"]] = {}
+        without = self.without_policy_loss(None, batch)
+        if without is not None:
+            reasons["unusable"] = without
         if off_policy is not None and constants is not None:
             policies = _policies(stats, batch)
-            reasons = left_out_by(policies, advantages, batch.loss_mask, step.segments, off_policy)
+            reasons |= left_out_by(policies, advantages, batch.loss_mask, step.segments, off_policy)
             if off_policy.outside == "zero":
                 reasons["weight outside its bounds"] = constants.weights == 0
 
@@ -210,10 +251,24 @@ class PolicyTokenLoss(OfConfig):
         policy, _ = self._policy(stats.log_probs, batch, constants, segments)
         terms = {"policy": policy}
         if config.kl is not None and config.penalises_kl:
-            terms["kl"] = config.kl.coef * reference_kl(config.kl, stats.log_probs, batch, segments)
+            terms["kl"] = config.kl.coef * self._kl(config.kl, stats.log_probs, batch, segments)
         if not is_zero(config.entropy_coef) and stats.entropy is not None:
-            terms["entropy"] = -(config.entropy_coef * stats.entropy)
+            terms["entropy"] = -(config.entropy_coef * self._penalty(stats.entropy, batch))
         return terms
+
+    def _kl(
+        self, kl: KL, log_probs: Float[Array, "R T"], batch: RolloutBatch, segments: Segments
+    ) -> Float[Array, "R T"]:
+        """The KL divergence to the reference at each token."""
+        divergence = reference_kl(kl, log_probs, self.agreeing(log_probs, batch), segments)
+        return self._penalty(divergence, batch)
+
+    def _penalty(self, penalty: Float[Array, "R T"], batch: RolloutBatch) -> Float[Array, "R T"]:
+        """A penalty of each token, 0 for those that an `Unusable` takes out of the penalties."""
+        rule = self.config.unusable
+        if not isinstance(rule, Unusable) or rule.penalties == "in":
+            return penalty
+        return jnp.where(not_finite(batch, self.config.checked_log_probs), 0, penalty)
 
     def metrics(self, stats: TokenStats, step: Step, constants: Correction | None) -> Terms:
         config = self.config
@@ -228,20 +283,23 @@ class PolicyTokenLoss(OfConfig):
         policy, indicators = self._policy(stats.log_probs, batch, constants, step.segments)
         kl = None
         if config.kl is not None and batch.ref_log_probs is not None:
-            kl = reference_kl(config.kl, stats.log_probs, batch, step.segments)
-        old = old_log_probs(stats.log_probs, batch, config)
+            kl = self._kl(config.kl, stats.log_probs, batch, step.segments)
+        entropy = stats.entropy
+        if entropy is not None:
+            entropy = self._penalty(entropy, batch)
+        old = old_log_probs(stats.log_probs, self.agreeing(stats.log_probs, batch), config)
         ratio = jnp.exp(log_ratio(stats.log_probs, old))
         compared = {"ppo_kl": old - stats.log_probs, "ratio_mean": ratio}
         if config.ratio_to == "old":
-            compared |= _sampler_distances(old, batch)
+            compared |= _sampler_distances(old, batch, step.unusable)
         else:
-            compared |= _sampler_distances(stats.log_probs, batch)
+            compared |= _sampler_distances(stats.log_probs, batch, step.unusable)
         corrected: Indicators = {}
         if constants is not None:
             corrected = constants.values
         _check_names(config.loss, indicators, corrected)
         indicators = indicators | corrected
-        values = {**indicators, "kl": kl, "entropy": stats.entropy, **compared}
+        values = {**indicators, "kl": kl, "entropy": entropy, **compared}
         terms: Terms = {name: reduced(x) for name, x in values.items() if x is not None}
         if config.clip_by_sign and "clip_fraction" in indicators:
             terms |= _clips_by_sign(indicators["clip_fraction"], batch.advantages, reduced)
@@ -261,7 +319,7 @@ class PolicyTokenLoss(OfConfig):
         """The corrected policy loss of each token, and the indicators of the config's loss."""
         loss = self.config.loss
         mask = batch.loss_mask
-        old = old_log_probs(log_probs, batch, self.config)
+        old = old_log_probs(log_probs, self.agreeing(log_probs, batch), self.config)
         if SELECTED in batch.extras:
             selected = masked(batch.extras[SELECTED], mask)
             result = loss(log_probs, old, batch.advantages, mask=mask, segments=segments, selected=selected)
@@ -270,6 +328,9 @@ class PolicyTokenLoss(OfConfig):
         policy, indicators = checked_result(loss, result, mask.shape)
         if correction is not None:
             policy = policy * correction.weights
+        without = self.without_policy_loss(None, batch)
+        if without is not None:
+            policy = jnp.where(without, 0, policy)
         return policy, indicators
 
 
@@ -284,11 +345,15 @@ def _clips_by_sign(
     return terms
 
 
-def _sampler_distances(trainer: Float[Array, "R T"], batch: RolloutBatch) -> Indicators:
-    """How far the sampler's log-probs are from the trainer's, if the batch has them."""
+def _sampler_distances(
+    trainer: Float[Array, "R T"], batch: RolloutBatch, unusable: Bool[Array, "R T"] | None
+) -> Indicators:
+    """How far the sampler's log-probs are from the trainer's, if the batch has them; 0 at unusable tokens."""
     if batch.rollout_log_probs is None:
         return {}
     apart = trainer - batch.rollout_log_probs
+    if unusable is not None:
+        apart = jnp.where(unusable, 0, apart)
     return {"sampler_log_prob_abs_diff": jnp.abs(apart), "sampler_k3": k3(apart)}
 
 

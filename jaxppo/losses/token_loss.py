@@ -25,7 +25,7 @@ from jaxppo.step.aggregation import Normalizer
 Stats = TypeVar("Stats")
 Reads = Mapping[str, Array | None]  # by the names of `reads` and `rules`; None for statistics that are yet to come
 Losses = Mapping[str, Float[Array, "R T"]]
-OF_EVERY_LOSS = frozenset({"loss", "broken_rules", "impossible_tokens"})  # metrics
+OF_EVERY_LOSS = frozenset({"loss", "broken_rules", "unusable_tokens"})  # metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Step:
     broken: Broken  # how often each rule is broken on all devices together
     known: frozenset[str]  # the names of what the loss reads, whose rules are among these
     left_out: Bool[Array, "R T"] | None  # the tokens of the loss mask without a loss; None where none is left out
+    unusable: Bool[Array, "R T"] | None  # the tokens of the loss mask that `TokenLoss.unusable_tokens` finds
     capped: Bool[Array, "R T"] | None  # the tokens whose sampler's log-prob was above 0; None without the sampler's
 
 
@@ -74,6 +75,8 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
     Attributes:
       aggregation, aggregation_norm: the denominators, see `token_weights`; fields in classes that let them be chosen.
       off_policy: the correction whose mean weight is in the normalizer.
+      out_of_denominators: the batch's log-probs that take a loss token out of the denominators where they are not
+        finite; `left_out` must leave it out too.
       token_local: the loss of a token depends only on the batch and on the statistics of that token.
       of_head: the statistics are a head's `TokenStats`.
       takes_nucleus: log-probs may be renormalised over a nucleus, see `loss_from_hidden`.
@@ -97,6 +100,7 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
     aggregation: Aggregation = "token_mean"
     aggregation_norm: float | None = None
     off_policy: OffPolicyConfig | None = None
+    out_of_denominators: tuple[str, ...] = ()
     of_head: ClassVar[bool] = True
     takes_nucleus: ClassVar[bool] = False
     by_token: ClassVar[bool] = True
@@ -127,6 +131,10 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
     def left_out(self, stats: Stats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
         """The loss tokens that the loss leaves out; None for none. `stats` are None before they are computed."""
         return None
+
+    def unusable_tokens(self, stats: Stats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
+        """The loss tokens that the metric `unusable_tokens` counts: those of `left_out`, and others with a loss."""
+        return self.left_out(stats, batch)
 
     def reads(self, stats: Stats | None, batch: RolloutBatch, segments: Segments) -> Reads:
         """Per-shard: the arrays of the batch, as the caller gave it, and of `stats` that the loss reads.

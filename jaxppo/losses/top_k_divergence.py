@@ -33,6 +33,7 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
 from jaxppo.head.token_arguments import as_id_sets
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss, for_each
+from jaxppo.policy.unusable import Unusable, UnusableRule, check_rule
 from jaxppo.sharding import Segments
 
 TopKDivergence = Literal[
@@ -256,6 +257,9 @@ class OfIds(TokenLoss[TokenStats]):
             found["id_log_probs"] = stats.id_log_probs
             if stats.ids is not None:
                 found["ids_of_stats"] = stats.ids
+        left_out = self.left_out(stats, batch)
+        if left_out is not None:
+            found[self.rule] = jnp.where(left_out[..., None], -jnp.inf, batch.extras[self.log_probs])
         return found
 
     def of_ids(self, stats: TokenStats, batch: RolloutBatch) -> tuple[Int[Array, "R T K"], PerId, PerId]:
@@ -303,9 +307,13 @@ class TopKDistillation(OfIds):
       log_probs: the name of the extra that holds the teacher's log-probs of these ids, see `top_k_divergence`.
       target_log_probs: the name of the extra that holds the teacher's log-probs of the targets, `[R, T]`, also of those
         that are ids; read for the tail "sampled" alone.
+      unusable: "nan", or `Unusable("weight_0")`: a token for which a log-prob of the teacher is NaN or inf has no loss,
+        and the metric `unusable_tokens` counts it. It stays in the denominators. With the tail "sampled" that of the
+        target must be finite, and the student's not -inf.
 
     Raises:
-      ValueError: an option out of its range, another divergence than "reverse_kl" with the tail "sampled".
+      ValueError: an option out of its range, another divergence than "reverse_kl" with the tail "sampled", another rule
+        for unusable tokens.
 
     Example:
       >>> from jaxppo.batch.extras import Extra
@@ -328,6 +336,7 @@ class TopKDistillation(OfIds):
     ids: str = "teacher_ids"
     log_probs: str = "teacher_log_probs"
     target_log_probs: str = "teacher_target_log_probs"
+    unusable: UnusableRule = "nan"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -337,6 +346,10 @@ class TopKDistillation(OfIds):
         if self.tail == "sampled":
             expected = "'reverse_kl' with tail='sampled', whose tokens the student has drawn"
             check("divergence", repr(self.divergence), self.divergence == "reverse_kl", expected)
+        check_rule(self.unusable)
+        good = self.unusable in ("nan", Unusable("weight_0"))
+        expected = "'nan' or Unusable('weight_0'): there is no ratio, and denominators do not depend on the teacher"
+        check("unusable", repr(self.unusable), good, expected)
 
     @property
     def asks(self) -> Asks:
@@ -356,11 +369,27 @@ class TopKDistillation(OfIds):
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
         found = {**super().reads(stats, batch, segments)}
+        if self.tail != "sampled":
+            return found
+        of_targets = {"teacher_target_log_probs": batch.extras[self.target_log_probs]}
+        if stats is not None:
+            of_targets["log_probs"] = stats.log_probs
+        left_out = self.left_out(stats, batch)
+        if left_out is not None:
+            of_targets = {name: jnp.where(left_out, 0, x) for name, x in of_targets.items()}
+        return found | of_targets
+
+    def left_out(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
+        """The loss tokens that lack a log-prob: of an id -inf is one, of a probability of 0."""
+        if self.unusable == "nan":
+            return None
+        of_ids = (batch.extras[self.ids] != -1) & ~(batch.extras[self.log_probs] < jnp.inf)
+        lacks = of_ids.any(axis=-1)
         if self.tail == "sampled":
-            found["teacher_target_log_probs"] = batch.extras[self.target_log_probs]
+            lacks = lacks | ~jnp.isfinite(batch.extras[self.target_log_probs])
             if stats is not None:
-                found["log_probs"] = stats.log_probs
-        return found
+                lacks = lacks | jnp.isneginf(stats.log_probs)
+        return (batch.loss_mask > 0) & lacks
 
     def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
         ids, log_p, log_q = self.of_ids(stats, batch)

@@ -22,10 +22,9 @@ from jaxppo.base.kl import KL
 from jaxppo.base.option_names import same_here
 from jaxppo.base.traced import is_frozen
 from jaxppo.policy.off_policy import OffPolicyConfig
+from jaxppo.policy.unusable import Unusable, UnusableRule, check_rule
 from jaxppo.policy_losses import BY_NAME, PPO, PolicyLoss
 from jaxppo.policy_losses.base import Loss
-
-ImpossibleTokens = Literal["nan", "leave_out"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +44,9 @@ class PolicyLossConfig(Loss):
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
       metric_aggregation: "token_mean", or "loss" to reduce per-token metrics as the loss is.
       off_policy: the correction for a sampler whose policy differs from the trainer's.
-      impossible_tokens: what to do with a loss token whose log-prob is -inf under the policy, under the old policy if
-        it is compared, or under the sampler if the batch has its log-probs. "nan": the loss is NaN if it depends on
-        that log-prob, else only metrics are. "leave_out": the token has no loss, penalty and gradient, and is in no
-        statistics and metrics but `impossible_tokens`, which counts it. Denominators still follow the mask.
+      unusable: what to do with a loss token that has a log-prob which is not finite, of the sampler or of a policy.
+        "nan": the loss is NaN if it depends on that log-prob, else only metrics are. Or an `Unusable`, by which such a
+        token has no policy loss, or one with a ratio of 1; the metric `unusable_tokens` counts them.
       clip_by_sign: adds the metrics `clip_fraction_positive` and `clip_fraction_negative`, by the advantage's sign.
 
     Raises:
@@ -69,7 +67,7 @@ class PolicyLossConfig(Loss):
     aggregation_norm: float | None = None
     metric_aggregation: MetricAggregation = "token_mean"
     off_policy: OffPolicyConfig | None = None
-    impossible_tokens: ImpossibleTokens = "nan"
+    unusable: UnusableRule = "nan"
     clip_by_sign: bool = False
 
     @classmethod
@@ -85,7 +83,7 @@ class PolicyLossConfig(Loss):
         places: list[tuple[str, Any]] = []
         for loss in dict.fromkeys([PPO, *BY_NAME.values()]):
             places.append(("loss", loss))
-        places += [("kl", KL), ("off_policy", OffPolicyConfig)]
+        places += [("kl", KL), ("off_policy", OffPolicyConfig), ("unusable", Unusable)]
         having = [f"{field}={kind.__name__}({name}=...)" for field, kind in places if name in kind.__dataclass_fields__]
         if having:
             return f"it in {' or '.join(having)}"
@@ -94,7 +92,8 @@ class PolicyLossConfig(Loss):
     def __post_init__(self) -> None:
         self._check_classes()
         check_field(self, "entropy_coef")
-        check_choices(self, ratio_to=RatioTo, metric_aggregation=MetricAggregation, impossible_tokens=ImpossibleTokens)
+        check_choices(self, ratio_to=RatioTo, metric_aggregation=MetricAggregation)
+        check_rule(self.unusable)
         check_flag("clip_by_sign", self.clip_by_sign)
         check_aggregation(self)
         self._check_ratio_counts_once()
@@ -146,6 +145,20 @@ class PolicyLossConfig(Loss):
         if self.off_policy is not None:
             policies |= self.off_policy.policies
         return policies
+
+    @property
+    def checked_log_probs(self) -> tuple[str, ...]:
+        """The log-probs of a batch that make a token unusable where they are not finite, if the batch has them."""
+        if "old" in self.policies:
+            return ("old_log_probs", "rollout_log_probs")
+        return ("rollout_log_probs",)
+
+    @property
+    def out_of_denominators(self) -> tuple[str, ...]:
+        """Those of them that also take the token out of the denominators."""
+        if isinstance(self.unusable, Unusable) and self.unusable.denominators == "out":
+            return self.checked_log_probs
+        return ()
 
     @property
     def penalises_kl(self) -> bool:

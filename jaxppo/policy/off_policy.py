@@ -233,10 +233,8 @@ def weight_sums(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Per-shard: the sum and the number of bounded weights over data and context, for `batch_normalize`.
 
-    "token" weights count once for each token, others once for each sequence with loss tokens. Tokens that either of the
-    two policies finds impossible are not counted.
+    "token" weights count once for each token, others once for each sequence with loss tokens.
     """
-    mask = jnp.where(jnp.isneginf(old_log_probs) | jnp.isneginf(rollout_log_probs), 0, mask)
     log_ratio = _log_ratio({"old": old_log_probs, "rollout": rollout_log_probs}, "old/rollout", mask)
     _, weights = importance_weights(log_ratio, mask, segments, config)
     counted = _float(mask > 0)
@@ -372,10 +370,16 @@ def _mean_over_runs(value: jax.Array, valid: jax.Array, segments: Segments) -> j
 
 
 def _pair(policies: Policies, compares: Compared, mask: jax.Array) -> list[jax.Array]:
-    """The log-probs of the two policies, constants, 0 where the mask is 0."""
+    """The log-probs of the two policies, constants, 0 where the mask is 0.
+
+    Where one of the two is not finite they are equal, a ratio of 1: see `Unusable`. Without such a rule the loss is NaN
+    there.
+    """
     expected = f"f32[R, T] for a correction by {compares!r}"
     pair = [needed(f"{name}_log_probs", policies[name], expected) for name in compares.split("/")]
-    return [lax.stop_gradient(masked(log_probs, mask)) for log_probs in pair]
+    a, b = (lax.stop_gradient(masked(log_probs, mask)) for log_probs in pair)
+    both = jnp.isfinite(a) & jnp.isfinite(b)
+    return [jnp.where(both, a, 0), jnp.where(both, b, 0)]
 
 
 def _log_ratio(policies: Policies, compares: Compared, mask: jax.Array) -> jax.Array:

@@ -120,11 +120,12 @@ def _nan_loss(seen: Seen) -> str | None:
 
 
 def _unusable_tokens(seen: Seen) -> str | None:
-    impossible = _largest(seen.last("impossible_tokens"))
-    if impossible > 0:
+    unusable = _largest(seen.last("unusable_tokens"))
+    if unusable > 0:
         return (
-            f"A policy finds {impossible:g} loss tokens impossible, which are left out: make the trainer replay what "
-            "the sampler cut off (top-p, top-k, masked columns)."
+            f"{unusable:g} loss tokens have a log-prob that is not finite and do not train as sampled: mend what the "
+            "sampler reports, or, at -inf, make the trainer replay what the sampler cut off (top-p, top-k, masked "
+            "columns)."
         )
     apart = seen.last("sampler_log_prob_abs_diff")
     if np.isfinite(seen.last("loss")).all() and not np.isfinite(apart).all():
@@ -291,15 +292,15 @@ def _critic(seen: Seen) -> str | None:
 _METRICS = "docs/metrics.md#what-is-wrong"
 _CORRECTION = "docs/policies.md#sampler-and-trainer"
 _UPDATES = "docs/training_step.md#several-updates-on-one-batch"
-_IMPOSSIBLE = "docs/policies.md#tokens-that-a-policy-finds-impossible"
+_UNUSABLE = "docs/policies.md#tokens-without-a-finite-log-prob"
 _ONE_OFF = "docs/troubleshooting.md#values-one-position-off"
 RULES = (
     Rule("nan_loss", ("broken_rules",), _nan_loss, "docs/troubleshooting.md#a-nan-loss"),
     Rule(
         "unusable_tokens",
-        ("impossible_tokens", "sampler_log_prob_abs_diff", "loss"),
+        ("unusable_tokens", "sampler_log_prob_abs_diff", "loss"),
         _unusable_tokens,
-        _IMPOSSIBLE,
+        _UNUSABLE,
     ),
     Rule("equal_rewards", ("equal_rewards",), _equal_rewards, _METRICS),
     Rule("no_reward", ("no_reward",), _no_reward, "docs/choosing_a_loss.md#which-advantages"),

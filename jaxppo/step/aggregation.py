@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxppo.batch.rollout_batch import RolloutBatch, check_arrays
 from jaxppo.batch.validation import checked
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy.off_policy import OffPolicyConfig, of_mean_weight, weight_sums
+from jaxppo.policy.unusable import not_finite
 from jaxppo.policy_losses import PolicyLoss
 from jaxppo.policy_losses.base import Loss
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
@@ -38,7 +39,15 @@ class _OfDepths(Protocol):
     def depth_batches(self, micro_batches: RolloutBatch, parallel: Parallel) -> list[RolloutBatch]: ...
 
 
-@register(static=["aggregation", "off_policy", "micro_batches", "weighted"])
+class _Options(NamedTuple):
+    """What of a loss its denominators depend on."""
+
+    aggregation: Aggregation
+    off_policy: OffPolicyConfig | None
+    out_of_denominators: tuple[str, ...]
+
+
+@register(static=["aggregation", "off_policy", "micro_batches", "weighted", "out_of_denominators"])
 @dataclasses.dataclass(frozen=True)
 class Normalizer:
     """The denominators of a whole optimiser step, so that its micro-batches add up to exactly the full batch.
@@ -48,7 +57,7 @@ class Normalizer:
 
     Args:
       tokens: `f32[]`, the sum of the loss mask; with the batch's `weighted_denominators`, of the mask times
-        `loss_weights`, and so are `denominators`.
+        `loss_weights`, and so are `denominators`. Tokens that are `out_of_denominators` are in none of the three.
       sequences: `f32[]`, the number of sequences ("rollout_mean": rollouts) with a loss token.
       denominators: `f32[R, S]`, the loss tokens of each sequence ("rollout_mean": of all samples of its rollout).
       counts: `f32[R, S]`, the loss tokens of each sequence, which must be those of the batch that it is used with.
@@ -57,6 +66,8 @@ class Normalizer:
       off_policy: the part of an `OffPolicyConfig` that the mean weight depends on; else None.
       micro_batches: K, if the normalizer was made from stacked micro-batches; else None.
       weighted: the batch's `weighted_denominators`.
+      out_of_denominators: the names of the batch's log-probs that take a loss token out of the denominators where they
+        are not finite, see `Unusable`.
 
     Example:
       >>> ids, one = jnp.array([[1, 1, 2, 0]]), jnp.array([[0, 1]])
@@ -75,6 +86,7 @@ class Normalizer:
     off_policy: OffPolicyConfig | None = None
     micro_batches: int | None = None
     weighted: bool = False
+    out_of_denominators: tuple[str, ...] = ()
 
     @overload
     @classmethod
@@ -120,29 +132,23 @@ class Normalizer:
             return {name: cls.of(part, micro_batches, parallel=parallel) for name, part in loss.items()}
         if isinstance(loss, _OfDepths):
             batches = loss.depth_batches(checked(micro_batches, stacked=True, prefix="micro_batches."), parallel)
-            return [cls._of(loss.aggregation, None, batch, parallel) for batch in batches]
+            return [cls._of(_Options(loss.aggregation, None, ()), batch, parallel) for batch in batches]
         if not isinstance(loss, Loss):
             raise TypeError(f"loss: got {type(loss).__name__}, expected a loss as loss_from_hidden takes it")
         one: Any = PolicyLossConfig(loss) if isinstance(loss, PolicyLoss) else loss
         if hasattr(one, "with_numbers"):  # a `Part`, whose module this one cannot import
             check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
             return cls.of(one.loss, one.of(micro_batches), parallel=parallel)
-        return cls._of(one.aggregation, one.off_policy, micro_batches, parallel)
+        return cls._of(_Options(one.aggregation, one.off_policy, one.out_of_denominators), micro_batches, parallel)
 
     @classmethod
-    def _of(
-        cls,
-        aggregation: Aggregation,
-        off_policy: OffPolicyConfig | None,
-        micro_batches: RolloutBatch,
-        parallel: Parallel,
-    ) -> Normalizer:
-        check_choice("aggregation", aggregation, Aggregation)
+    def _of(cls, options: _Options, micro_batches: RolloutBatch, parallel: Parallel) -> Normalizer:
+        check_choice("aggregation", options.aggregation, Aggregation)
         batch = checked(micro_batches, stacked=True, prefix="micro_batches.")
         check_whole_step("Normalizer.of", batch)
         batch.check_layout(parallel)
         count = batch.loss_mask.shape[0] if batch.loss_mask.ndim == 3 else None
-        mean_weight = of_mean_weight(off_policy)
+        options = options._replace(off_policy=of_mean_weight(options.off_policy))
 
         def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
             batch_specs = batch.specs(parallel)
@@ -153,16 +159,17 @@ class Normalizer:
                 sequences=one,
                 denominators=rows,
                 counts=rows,
-                aggregation=aggregation,
+                aggregation=options.aggregation,
                 weight_mean=one,
-                off_policy=mean_weight,
+                off_policy=options.off_policy,
                 micro_batches=count,
                 weighted=batch.weighted_denominators,
+                out_of_denominators=options.out_of_denominators,
             )
             return [batch_specs], result
 
         arguments = {"micro_batches": batch}
-        return shard_call("Normalizer.of", _of_step, parallel, arguments, specs, (aggregation, mean_weight))
+        return shard_call("Normalizer.of", _of_step, parallel, arguments, specs, options)
 
     def specs(self, parallel: ParallelMesh) -> Normalizer:
         """The PartitionSpec of each array: rows over data."""
@@ -194,12 +201,9 @@ class Normalizer:
                 )
 
 
-def _of_step(
-    axes: ShardAxes, static: tuple[Aggregation, OffPolicyConfig | None], micro_batches: RolloutBatch
-) -> Normalizer:
-    aggregation, off_policy = static
+def _of_step(axes: ShardAxes, options: _Options, micro_batches: RolloutBatch) -> Normalizer:
     batch = as_rows(micro_batches)
-    normalizer = normalize(batch, batch.segments(axes), aggregation, off_policy)
+    normalizer = normalize(batch, batch.segments(axes), *options)
     shape = micro_batches.sample_ids.shape
     if len(shape) == 2:
         return normalizer
@@ -214,7 +218,11 @@ def _of_step(
 
 
 def normalize(
-    batch: RolloutBatch, segments: Segments, aggregation: Aggregation, off_policy: OffPolicyConfig | None = None
+    batch: RolloutBatch,
+    segments: Segments,
+    aggregation: Aggregation,
+    off_policy: OffPolicyConfig | None = None,
+    out_of_denominators: tuple[str, ...] = (),
 ) -> Normalizer:
     """Per-shard: the `Normalizer` of rows that are a whole step."""
     mask = lax.stop_gradient(batch.loss_mask.astype(jnp.float32))
@@ -222,6 +230,9 @@ def normalize(
         segments.axes.check_complete(f"the denominator of aggregation={aggregation!r}", mask)
     counts = segments.sum(mask)
     weights = counts
+    if out_of_denominators:
+        mask = jnp.where(not_finite(batch, out_of_denominators), 0, mask)
+        weights = segments.sum(mask)
     if batch.weighted_denominators:
         loss_weights = needed("batch.loss_weights", batch.loss_weights, "f32[R, T] with weighted_denominators=True")
         weights = segments.sum(lax.stop_gradient(masked(loss_weights, mask)) * mask)
@@ -240,8 +251,17 @@ def normalize(
         rollout = needed("batch.rollout_log_probs", batch.rollout_log_probs, "f32[R, T] for batch_normalize")
         total, count = weight_sums(old, at_most_zero(rollout), mask, segments, mean_weight)
         weight_mean = total / jnp.maximum(count, 1)
-    weighted = batch.weighted_denominators
-    return Normalizer(tokens, sequences, denominators, counts, aggregation, weight_mean, mean_weight, None, weighted)
+    return Normalizer(
+        tokens,
+        sequences,
+        denominators,
+        counts,
+        aggregation,
+        weight_mean,
+        off_policy=mean_weight,
+        weighted=batch.weighted_denominators,
+        out_of_denominators=out_of_denominators,
+    )
 
 
 def _rollout_denominators(
@@ -266,6 +286,7 @@ def step_normalizer(
     normalizer: Normalizer | None,
     aggregation: Aggregation,
     off_policy: OffPolicyConfig | None = None,
+    out_of_denominators: tuple[str, ...] = (),
 ) -> Normalizer:
     """Per-shard: the given normalizer, checked. Without one, the batch's own: the batch is then a whole step."""
     if normalizer is None:
@@ -278,7 +299,7 @@ def step_normalizer(
                 f"normalizer: got None for one of {batch.micro_batches} micro-batches, expected {expected}; a batch "
                 "that is a step of its own has micro_batches=None"
             )
-        own = normalize(batch, segments, aggregation, off_policy)
+        own = normalize(batch, segments, aggregation, off_policy, out_of_denominators)
         return dataclasses.replace(own, micro_batches=part_of_a_step.value or batch.micro_batches)
     if normalizer.aggregation != aggregation:
         raise ValueError(f"normalizer: got one of aggregation {normalizer.aggregation!r}, expected {aggregation!r}")
@@ -288,6 +309,9 @@ def step_normalizer(
     mean_weight = of_mean_weight(off_policy)
     if mean_weight is not None and normalizer.off_policy != mean_weight:
         raise ValueError(f"normalizer: got one of off_policy={normalizer.off_policy}, expected {mean_weight}")
+    if normalizer.out_of_denominators != out_of_denominators:
+        got = f"out_of_denominators={normalizer.out_of_denominators}"
+        raise ValueError(f"normalizer: got one of {got}, expected {out_of_denominators}, as the loss's `unusable` says")
     normalizer.check_step(batch)
     return normalizer
 

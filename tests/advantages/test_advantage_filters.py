@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle.off_policy as truth
+import oracle.step
 import pytest
+from random_losses import RULES
 from random_steps import Place, Step, batch_of, many_samples, of_each, step_samples
 
-from jaxppo import OffPolicyConfig, Rejection, RolloutBatch, Sample, advantages
+from jaxppo import OffPolicyConfig, Rejection, RolloutBatch, Sample, Unusable, advantages
 from sharding import make_parallel_mesh
 
+SYSTEMS = ("trl", "tunix", "torchtitan")
 PAIRS = [(7, 1.0), (8, 0.5), (7, 0.0), (9, 1.0), (8, 0.5), (5, 0.0)]
 SAMPLES = [Sample([5, 6, 4], response_start=1, group_id=g, reward=r) for g, r in PAIRS]
 
@@ -92,6 +95,49 @@ def test_samples_that_a_correction_leaves_in(correction, place):
     left = [bool((x.weights * x.accepted > 0).any()) for x in expected]
     assert of_each(batch, drawn, found).tolist() == left
     assert 0 < sum(left) < len([s for s in drawn if s.count]) or correction == 3
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("correction", range(len(CORRECTIONS)))
+@pytest.mark.parametrize("place", ["one device", "zigzag"])
+def test_samples_that_a_correction_leaves_in_beside_unusable_tokens(correction, rule, place):
+    """By the oracle's weights: 0 or those of a ratio of 1, in the statistics of sequences or out of them."""
+    config, where, drawn = CORRECTIONS[correction], PLACES[place], step_samples(STEP, unusable=True)
+    batch = batch_of(STEP, drawn, where)
+    options = dataclasses.asdict(config) | {"opsm_delta": None, "batch_normalize": False}
+    of_loss = {"unusable": RULES[rule], "off_policy": options, "ratio_to": "old", "kl": None}
+    counted = [oracle.step.in_denominators(s, of_loss) for s in drawn]
+    usable = [~oracle.step.not_finite(s, of_loss)[s.here] for s in counted]
+    if RULES[rule]["policy"] == "ratio_1":
+        usable = [np.ones_like(x) for x in usable]
+    policies = {
+        name: [getattr(s, f"{of}_log_probs")[s.here] for s in counted]
+        for name, of in {"current": "old", "old": "old", "rollout": "rollout"}.items()
+    }
+    none = [np.zeros(s.count) for s in counted]
+    expected = truth.correction(policies, none, [s.mask for s in counted], options)
+    left = [bool((x.weights * x.accepted * on > 0).any()) for x, on in zip(expected, usable, strict=True)]
+    given = {"unusable": Unusable(**RULES[rule]), "parallel": where.parallel}
+    found = jax.jit(lambda b: advantages.accepted_samples(b, config, **given))(batch)
+    assert of_each(batch, drawn, found).tolist() == left
+    assert any(left)
+    with pytest.raises(ValueError, match="batch: got a loss mask or log-probs that break a rule"):
+        advantages.accepted_samples(batch, config, parallel=where.parallel)
+
+
+def test_acceptance_beside_a_token_that_the_sampler_does_not_know():
+    """Its only other token is rejected, so that a ratio of 1 alone keeps the sample."""
+    more = {"old_log_probs": [-1.0, -1.0], "rollout_log_probs": [-3.0, np.nan]}
+    batch = RolloutBatch.from_samples([dataclasses.replace(SAMPLES[0], **more)], row_length=4)
+    config = OffPolicyConfig(rejections=(Rejection("token_k1", 0.5, 2.0),))
+    kept = {system: advantages.accepted_samples(batch, config, unusable=Unusable.of(system)) for system in SYSTEMS}
+    assert {system: x.tolist() for system, x in kept.items()} == {
+        "trl": [[True]], "tunix": [[False]], "torchtitan": [[False]],
+    }  # fmt: skip
+    for wrong in ("trl", None, "drop"):
+        with pytest.raises(ValueError, match=r"unusable: got .*, expected 'nan' or an instance of Unusable"):
+            advantages.accepted_samples(batch, config, unusable=wrong)
 
 
 def test_what_acceptance_reads():

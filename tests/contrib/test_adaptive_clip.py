@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from policy_steps import step_of
 
-from jaxppo import PPO, PolicyLossConfig, RolloutBatch, TokenStats, policy_loss
+from jaxppo import PPO, PolicyLossConfig, RolloutBatch, TokenStats, Unusable, policy_loss
 from jaxppo.contrib.adaptive_clip import adaptive_clip
 from sharding import make_parallel_mesh
 
@@ -87,14 +87,32 @@ def four_tokens(old, advantages, **more):
     return RolloutBatch(ids, ids, ids, ids, jnp.ones((1, 4)), jnp.array([[0]]), **arrays)
 
 
-def test_impossible_tokens_are_in_no_sum():
-    """P = 2 and N = 1 meet 1.9 at once. The token that is left out would bring N to 4, which no bound meets."""
+OUT = Unusable("weight_0", denominators="out", penalties="out")
+
+
+@pytest.mark.parametrize("rule", [Unusable("weight_0"), OUT, Unusable("ratio_1")])
+def test_impossible_tokens_are_in_no_sum(rule):
+    """P = 2 and N = 1 meet 1.9 at once. The token that has no loss would bring N to 4, which no bound meets."""
     old, now = [-2.0, -2.0, -2.0, -2.0], jnp.array([[-2.0, -2.0, -jnp.inf, -2.0]])
     batch = four_tokens(old, [2.0, -1.0, -5.0, 0.0])
     with_it = adaptive_clip(TokenStats(now), batch, target=1.9)
     assert np.isnan(with_it).all()
-    left_out = adaptive_clip(TokenStats(now), batch, target=1.9, impossible_tokens="leave_out")
+    left_out = adaptive_clip(TokenStats(now), batch, target=1.9, unusable=rule)
     np.testing.assert_allclose(left_out, (0.4, 0.2), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rule", "expected"), [(Unusable("weight_0"), (0.4, 0.2)), (OUT, (0.4, 0.2))])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_tokens_that_the_sampler_does_not_know(rule, expected, bad):
+    """A ratio of 1 of the third brings N to 6: no bound meets 1.9. Without its policy loss P / N is 2."""
+    batch = four_tokens([-2.0] * 4, [2.0, -1.0, -5.0, 0.0], rollout_log_probs=[-2.0, -2.0, bad, -2.0])
+    now = TokenStats(jnp.full((1, 4), -2.0))
+    np.testing.assert_allclose(
+        adaptive_clip(now, batch, ratio_to="rollout", target=1.9, unusable=rule), expected, rtol=1e-5
+    )
+    with_it = adaptive_clip(now, batch, ratio_to="rollout", target=1.9, unusable=Unusable("ratio_1"))
+    np.testing.assert_allclose(with_it, (0.2, 1.0), rtol=1e-5)
+    assert np.isnan(adaptive_clip(now, batch, ratio_to="rollout", target=1.9)).all()
 
 
 def test_a_log_prob_of_the_sampler_above_0_counts_as_0():
@@ -122,7 +140,7 @@ def test_a_traced_target_out_of_its_range(target):
         ({"low": (0.6, "0.8")}, "low: got '0.8', expected a finite number"),
         ({"high": (1.2, 1.5, 2.0)}, "high: got"),
         ({"step": 1e-9}, "step: got 1e-09, expected at most 10000 steps from 0.6 to 0.8"),
-        ({"impossible_tokens": "drop"}, "impossible_tokens: got 'drop'"),
+        ({"unusable": "drop"}, "unusable: got 'drop', expected 'nan' or an instance of Unusable"),
         ({"high": (0.9, 2.0)}, r"high: got"),
         ({"step": 0.0}, "step: got 0"),
         ({"first": "both"}, "first: got 'both'"),

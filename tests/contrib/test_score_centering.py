@@ -18,6 +18,7 @@ from jaxppo import (
     PolicyLossConfig,
     RolloutBatch,
     TokenStats,
+    Unusable,
     log_probs_from_hidden,
     log_probs_from_logits,
     loss_from_stats,
@@ -112,7 +113,7 @@ def test_against_the_oracle(name, tail):
 
 @pytest.mark.parametrize(("name", "tail"), [("one", "bucket"), ("truncated", "renormalise")])
 def test_an_id_that_the_policy_finds_impossible(name, tail):
-    """Drawing it has no policy loss where the config leaves it out, and its coefficient is 0; otherwise all is NaN.
+    """Drawing it has no policy loss where the config has a rule, and its coefficient is 0; otherwise all is NaN.
 
     The first token that was drawn is one of them.
     """
@@ -123,8 +124,8 @@ def test_an_id_that_the_policy_finds_impossible(name, tail):
     np.put_along_axis(z, ids[..., 1:2], np.where(np.arange(R)[:, None, None] < 2, -np.inf, 0), axis=-1)
     loss, ratio_to, f = LOSSES[name]
 
-    def run(z, impossible):
-        config = PolicyLossConfig(loss, ratio_to=ratio_to, aggregation="token_sum", impossible_tokens=impossible)
+    def run(z, rule):
+        config = PolicyLossConfig(loss, ratio_to=ratio_to, aggregation="token_sum", unusable=rule)
         stats = log_probs_from_logits(z, batch.targets, ids=ids, where=batch.loss_mask > 0)
         return loss_from_stats(
             stats,
@@ -137,7 +138,7 @@ def test_an_id_that_the_policy_finds_impossible(name, tail):
 
     @quick_jit
     def both(z):
-        return [jax.value_and_grad(run, has_aux=True)(z, impossible) for impossible in ("leave_out", "nan")]
+        return [jax.value_and_grad(run, has_aux=True)(z, rule) for rule in (Unusable("weight_0"), "nan")]
 
     ((value, metrics), gradient), ((spoilt, _), no_gradient) = both(jnp.asarray(z, jnp.float32))
     expected = np.zeros(z.shape)
@@ -150,6 +151,36 @@ def test_an_id_that_the_policy_finds_impossible(name, tail):
     np.testing.assert_allclose(gradient, expected, rtol=2e-4, atol=5e-6)
     assert np.isnan(spoilt)
     assert np.isnan(no_gradient).any()
+
+
+@pytest.mark.parametrize("rule", [Unusable("weight_0"), Unusable.of("torchtitan"), Unusable("ratio_1")])
+def test_a_token_that_the_sampler_does_not_know(rule):
+    """It has no term where it has no policy loss, and may lack the log-probs of the ids; the others keep theirs."""
+    ids, log_q = of_sampler(K)
+    place = tuple(np.argwhere(MASK > 0)[0])
+    known = (np.arange(R * T).reshape(R, T) != np.ravel_multi_index(place, (R, T))).astype(np.float32)
+    loss, ratio_to, _ = LOSSES["truncated"]
+
+    def run(z, rule, lacking, log_q, mask):
+        rollout = BATCH.rollout_log_probs.at[place].set(lacking)
+        batch = dataclasses.replace(sampled(BATCH, (ids, log_q)), rollout_log_probs=rollout, loss_mask=mask)
+        config = PolicyLossConfig(loss, ratio_to=ratio_to, unusable=rule)
+        stats = log_probs_from_logits(z, batch.targets, ids=ids, where=batch.loss_mask > 0)
+        return loss_from_stats(stats, batch, ScoreCentering(config))
+
+    def of(*given):
+        return quick_jit(jax.value_and_grad(lambda z: run(z, *given), has_aux=True))(jnp.asarray(Z, jnp.float32))
+
+    without_ids = log_q.copy()
+    without_ids[place] = np.nan
+    has_term = rule.policy == "ratio_1"
+    (value, found), gradient = of(rule, np.nan, log_q if has_term else without_ids, BATCH.loss_mask)
+    assert float(found["unusable_tokens"].value) == 1
+    mask = BATCH.loss_mask if has_term else BATCH.loss_mask * known
+    (expected, _), slopes = of("nan", -1.0, log_q, mask)
+    share = 1.0 if rule.denominators == "out" else mask.sum() / MASK.sum()  # of the denominators
+    np.testing.assert_allclose(value, expected * share, rtol=1e-5)
+    np.testing.assert_allclose(gradient, np.asarray(slopes) * share, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.nightly

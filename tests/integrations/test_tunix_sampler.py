@@ -4,6 +4,7 @@ The reference is plain JAX on all logits, written from Tunix's formulas; Tunix i
 used, or refused by name: none is dropped.
 """
 
+import dataclasses
 import sys
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ from tunix_batches import (
     loss_and_gradient,
 )
 
-from jaxppo import KL, PPO, SAPO, OffPolicyConfig, PolicyLossConfig, Rejection
+from jaxppo import KL, PPO, SAPO, OffPolicyConfig, PolicyLossConfig, Rejection, Unusable
 from jaxppo.integrations import tunix
 from jaxppo.policy_losses import CISPO, KLCov
 
@@ -48,8 +49,8 @@ def log_probs(model, token_mask):
 
 
 def corrected(x, sampled, config):
-    """The weight of each token: Tunix's, by the ratio of the trainer to the sampler."""
-    mask = LOSS_MASK > 0
+    """The weight of each token: Tunix's, by the ratio of the trainer to the sampler, 0 where one is not finite."""
+    mask = (LOSS_MASK > 0) & np.isfinite(sampled)
     log_ratio = jnp.where(mask, jax.lax.stop_gradient(x) - sampled, 0)
     ratio = jnp.exp(log_ratio)
     weights = jnp.ones_like(ratio)
@@ -132,6 +133,20 @@ def test_options_that_are_left_to_the_loss(monkeypatch, options):
     assert "sampler_is/weight_mean" not in found[1]  # the loss does not know it
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_log_prob_that_the_sampler_lacks(monkeypatch, options, bad):
+    """Before: the loss was NaN. Tunix's weight is 0 there, with the same penalty and the same denominators."""
+    install(monkeypatch)
+    model, config = Attending(), algo_config(beta=0.1, **options)
+    sampled = SAMPLED.copy()
+    sampled[0, 1] = bad
+    batch = example(old_per_token_logps=sampled, ref_per_token_logps=REFERENCE)
+    found = loss_and_gradient(tunix.loss_fn(), model, batch, config)
+    agrees(found, expected(model, config, old=None, sampled=sampled))
+    assert found[1]["unusable_tokens"] == 1
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_that_the_learner_has_applied(monkeypatch, options):
     """Its weights multiply the policy loss, at the trainer's old log-probs: the loss of the options in the loss."""
@@ -207,7 +222,8 @@ def test_a_config_of_ours_beside_options_of_theirs(monkeypatch, options, fields)
     install(monkeypatch)
     model, config, batch = Attending(), algo_config(**options), example(old_per_token_logps=SAMPLED)
     mine = PolicyLossConfig(ratio_to="current", aggregation="sequence_mean_token_mean", **fields)
-    assert tunix.config_of(config) == mine
+    rule = Unusable.of("tunix") if fields else "nan"
+    assert tunix.config_of(config) == dataclasses.replace(mine, unusable=rule)
     found = loss_and_gradient(tunix.loss_fn(mine), model, batch, config)
     agrees(found, expected(model, config, old=None, sampled=SAMPLED))
     name = next(iter(options))

@@ -210,7 +210,7 @@ def test_indicators_have_names_of_their_own():
     options = {"kl": KL(0.1), "off_policy": OffPolicyConfig(weights="token", high=2.0), "clip_by_sign": True}
     batch = dataclasses.replace(BATCH, rollout_log_probs=BATCH.old_log_probs)
     _, plain = loss_from_stats(STATS, batch, PolicyLossConfig(PPO(), **options))
-    names = {*plain, "entropy", "impossible_tokens"} - {"clip_fraction", "clip_fraction_lower"}
+    names = {*plain, "entropy", "unusable_tokens"} - {"clip_fraction", "clip_fraction_lower"}
     assert {"loss", "broken_rules", "ratio_mean", "ppo_kl", "kl", "pg_loss", "rollout_capped"} < names
     for name in names:
         own = policy(lambda self, x, old, advantages, name=name, **_: (-advantages * x, {name: 7 + 0 * x, "own": x}))

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import assume
 from hypothesis import strategies as st
 from oracle import OracleSample
-from oracle.step import clip_cov_candidates, covariance, how_many, without_impossible_tokens
+from oracle.step import clip_cov_candidates, covariance, how_many, with_policy_loss
 from policy_steps import quick_jit, with_selected
 from random_losses import LOSSES, Found, check_step, configs, is_steady, moved, needed, numbers_of, of_jaxppo, of_oracle
 from random_steps import (
@@ -70,7 +70,7 @@ def of_stats(config: dict[str, Any], where: Place, traced: bool) -> Any:
 
 def check_selection(config: dict[str, Any], samples: list[OracleSample], selected: list[np.ndarray]) -> None:
     """Checks which tokens the loss selected. If it selects at random: how many, and that they are candidates."""
-    samples = [without_impossible_tokens(s, config) for s in samples]
+    samples = [with_policy_loss(s, config) for s in samples]
     loss, here = config["loss"], [s.here for s in samples]
     covariances, got = covariance(samples), np.concatenate([x[y] for x, y in zip(selected, here, strict=True)])
     assert not any(np.any(x & ~y) for x, y in zip(selected, here, strict=True)), "selected: tokens without loss"
@@ -121,7 +121,7 @@ def check_policy_loss(config: dict, where: Place, traced: bool, bare: bool, draw
     rollouts = not bare or config["aggregation"] == "rollout_mean"
     for step in drawn:
         rtol = 1e-5 * (1 + step.spread)
-        samples = step_samples(step, rollouts=rollouts, impossible=config["impossible_tokens"] == "leave_out")
+        samples = step_samples(step, rollouts=rollouts, unusable=config["unusable"] != "nan")
         weighted = config["weighted_denominators"]
         samples = samples if weighted is None else with_weights(step, samples)
         batch = batch_of(step, samples, where, lacking if rollouts else (*lacking, "rollout_id"))

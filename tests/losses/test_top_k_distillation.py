@@ -17,6 +17,7 @@ from policy_steps import quick_jit
 from jaxppo import (
     Normalizer,
     RolloutBatch,
+    Unusable,
     log_probs_from_hidden,
     log_probs_from_logits,
     loss_from_hidden,
@@ -314,6 +315,32 @@ def test_the_loss_on_any_mesh(way, mesh, kind, tail):
     np.testing.assert_allclose(found, [expected, *masses, 0], rtol=1e-5)
 
 
+@pytest.mark.parametrize("mesh", [None, MIXED])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_token_that_the_teacher_does_not_know(bad, mesh):
+    """Without a rule the loss is NaN; with one the token has no divergence, and stays in the denominators."""
+    hidden, kernel, ids, log_q, batch = ARRAYS
+    parallel = mesh and make_parallel_mesh(mesh)
+    place = tuple(int(i) for i in np.argwhere(MASK > 0)[2])
+    spoilt = log_q.at[(*place, 1)].set(bad)
+    without = dataclasses.replace(batch, loss_mask=batch.loss_mask.at[place].set(0))
+
+    def of(batch, log_q, loss):
+        def run(hidden, kernel):
+            return loss_from_hidden(hidden, kernel, taught(batch, ids, log_q), loss, parallel=parallel)
+
+        return quick_jit(jax.value_and_grad(run, (0, 1), has_aux=True))(hidden, kernel)
+
+    (loss, found), gradients = of(batch, spoilt, TopKDistillation(unusable=Unusable("weight_0")))
+    (expected, _), of_others = of(without, log_q, TopKDistillation(aggregation="token_sum"))
+    count = int(MASK.sum())
+    np.testing.assert_allclose(loss, expected / count, rtol=1e-5)
+    assert_trees_close(gradients, jax.tree.map(lambda x: x / count, of_others), rtol=1e-5, atol=1e-7)
+    assert float(found["unusable_tokens"].value) == 1
+    np.testing.assert_allclose(found["divergence"].value, expected / (count - 1), rtol=1e-5)
+    assert np.isnan(of(batch, spoilt, TopKDistillation())[0][0])
+
+
 @pytest.mark.nightly
 def test_one_pass_and_two():
     options = {"tail": "bucket"}
@@ -371,6 +398,8 @@ def test_bad_input():
 
     for more, message in [
         ({"divergence": "kl"}, "divergence: got 'kl', expected one of 'forward_kl', 'reverse_kl'"),
+        ({"unusable": "drop"}, "unusable: got 'drop', expected 'nan' or an instance of Unusable"),
+        ({"unusable": Unusable("ratio_1")}, r"unusable: got Unusable\(.*, expected 'nan' or Unusable\('weight_0'\)"),
         ({"tail": "drop"}, "tail: got 'drop', expected one of 'bucket', 'renormalise', 'leave_out'"),
         ({"divergence": "mixed_kl", "beta": 1.5}, "beta: got 1.5, expected a finite number of at least 0 and of at"),
         ({"aggregation": "mean"}, "aggregation: got 'mean'"),

@@ -57,12 +57,23 @@ def mean_weight(bounded: Sequence[Array], level: str) -> float:
     return float(total.mean()) if len(total) else 1.0
 
 
+def equal_unless_finite(a: Array, b: Array) -> list[Array]:
+    """Two log-probs, 0 where one of them is not finite: a ratio of 1, and a logarithm of 0 in a sum or mean.
+
+    TRL 1.16, `nan_to_num` of their difference; Tunix, `log_ratio` where `valid_tok` is False. Whether such tokens are
+    among these is a rule's choice.
+    """
+    both = np.isfinite(a) & np.isfinite(b)
+    return [np.where(both, x, 0.0) for x in (a, b)]
+
+
 def mean_of_step(old: Sequence[Array], rollout: Sequence[Array], options: Mapping[str, Any]) -> float | None:
     """The mean weight over tokens whose log-probs these are, `[n]` a sequence; None where weights are not divided."""
     o = {**OPTIONS, **options}
     if not o["batch_normalize"]:
         return None
-    rho = [importance_weights(t - r, o["weights"]) for t, r in zip(old, rollout, strict=True)]
+    pairs = [equal_unless_finite(t, r) for t, r in zip(old, rollout, strict=True)]
+    rho = [importance_weights(t - r, o["weights"]) for t, r in pairs]
     return mean_weight([bound(x, o["low"], o["high"], o["outside"]) for x in rho], o["weights"])
 
 
@@ -144,11 +155,12 @@ def correction(
     o = {**OPTIONS, **options}
     level, low, high = o["weights"], o["low"], o["high"]
 
-    def pair(name):
-        return [_known(policies, x) for x in name.split("/")]
+    def pairs(name):
+        a, b = (_known(policies, x) for x in name.split("/"))
+        return [equal_unless_finite(x, y) for x, y in zip(a, b, strict=True)]
 
     def differences(name):
-        return [a - b for a, b in zip(*pair(name), strict=True)]
+        return [a - b for a, b in pairs(name)]
 
     weighs = level != "none" or o["veto"] is not None
     d = differences(o["compares"]) if weighs else [np.zeros(len(x)) for x in advantages]
@@ -167,8 +179,7 @@ def correction(
         if o["rejections"]:
             keep = np.ones(len(x), bool)
             for r in o["rejections"]:
-                a, b = pair(r.get("compares", "old/rollout"))
-                keep = keep & accepted(a[i], b[i], r, masks[i])
+                keep = keep & accepted(*pairs(r.get("compares", "old/rollout"))[i], r, masks[i])
             said["rejected_fraction"] = ~keep * 1.0
         if o["veto"] is not None:
             veto = vetoed(x, o["veto"])

@@ -31,7 +31,7 @@ CONFIG: dict[str, Any] = {
     "aggregation_norm": None,
     "metric_aggregation": "token_mean",  # or "loss"
     "off_policy": None,  # off_policy.OPTIONS, rejections as {"statistic": ..., "low": ..., "high": ...}
-    "impossible_tokens": "nan",  # or "leave_out"
+    "unusable": "nan",  # or {"policy": "weight_0" or "ratio_1", "denominators", "penalties": "in" or "out"}
     "weighted_denominators": False,  # sums of loss weights in place of counts of loss tokens
 }
 
@@ -74,8 +74,14 @@ def complete(config: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def old_log_probs(s: OracleSample, held: Array, ratio_to: str) -> Array:
-    """The denominator of the ratio: the trainer's log-probs before the step, the sampler's, or the current ones."""
-    return held if ratio_to == "current" else s.at({"old": "old_log_probs", "rollout": "rollout_log_probs"}[ratio_to])
+    """The denominator of the ratio: the trainer's log-probs before the step, the sampler's, or the current ones.
+
+    Where it is not finite it is the current one, a ratio of 1. (It is read there by a rule for unusable tokens alone.)
+    """
+    if ratio_to == "current":
+        return held
+    given = s.at({"old": "old_log_probs", "rollout": "rollout_log_probs"}[ratio_to])
+    return np.where(np.isfinite(given), given, held)
 
 
 def step_tokens(samples: Sequence[OracleSample], config: Mapping[str, Any], held: Sequence[Array]) -> list[Tokens]:
@@ -101,10 +107,11 @@ def policy_loss(
     current policy) come from. They are those of the samples, unless a finite difference moves the latter alone.
     """
     c = complete(config)
-    weights = sample_weights(samples, c["aggregation"], c["aggregation_norm"], c["weighted_denominators"])
-    everything = sum(s.count for s in samples)
-    mean = mean_weight_before(samples, c)
-    samples = [without_impossible_tokens(s, c) for s in samples]
+    counted = [in_denominators(s, c) for s in samples]
+    weights = sample_weights(counted, c["aggregation"], c["aggregation_norm"], c["weighted_denominators"])
+    unusable = sum(int((impossible(s) | not_finite(s, c)).sum()) for s in samples)
+    mean = mean_weight_before(counted, c)
+    samples = [with_loss(s, c) for s in samples]
     mine = [s.log_probs for s in samples] if held is None else held
     constants = [replace(s, log_probs=h).at("log_probs") for s, h in zip(samples, mine, strict=True)]
     tokens = step_tokens(samples, c, constants)
@@ -128,8 +135,8 @@ def policy_loss(
         metrics[name] = weighed(each) if c["metric_aggregation"] == "loss" else token_mean(each)
     if samples[0].rollout_log_probs is not None:
         metrics["rollout_capped"] = float(sum((s.at("rollout_log_probs") > 0).sum() for s in samples))
-    if c["impossible_tokens"] == "leave_out":
-        metrics["impossible_tokens"] = float(everything - sum(s.count for s in samples))
+    if c["unusable"] != "nan":
+        metrics["unusable_tokens"] = float(unusable)
     return StepLoss(
         loss,
         [s.scatter(w * p.by_log_probs) for s, w, p in zip(samples, weights, parts, strict=True)],
@@ -140,19 +147,48 @@ def policy_loss(
     )
 
 
-def without_impossible_tokens(s: OracleSample, c: Mapping[str, Any]) -> OracleSample:
-    """The sample without its impossible tokens, if the config leaves them out: those with a log-prob of -inf.
-
-    The denominators of the loss are not those of this sample. NeMo-RL, `mask_out_neg_inf_logprobs`.
-    """
-    if c["impossible_tokens"] == "nan":
-        return s
-    names = ["log_probs", "rollout_log_probs", *(["old_log_probs"] if "old" in compared(c) else [])]
-    mask = np.array(s.mask, np.float64)
-    for name in names:
+def not_finite(s: OracleSample, c: Mapping[str, Any]) -> Array:
+    """bool `[m]`: the tokens with loss for which the sampler's log-prob, or a compared old one, is not finite."""
+    found = np.zeros(len(s.here), bool)
+    for name in ["rollout_log_probs", *(["old_log_probs"] if "old" in compared(c) else [])]:
         if getattr(s, name) is not None:
-            mask[np.asarray(getattr(s, name), np.float64) == -np.inf] = 0
-    return replace(s, mask=mask)
+            found |= ~np.isfinite(np.asarray(getattr(s, name), np.float64))
+    return found & s.here
+
+
+def impossible(s: OracleSample) -> Array:
+    """bool `[m]`: the tokens with loss that the current policy finds impossible, with a log-prob of -inf."""
+    return s.here & np.isneginf(np.asarray(s.log_probs, np.float64))
+
+
+def but(s: OracleSample, tokens: Array) -> OracleSample:
+    """The sample without the loss of these tokens."""
+    return replace(s, mask=np.where(tokens, 0.0, np.asarray(s.mask, np.float64)))
+
+
+def in_denominators(s: OracleSample, c: Mapping[str, Any]) -> OracleSample:
+    """The tokens that denominators count. They are known before the step: the current policy takes none out.
+
+    Out: torchtitan 0.3.0, `effective_loss_mask`. In: TRL 1.16 and Tunix.
+    """
+    if c["unusable"] == "nan" or c["unusable"]["denominators"] == "in":
+        return s
+    return but(s, not_finite(s, c))
+
+
+def with_loss(s: OracleSample, c: Mapping[str, Any]) -> OracleSample:
+    """The tokens with a policy loss or penalties: not those that the current policy finds impossible."""
+    if c["unusable"] == "nan":
+        return s
+    return in_denominators(but(s, impossible(s)), c)
+
+
+def with_policy_loss(s: OracleSample, c: Mapping[str, Any]) -> OracleSample:
+    """Those of them with a policy loss, which a selection and the bounds of an adaptive clip are made of."""
+    s = with_loss(s, c)
+    if c["unusable"] == "nan" or c["unusable"]["policy"] == "ratio_1":
+        return s
+    return but(s, not_finite(s, c))
 
 
 def compared(c: Mapping[str, Any]) -> set[str]:
@@ -169,16 +205,15 @@ def compared(c: Mapping[str, Any]) -> set[str]:
 
 
 def mean_weight_before(samples: Sequence[OracleSample], c: Mapping[str, Any]) -> float | None:
-    """The mean importance weight as it is known before the step: the policy that is trained leaves no token out of it.
+    """The mean importance weight as it is known before the step, of the tokens in the denominators.
 
     None where weights are not divided by it.
     """
-    known = [without_impossible_tokens(replace(s, log_probs=None), c) for s in samples]
     if not (c["off_policy"] or {}).get("batch_normalize"):
         return None
 
     def of(name):
-        return [s.at(name) for s in known]
+        return [s.at(name) for s in samples]
 
     return mean_of_step(of("old_log_probs"), of("rollout_log_probs"), c["off_policy"])
 
@@ -188,7 +223,10 @@ def sample_loss(s: OracleSample, t: Tokens, corrected: Correction, c: Mapping[st
 
     The gradients are those of the sum of these, each times its loss weight.
     """
-    upstream = corrected.accepted * corrected.weights
+    finite = 1.0 - not_finite(s, c)[s.here]
+    rule = {"policy": "ratio_1", "penalties": "in"} if c["unusable"] == "nan" else c["unusable"]
+    upstream = corrected.accepted * corrected.weights * (finite if rule["policy"] == "weight_0" else 1.0)
+    penalised = finite if rule["penalties"] == "out" else np.ones(s.count)
     loss = LOSSES[c["loss"]["name"]]
     values, jacobian, indicators = loss(t, **{k: v for k, v in c["loss"].items() if k != "name"})
     policy = total = upstream * values
@@ -199,18 +237,23 @@ def sample_loss(s: OracleSample, t: Tokens, corrected: Correction, c: Mapping[st
         estimator, importance = c["kl"]["estimator"], c["kl"]["importance"]
         base = t.held  # read for a ratio alone
         if importance in ("token", "sequence"):
-            base = s.at(c["kl"]["compares"].split("/")[1] + "_log_probs")
-        reference = s.at("ref_log_probs")
-        said["kl"], slope = kl_penalty(t.log_probs, reference, estimator, importance, base, t.held, s.weights)
+            base = old_log_probs(s, t.held, c["kl"]["compares"].split("/")[1])
+        reference = np.where(penalised > 0, s.at("ref_log_probs"), t.held)
+        weights = s.weights * penalised
+        values_of_kl, slope = kl_penalty(t.log_probs, reference, estimator, importance, base, t.held, weights)
+        said["kl"] = values_of_kl * penalised
         total = total + c["kl"]["coef"] * said["kl"]
         by_log_probs = by_log_probs + c["kl"]["coef"] * slope
     if s.entropy is not None or c["entropy_coef"] != 0:
-        said["entropy"] = s.at("entropy")
+        said["entropy"] = s.at("entropy") * penalised
         total = total - c["entropy_coef"] * said["entropy"]
     if s.rollout_log_probs is not None:
         trainer = t.held if c["ratio_to"] == "rollout" else t.old
-        said |= sampler_values(trainer, s.at("rollout_log_probs"))
-    return SampleLoss(total, policy, by_log_probs, -c["entropy_coef"] * s.weights, said)
+        sampler = s.at("rollout_log_probs")
+        if c["unusable"] != "nan":
+            sampler = np.where(finite > 0, sampler, trainer)
+        said |= sampler_values(trainer, sampler)
+    return SampleLoss(total, policy, by_log_probs, -c["entropy_coef"] * s.weights * penalised, said)
 
 
 def token_values(t: Tokens) -> dict[str, Array]:

@@ -1,6 +1,9 @@
 """The oracle against numbers worked out by hand."""
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 
 from oracle import OracleHead, OracleSample, advantages, policy_loss
 from oracle.head import likeliest_ids, logit_gradient, logits, set_entropy, token_stats
@@ -254,6 +257,38 @@ def test_opsm_over_the_response():
         {"opsm_delta": 0.5, "opsm_fraction": "response"},
     )
     np.testing.assert_allclose(c[0].indicators["opsm_clipfrac"], [1.5, 1.5])
+
+
+OUT = {"policy": "weight_0", "denominators": "out", "penalties": "out"}
+UNUSABLE = {  # the losses below under each rule
+    "ratio_1": ({"policy": "ratio_1", "denominators": "in", "penalties": "in"}, [-8, -8 + 1.5, -8 * 4 ** (1 / 3)], 3),
+    "weight_0": ({"policy": "weight_0", "denominators": "in", "penalties": "in"}, [-4, -4 + 1.5, -4 * 4 ** (1 / 3)], 3),
+    "no penalties": (OUT | {"denominators": "in"}, [-4, -4 + 1, -4 * 4 ** (1 / 3)], 3),
+    "out": (OUT, [-4, -4 + 1, -4 * 2], 2),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_unusable_tokens(name):
+    """A = 1, 4, 3 at ratios of 1; with k1 of 0.5 to the reference; as GSPO at ratios of 2. The second is not known."""
+    rule, losses, count = UNUSABLE[name]
+    known = {"advantages": np.array([1.0, 4, 3]), "ref_log_probs": np.full(3, -1.5)}
+    s = OracleSample(np.ones(3), np.full(3, -1.0), rollout_log_probs=np.array([-1, np.nan, -1]), **known)
+    config = {"ratio_to": "rollout", "unusable": rule}
+    twice = replace(s, rollout_log_probs=np.array([-1 - np.log(2), -np.inf, -1 - np.log(2)]))
+    gspo = {"loss": {"name": "gspo", "clip_low": 1.0, "clip_high": 9.0}}
+    found = [
+        policy_loss([s], config).loss,
+        policy_loss([s], config | {"kl": {"coef": 1.0, "estimator": "k1"}}).loss,
+        policy_loss([twice], config | gspo).loss,
+    ]
+    np.testing.assert_allclose(found, np.array(losses) / count, rtol=1e-12)
+    lacks = replace(s, log_probs=np.array([-1, -1, -np.inf]))  # the third has no loss under any rule, and is counted
+    loss = policy_loss([lacks], config)
+    policy = {"ratio_1": -5.0}.get(name, -1.0)
+    np.testing.assert_allclose(loss.loss, policy / count, rtol=1e-12)
+    assert loss.metrics["unusable_tokens"] == 2
+    assert loss.by_log_probs[0][2] == 0
 
 
 def test_head_statistics():

@@ -68,6 +68,21 @@ VARIANTS = [
     *({"ratio_to": r, "kl": {"coef": 0.2, "importance": "token"}} for r in ("rollout", "current")),
 ]
 
+RULES = [
+    {"policy": policy, "denominators": "in", "penalties": penalties}
+    for policy in ("weight_0", "ratio_1")
+    for penalties in ("in", "out")
+]
+RULES += [{"policy": "weight_0", "denominators": "out", "penalties": "out"}]
+OF_REFERENCE = {"coef": 0.3, "estimator": "k3", "importance": "token"}
+UNUSABLE_VARIANTS = [
+    *({"loss": name} for name in ("ppo", "gspo", "cispo", "gmpo", "sapo")),
+    {"kl": OF_REFERENCE, "entropy_coef": 0.1},
+    {"kl": OF_REFERENCE | {"importance": "sequence", "estimator": "k2"}, "entropy_coef": 0.1},
+    {"ratio_to": "rollout", "kl": OF_REFERENCE | {"importance": "sequence", "compares": "current/rollout"}},
+    *({"off_policy": options, "loss": "reinforce"} for options in OFF_POLICY.values()),
+]
+
 
 def make_step(seed=0, spread=0.4):
     """Uneven samples with masked tokens, one without any loss token, two in one rollout; NaN where nothing is read."""
@@ -106,6 +121,22 @@ def make_step(seed=0, spread=0.4):
     return samples
 
 
+def unusable(samples):
+    """The step with log-probs that are not finite: in some samples, in one with a single token, and of each policy."""
+
+    def at(s, name, place, value):
+        x = np.array(getattr(s, name))
+        x[place] = value
+        return replace(s, **{name: x})
+
+    samples = list(samples)
+    samples[0] = at(samples[0], "rollout_log_probs", 1, np.nan)
+    samples[3] = at(at(samples[3], "old_log_probs", 2, -np.inf), "rollout_log_probs", 5, np.inf)
+    samples[3] = at(samples[3], "log_probs", 4, -np.inf)
+    samples[4] = at(samples[4], "rollout_log_probs", 0, np.nan)
+    return samples
+
+
 def slopes(f, x, step=1e-6):
     """Central differences of the scalar f by every entry of the array x that is finite; NaN entries read 0."""
     out = np.zeros(np.shape(x))
@@ -135,6 +166,22 @@ class TestGradients:
     def test_policy_loss(self, config):
         samples = make_step()
         held, result = [s.log_probs for s in samples], policy_loss(samples, config)
+        for i, s in enumerate(samples):
+            by_log_probs = slopes(
+                lambda x, i=i: policy_loss(changed(samples, i, log_probs=x), config, held).loss, held[i]
+            )
+            by_entropy = slopes(lambda x, i=i: policy_loss(changed(samples, i, entropy=x), config).loss, s.entropy)
+            agree(result.by_log_probs[i], by_log_probs)
+            agree(result.by_entropy[i], by_entropy)
+
+    @pytest.mark.every(4)
+    @pytest.mark.parametrize("config", UNUSABLE_VARIANTS, ids=str)
+    @pytest.mark.parametrize("rule", RULES, ids=str)
+    def test_unusable_tokens(self, rule, config):
+        samples = unusable(make_step())
+        config = config | {"unusable": rule, "aggregation": "sequence_mean_token_mean"}
+        held, result = [s.log_probs for s in samples], policy_loss(samples, config)
+        assert np.isfinite(result.loss)
         for i, s in enumerate(samples):
             by_log_probs = slopes(
                 lambda x, i=i: policy_loss(changed(samples, i, log_probs=x), config, held).loss, held[i]

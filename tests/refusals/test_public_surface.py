@@ -119,7 +119,8 @@ OF_NAME = {
     **_rows("choice", "aggregation clip_fraction compares divergence estimator gradient gradient_sum_dtype importance"),
     **_rows("choice", "layout level logit_stats logits_dtype masked mean metric_aggregation name nll objective"),
     **_rows("choice", "opsm_compares opsm_fraction outside place precision reduce rounded_to singletons statistic std"),
-    **_rows("choice", "tail truncated implementation link ranks ratio_to impossible_tokens dtype"),
+    **_rows("choice", "tail truncated implementation link ranks ratio_to unusable dtype"),
+    **_rows("choice", "policy denominators penalties system"),
     **_rows(
         "object",
         "apply args batch chosen config first fn hidden_fn hidden_spec key loss loss_fn lora margins masks metrics",

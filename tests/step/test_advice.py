@@ -19,6 +19,7 @@ from jaxppo import (
     RolloutBatch,
     Sample,
     TokenStats,
+    Unusable,
     advantages,
     advise,
     finalize_metrics,
@@ -32,7 +33,7 @@ from jaxppo.step import advice
 ROOT = Path(__file__).parents[2]
 OLD = np.log([0.5, 0.2, 0.7, 0.1])
 PLAIN = PolicyLossConfig()
-LEAVE_OUT = PolicyLossConfig(impossible_tokens="leave_out")
+WITH_RULE = PolicyLossConfig(unusable=Unusable("weight_0"))
 NEAR = PolicyLossConfig(off_policy=OffPolicyConfig(rejections=(Rejection("token_k1", low=0.5, high=2.0),)))
 
 
@@ -71,8 +72,8 @@ def critic(values):
 CASES = {
     "nan_loss": (lambda: step_of(old=-OLD), step_of, 0),
     "unusable_tokens": (
-        lambda: step_of(now=[-1.0, -np.inf, -1.0, -1.0], config=LEAVE_OUT),
-        lambda: step_of(config=LEAVE_OUT),
+        lambda: step_of(sampler=[OLD[0], np.nan, *OLD[2:]], config=WITH_RULE),
+        lambda: step_of(config=WITH_RULE),
         0,
     ),
     "equal_rewards": (lambda: groups([1, 1, 0, 0, 0.5, 0.5, 0, 1.0]), lambda: groups([1, 1, 0, 0, 0.5, 0.2, 0, 1]), 0),

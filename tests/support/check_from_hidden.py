@@ -112,7 +112,7 @@ def check_policy_loss_from_hidden(config: dict, where: Place, shape: HeadShape, 
     run = of_hidden(config, where, shape)
     for step in drawn:
         rtol = 3e-5 * (1 + step.spread)
-        found = head_step(step, shape, config["impossible_tokens"] == "leave_out")
+        found = head_step(step, shape, config["unusable"] != "nan")
         if (weighted := config["weighted_denominators"]) is not None:
             found = dataclasses.replace(found, samples=with_weights(step, found.samples))
         if not selects:  # checked before anything is compiled

@@ -168,6 +168,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "nucleus_ids": jnp.concatenate([BATCH.targets[..., None], IDS], -1), "adapter_ids": None,
     },
     "loss_from_stats": {**SOFT, "stats": STATS, "batch": GIVEN, "loss": SFT(), "normalizer": NORMALIZER},
+    "Unusable.of": {"system": "trl"},
     "by_row": {"losses": {"sft": SFT(z_loss=0.1)}, "which": "own", "numbers": {"sft": {"z_loss": "own"}}},
     "tinker": {"loss_fn": "ppo"},
     "explain_tokens": {**SOFT, "stats": STATS, "batch": GIVEN, "loss": SFT(), "normalizer": NORMALIZER},
@@ -183,7 +184,7 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "TopKDistillation": {
         **DENOMINATORS, "divergence": "forward_kl", "beta": 0.5, "tail": "bucket", "ids": "teacher_ids",
-        "log_probs": "teacher_log_probs", "target_log_probs": "teacher_target_log_probs",
+        "log_probs": "teacher_log_probs", "target_log_probs": "teacher_target_log_probs", "unusable": "nan",
     },
     "ScoreCentering": {
         "config": ON_POLICY, "tail": "renormalise", "ids": "sampler_ids", "log_probs": "sampler_log_probs",
@@ -192,7 +193,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "discounted_returns": {**SOFT, "rewards": LOG, "batch": BATCH, "gamma": 0.9, "masked": "skip", "mask": MASK},
     "dr_grpo": {**GROUPED, **ALONE},
     "drop_equal_groups": {"samples": SAMPLES, "keep_lone": False, "tolerance": 0.1},
-    "accepted_samples": {**SOFT, "batch": BATCH, "config": OffPolicyConfig(veto=0.1)},
+    "accepted_samples": {**SOFT, "batch": BATCH, "config": OffPolicyConfig(veto=0.1), "unusable": "nan"},
     "explained_variance": {**SOFT, "values": BATCH.values, "returns": LOG * BATCH.values, "mask": MASK},
     "gae": {
         **SOFT, "rewards": LOG, "values": BATCH.values, "batch": BATCH, "gamma": 0.9, "lam": 0.9, "value_lam": 1.0,
@@ -251,7 +252,7 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "adaptive_clip": {
         **SOFT, "stats": STATS, "batch": BATCH, "ratio_to": "rollout", "target": 1.0, "low": (0.6, 0.8),
-        "high": (1.2, 2.0), "step": 0.05, "first": "high", "impossible_tokens": "nan",
+        "high": (1.2, 2.0), "step": 0.05, "first": "high", "unusable": "nan",
     },
     "covariance_mask": {**SOFT, "stats": STATS, "batch": BATCH, "config": COVARIANCE, "key": jax.random.key(0)},
     "AdaptiveEntropy.init": {"coef": 0.1},

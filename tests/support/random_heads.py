@@ -77,10 +77,10 @@ def held(x: Any, dtype: str) -> np.ndarray:
     return np.asarray(x, jnp.dtype(dtype)).astype(np.float64)
 
 
-def head_step(step: Step, shape: HeadShape, impossible: bool = False) -> HeadStep:
+def head_step(step: Step, shape: HeadShape, unusable: bool = False) -> HeadStep:
     """The numbers of a step and its head. Logits are hidden states with a kernel that changes nothing.
 
-    With `impossible`, some tokens have a log-prob of -inf under the old policy or the sampler.
+    With `unusable`, some log-probs of the old policy and the sampler are not finite.
     """
     rng, v, columns = step.rng(2), shape.vocab_size, shape.columns
     sizes: dict[str, tuple[int, ...]] = {"kernel": (H, columns)}
@@ -102,7 +102,7 @@ def head_step(step: Step, shape: HeadShape, impossible: bool = False) -> HeadSte
         ids = rng.integers(-1, v, (n, NUCLEUS)) if shape.nucleus else None
         of_head = {"hidden": h, "targets": rng.integers(0, v, n), "temperature": temperature, "nucleus_ids": ids}
         found.append(dataclasses.replace(sample, **of_head))
-    of_loss = step_samples(step, [s.log_probs for s in with_stats(found, head)], impossible=impossible)
+    of_loss = step_samples(step, [s.log_probs for s in with_stats(found, head)], unusable=unusable)
     names = ("hidden", "targets", "temperature", "nucleus_ids")
     of_head = [{name: getattr(s, name) for name in names} for s in found]
     samples = [dataclasses.replace(s, **more) for s, more in zip(of_loss, of_head, strict=True)]

@@ -14,7 +14,7 @@ from oracle.step import StepLoss
 from oracle.step import compared as compared_policies
 from random_steps import agree
 
-from jaxppo import KL, OffPolicyConfig, PolicyLossConfig, Rejection, explain_broken_rules
+from jaxppo import KL, OffPolicyConfig, PolicyLossConfig, Rejection, Unusable, explain_broken_rules
 from jaxppo.base.arrays import Aggregation, Compared
 from jaxppo.base.kl import Estimator, Importance, Over
 from jaxppo.policy.off_policy import Statistic
@@ -29,8 +29,15 @@ BASE = {  # all keys of a loss's config; tests change those that they are about
     "aggregation_norm": None,
     "metric_aggregation": "token_mean",
     "off_policy": None,
-    "impossible_tokens": "nan",
+    "unusable": "nan",
     "weighted_denominators": None,  # None: the batch has no loss weights
+}
+RULES = {  # every rule for unusable tokens
+    "weight_0": {"policy": "weight_0", "denominators": "in", "penalties": "in"},
+    "weight_0, no penalties": {"policy": "weight_0", "denominators": "in", "penalties": "out"},
+    "out": {"policy": "weight_0", "denominators": "out", "penalties": "out"},
+    "ratio_1": {"policy": "ratio_1", "denominators": "in", "penalties": "in"},
+    "ratio_1, no penalties": {"policy": "ratio_1", "denominators": "in", "penalties": "out"},
 }
 PICKS = ("share", "low", "high")  # hyperparameters of ClipCov and KLCov that `covariance_mask` reads
 
@@ -135,7 +142,7 @@ def configs(draw, name: str) -> dict[str, Any]:
         "aggregation_norm": norm_of(draw, aggregation),
         "metric_aggregation": draw(st.sampled_from(["token_mean", "loss"])),
         "off_policy": draw(st.none() | corrections(name, ratio_to)),
-        "impossible_tokens": draw(st.sampled_from(["nan", "leave_out"])),
+        "unusable": draw(st.just("nan") | st.sampled_from(list(RULES.values()))),
         # describes the batch: None without loss weights
         "weighted_denominators": draw(st.sampled_from([None, None, False, True])),
     }
@@ -155,9 +162,8 @@ def of_jaxppo(config: dict[str, Any], numbers: dict[str, Any] | None = None) -> 
         kl, entropy_coef = kl and kl | {"coef": numbers["kl"]}, numbers["entropy_coef"]
     if off is not None:
         off = OffPolicyConfig(**off | {"rejections": tuple(Rejection(**r) for r in off["rejections"])})
-    rest = {
-        k: config[k] for k in ("ratio_to", "aggregation", "aggregation_norm", "metric_aggregation", "impossible_tokens")
-    }
+    rest = {k: config[k] for k in ("ratio_to", "aggregation", "aggregation_norm", "metric_aggregation")}
+    rest["unusable"] = config["unusable"] if config["unusable"] == "nan" else Unusable(**config["unusable"])
     return PolicyLossConfig(loss, kl=kl and KL(**kl), entropy_coef=entropy_coef, off_policy=off, **rest)
 
 
@@ -223,7 +229,7 @@ def check_metrics(loss: Any, found: dict[str, Any], expected: StepLoss, config: 
     for name, value in expected.metrics.items():
         if name in ("loss", "pg_loss"):
             size = of_terms + of_ones / 2
-        elif name in ("impossible_tokens", "rollout_capped"):
+        elif name in ("unusable_tokens", "rollout_capped"):
             size = 0.0
         elif name not in parts[0].values:  # extremes and shares
             size = 0.5

@@ -108,11 +108,11 @@ def in_dtype(x: Any, dtype: str) -> np.ndarray:
 
 
 def step_samples(
-    step: Step, log_probs: list[np.ndarray] | None = None, rollouts: bool = True, impossible: bool = False
+    step: Step, log_probs: list[np.ndarray] | None = None, rollouts: bool = True, unusable: bool = False
 ) -> list[OracleSample]:
     """The samples of a step with their numbers. If the policy's log-probs are given, those of others are near them.
 
-    With `impossible`, some tokens have a log-prob of -inf under one policy or another.
+    With `unusable`, some log-probs are not finite: -inf of the policy itself, and NaN, inf or -inf of others.
     """
     found = []
     for i, s in enumerate(step.samples):
@@ -146,13 +146,14 @@ def step_samples(
                 rollout_id=s.rollout if rollouts else s.sample,
             )
         )
-    if impossible:
+    if unusable:
         names = ("old_log_probs", "rollout_log_probs", *(("log_probs",) if log_probs is None else ()))
         for i, s in enumerate(found):
             rng = step.rng(2, i)
             for name in names:
                 spoilt = rng.random(len(s.mask)) < 0.1
-                setattr(s, name, np.where(spoilt, -np.inf, getattr(s, name)))
+                values = [-np.inf] if name == "log_probs" else [np.nan, np.inf, -np.inf]
+                setattr(s, name, np.where(spoilt, rng.choice(values, len(s.mask)), getattr(s, name)))
     return found
 
 
