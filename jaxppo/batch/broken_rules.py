@@ -75,11 +75,12 @@ def count_broken(
     real_last_targets: bool,
     vocab_size: int | None = None,
     adapters: int = 0,
+    counted: Float[Array, "R T"] | None = None,
 ) -> Broken:
     """Per-shard: for each rule that has something to check, how often all devices' entries break it.
 
     `numbers` are the traced ones of the loss, by name, scalars or those of tokens; for the others see `View`. Absent
-    arrays are None.
+    arrays are None. `counted` are the tokens that a normalizer counts; None for those of the loss mask.
     """
     axes = segments.axes
     existing = {name: x for name, x in arrays.items() if x is not None}
@@ -88,7 +89,9 @@ def count_broken(
     if unsound:
         existing["another_array"] = functools.reduce(jnp.logical_or, unsound)
     if existing.keys() & {"normalizer", "pair_ids"}:
-        existing["loss_tokens"] = segments.sum(existing["loss_mask"])
+        if counted is None:
+            counted = existing["loss_mask"]
+        existing["loss_tokens"] = segments.sum(counted)
     if "pair_ids" in existing:
         pairs = Pairs.of(axes, existing["pair_ids"], existing["sample_rewards"], existing["loss_tokens"])
         existing["alone"] = pairs.alone

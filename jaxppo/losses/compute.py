@@ -29,6 +29,7 @@ from jaxppo.head.kept import stats_with_kept_logits
 from jaxppo.losses.hooks import check_tokens, constants_of, loss_of_tokens, metrics_of, name_of, reads_of
 from jaxppo.losses.parts import ALONE, Part
 from jaxppo.losses.token_loss import Reads, Step, masked_batch
+from jaxppo.policy.unusable import not_finite
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call, vary
 from jaxppo.step.aggregation import Normalizer, Parallel, step_normalizer, token_weights
 
@@ -257,7 +258,9 @@ def _broken_rules(
         if head_arrays.adapter_ids is not None:
             adapters = head_arrays.lora_a.shape[-3]
     arrays |= reads
+    counted = batch.loss_mask
     if normalizer is not None:
+        counted = jnp.where(not_finite(batch, normalizer.out_of_denominators), 0, counted)
         sums = [normalizer.tokens, normalizer.sequences, normalizer.weight_mean, normalizer.denominators]
         arrays["normalizer"] = normalizer.counts
         arrays["denominators"] = jnp.concatenate([x.reshape(-1) for x in sums if x is not None])
@@ -269,6 +272,7 @@ def _broken_rules(
         real_last_targets=batch.real_last_targets,
         vocab_size=vocab_size,
         adapters=adapters,
+        counted=counted,
     )
 
 

@@ -154,7 +154,7 @@ class PolicyTokenLoss(OfConfig):
         if not isinstance(rule, Unusable):
             return batch
         own = lax.stop_gradient(log_probs)
-        replaced: dict[str, Array] = {}
+        replaced: dict[str, Any] = {}
         for name in ("old_log_probs", "rollout_log_probs"):
             given = getattr(batch, name)
             if given is not None:

@@ -57,7 +57,7 @@ class Normalizer:
 
     Args:
       tokens: `f32[]`, the sum of the loss mask; with the batch's `weighted_denominators`, of the mask times
-        `loss_weights`, and so are `denominators`. Tokens that are `out_of_denominators` are in none of the three.
+        `loss_weights`, and so are `denominators`. Tokens that are `out_of_denominators` are in none of these numbers.
       sequences: `f32[]`, the number of sequences ("rollout_mean": rollouts) with a loss token.
       denominators: `f32[R, S]`, the loss tokens of each sequence ("rollout_mean": of all samples of its rollout).
       counts: `f32[R, S]`, the loss tokens of each sequence, which must be those of the batch that it is used with.
@@ -228,11 +228,10 @@ def normalize(
     mask = lax.stop_gradient(batch.loss_mask.astype(jnp.float32))
     if aggregation != "token_sum":
         segments.axes.check_complete(f"the denominator of aggregation={aggregation!r}", mask)
-    counts = segments.sum(mask)
-    weights = counts
     if out_of_denominators:
         mask = jnp.where(not_finite(batch, out_of_denominators), 0, mask)
-        weights = segments.sum(mask)
+    counts = segments.sum(mask)
+    weights = counts
     if batch.weighted_denominators:
         loss_weights = needed("batch.loss_weights", batch.loss_weights, "f32[R, T] with weighted_denominators=True")
         weights = segments.sum(lax.stop_gradient(masked(loss_weights, mask)) * mask)

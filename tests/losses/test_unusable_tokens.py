@@ -347,6 +347,10 @@ def test_a_normalizer_of_another_rule():
         policy_loss(THREE, batch, configs[OUT], normalizer=kept)
     with pytest.raises(ValueError, match=r"normalizer: got one of out_of_denominators=\('rollout_log_probs',\), exp"):
         policy_loss(THREE, batch, configs[NO_LOSS], normalizer=Normalizer.of(configs[OUT], batch))
+    blind = Normalizer.of(configs[OUT], dataclasses.replace(batch, rollout_log_probs=None))
+    loss, found = policy_loss(THREE, batch, configs[OUT], normalizer=blind)  # would be -8/3 for -8/2
+    assert np.isnan(loss)
+    assert "normalizer_of_another_step" in explain_broken_rules(found["broken_rules"].value)[0]
 
 
 @pytest.mark.parametrize("rule", EVERY)
