@@ -21,7 +21,8 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.head import TokenStats
 from jaxppo.head.token_arguments import check_stats
-from jaxppo.losses.policy_tokens import BY_RATIO, PolicyTokenLoss, check_needed
+from jaxppo.losses.policy_tokens import BY_RATIO, check_needed
+from jaxppo.losses.unusable_tokens import agreeing, without_policy_loss
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy.unusable import UnusableRule
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
@@ -117,9 +118,8 @@ def _steps(what: str, bounds: Bounds, least: float, most: float, step: float) ->
 def _per_shard(axes: ShardAxes, static: tuple[Any, ...], *arrays: Any) -> tuple[jax.Array, jax.Array]:
     config, lows, highs, first = static
     log_probs, batch, target = lax.stop_gradient(as_rows(arrays))
-    loss = PolicyTokenLoss(config)
-    without = loss.without_policy_loss(TokenStats(log_probs), batch)
-    batch = loss.agreeing(log_probs, batch)
+    without = without_policy_loss(config, log_probs, batch)
+    batch = agreeing(config, log_probs, batch)
     if without is not None:
         batch = dataclasses.replace(batch, loss_mask=jnp.where(without, 0, batch.loss_mask))
     advantages, ratio = _advantages_and_ratio(config, log_probs, batch)

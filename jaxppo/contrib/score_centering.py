@@ -15,9 +15,10 @@ from jaxppo.base.traced import leaves, with_leaves
 from jaxppo.batch.reads import at_most_one
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.policy_tokens import OfConfig, PolicyTokenLoss, check_config
+from jaxppo.losses.policy_tokens import OfConfig, check_config
 from jaxppo.losses.token_loss import Losses, Reads
 from jaxppo.losses.top_k_divergence import OfIds, PerId, with_tail
+from jaxppo.losses.unusable_tokens import unusable_tokens, without_policy_loss
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy.unusable import Unusable
 from jaxppo.policy_losses.base import checked_result, choice
@@ -112,10 +113,10 @@ class ScoreCentering(OfConfig, OfIds):
 
     def left_out(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
         """The loss tokens whose policy loss is 0, whichever id was drawn."""
-        return PolicyTokenLoss(self.config).without_policy_loss(None, batch)
+        return without_policy_loss(self.config, None, batch)
 
     def unusable_tokens(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
-        return PolicyTokenLoss(self.config).unusable_tokens(None, batch)
+        return unusable_tokens(self.config, None, batch)
 
     def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
         ids, log_p, log_q = self.of_ids(stats, batch)

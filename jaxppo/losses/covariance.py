@@ -21,7 +21,8 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.head import TokenStats
 from jaxppo.head.token_arguments import check_stats
-from jaxppo.losses.policy_tokens import BY_RATIO, PolicyTokenLoss, check_config, check_needed, old_log_probs
+from jaxppo.losses.policy_tokens import BY_RATIO, check_config, check_needed, old_log_probs
+from jaxppo.losses.unusable_tokens import agreeing, without_policy_loss
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses import PolicyLoss
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
@@ -75,11 +76,10 @@ def covariance_mask(
         raise ValueError(f"config.loss: got {config.loss}, expected one that selects tokens, such as ClipCov or KLCov")
     check_stats(stats, batch.loss_mask.shape)
     check_needed(batch, config)
-    loss = PolicyTokenLoss(config)
     static, traced = take_arrays(config.loss)
     log_probs = lax.stop_gradient(stats.log_probs)
-    old = old_log_probs(log_probs, loss.agreeing(log_probs, batch), config)
-    without = loss.without_policy_loss(stats, batch)
+    old = old_log_probs(log_probs, agreeing(config, log_probs, batch), config)
+    without = without_policy_loss(config, log_probs, batch)
     if without is not None:
         batch = dataclasses.replace(batch, loss_mask=jnp.where(without, 0, batch.loss_mask))
     args = {"stats": log_probs, "old_log_probs": old, "batch": batch, "key": key, "config": traced}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -19,10 +19,18 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
 from jaxppo.head.token_arguments import check_stats
 from jaxppo.losses.token_loss import OF_EVERY_LOSS, Asks, Losses, Reads, Step, TokenLoss
+from jaxppo.losses.unusable_tokens import (
+    agreeing,
+    excused,
+    penalised,
+    unusable_tokens,
+    without_loss,
+    without_policy_loss,
+)
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy.off_policy import correction as off_policy_correction
 from jaxppo.policy.off_policy import left_out_by
-from jaxppo.policy.unusable import Unusable, not_finite
+from jaxppo.policy.unusable import Unusable
 from jaxppo.policy_losses.base import Indicators, PolicyLoss, checked_result, choice, ratio_at
 from jaxppo.sharding import Segments
 
@@ -127,42 +135,11 @@ class PolicyTokenLoss(OfConfig):
 
     def left_out(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
         """The loss tokens without policy loss, penalties and statistics, see `Unusable`."""
-        if not isinstance(self.config.unusable, Unusable):
-            return None
-        left_out = not_finite(batch, self.config.out_of_denominators)
-        if stats is not None:
-            left_out = left_out | ((batch.loss_mask > 0) & jnp.isneginf(stats.log_probs))
-        return left_out
+        return without_loss(self.config, _current(stats), batch)
 
     def unusable_tokens(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
         """The loss tokens with a log-prob that is not finite, see `Unusable`."""
-        left_out = self.left_out(stats, batch)
-        if left_out is None:
-            return None
-        return left_out | not_finite(batch, self.config.checked_log_probs)
-
-    def without_policy_loss(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
-        """The unusable tokens whose policy loss is 0."""
-        rule = self.config.unusable
-        if isinstance(rule, Unusable) and rule.policy == "weight_0":
-            return self.unusable_tokens(stats, batch)
-        return self.left_out(stats, batch)
-
-    def agreeing(self, log_probs: Float[Array, "R T"], batch: RolloutBatch) -> RolloutBatch:
-        """The batch with the current log-probs, constants, in place of those that an `Unusable` finds not finite."""
-        rule = self.config.unusable
-        if not isinstance(rule, Unusable):
-            return batch
-        own = lax.stop_gradient(log_probs)
-        replaced: dict[str, Any] = {}
-        for name in ("old_log_probs", "rollout_log_probs"):
-            given = getattr(batch, name)
-            if given is not None:
-                replaced[name] = jnp.where(jnp.isfinite(given), given, own)
-        if batch.ref_log_probs is not None and rule.penalties == "out":
-            unusable = not_finite(batch, self.config.checked_log_probs)
-            replaced["ref_log_probs"] = jnp.where(unusable, own, batch.ref_log_probs)
-        return dataclasses.replace(batch, **replaced)
+        return unusable_tokens(self.config, _current(stats), batch)
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
         config = self.config
@@ -182,22 +159,7 @@ class PolicyTokenLoss(OfConfig):
             log_probs["log_probs"] = stats.log_probs
             if config.entropy_mode == "bonus":
                 reads["entropy"] = stats.entropy
-        return reads | self._but_unusable(log_probs, stats, batch)
-
-    def _but_unusable(
-        self, log_probs: Mapping[str, Array | None], stats: TokenStats | None, batch: RolloutBatch
-    ) -> dict[str, Array | None]:
-        """These log-probs, 0 where an `Unusable` excuses them from their rules."""
-        rule = self.config.unusable
-        left_out = self.left_out(stats, batch)
-        if not isinstance(rule, Unusable) or left_out is None:
-            return dict(log_probs)
-        excused = {"log_probs": left_out, "ref_log_probs": left_out}
-        for name in self.config.checked_log_probs:
-            excused[name] = left_out | not_finite(batch, [name])
-        if rule.penalties == "out":
-            excused["ref_log_probs"] = left_out | not_finite(batch, self.config.checked_log_probs)
-        return {name: x if x is None else jnp.where(excused[name], 0, x) for name, x in log_probs.items()}
+        return reads | excused(config, log_probs, _current(stats), batch)
 
     def constants(self, stats: TokenStats | None, step: Step) -> Correction | None:
         """The off-policy correction, None without one."""
@@ -224,7 +186,7 @@ class PolicyTokenLoss(OfConfig):
         batch = step.batch
         advantages = batch.advantages
         reasons: dict[str, Bool[Array, "R T"]] = {}
-        without = self.without_policy_loss(None, batch)
+        without = without_policy_loss(self.config, None, batch)
         if without is not None:
             reasons["unusable"] = without
         if off_policy is not None and constants is not None:
@@ -253,22 +215,15 @@ class PolicyTokenLoss(OfConfig):
         if config.kl is not None and config.penalises_kl:
             terms["kl"] = config.kl.coef * self._kl(config.kl, stats.log_probs, batch, segments)
         if not is_zero(config.entropy_coef) and stats.entropy is not None:
-            terms["entropy"] = -(config.entropy_coef * self._penalty(stats.entropy, batch))
+            terms["entropy"] = -(config.entropy_coef * penalised(config, stats.entropy, batch))
         return terms
 
     def _kl(
         self, kl: KL, log_probs: Float[Array, "R T"], batch: RolloutBatch, segments: Segments
     ) -> Float[Array, "R T"]:
         """The KL divergence to the reference at each token."""
-        divergence = reference_kl(kl, log_probs, self.agreeing(log_probs, batch), segments)
-        return self._penalty(divergence, batch)
-
-    def _penalty(self, penalty: Float[Array, "R T"], batch: RolloutBatch) -> Float[Array, "R T"]:
-        """A penalty of each token, 0 for those that an `Unusable` takes out of the penalties."""
-        rule = self.config.unusable
-        if not isinstance(rule, Unusable) or rule.penalties == "in":
-            return penalty
-        return jnp.where(not_finite(batch, self.config.checked_log_probs), 0, penalty)
+        divergence = reference_kl(kl, log_probs, agreeing(self.config, log_probs, batch), segments)
+        return penalised(self.config, divergence, batch)
 
     def metrics(self, stats: TokenStats, step: Step, constants: Correction | None) -> Terms:
         config = self.config
@@ -286,8 +241,8 @@ class PolicyTokenLoss(OfConfig):
             kl = self._kl(config.kl, stats.log_probs, batch, step.segments)
         entropy = stats.entropy
         if entropy is not None:
-            entropy = self._penalty(entropy, batch)
-        old = old_log_probs(stats.log_probs, self.agreeing(stats.log_probs, batch), config)
+            entropy = penalised(config, entropy, batch)
+        old = old_log_probs(stats.log_probs, agreeing(config, stats.log_probs, batch), config)
         ratio = jnp.exp(log_ratio(stats.log_probs, old))
         compared = {"ppo_kl": old - stats.log_probs, "ratio_mean": ratio}
         if config.ratio_to == "old":
@@ -319,7 +274,7 @@ class PolicyTokenLoss(OfConfig):
         """The corrected policy loss of each token, and the indicators of the config's loss."""
         loss = self.config.loss
         mask = batch.loss_mask
-        old = old_log_probs(log_probs, self.agreeing(log_probs, batch), self.config)
+        old = old_log_probs(log_probs, agreeing(self.config, log_probs, batch), self.config)
         if SELECTED in batch.extras:
             selected = masked(batch.extras[SELECTED], mask)
             result = loss(log_probs, old, batch.advantages, mask=mask, segments=segments, selected=selected)
@@ -328,7 +283,7 @@ class PolicyTokenLoss(OfConfig):
         policy, indicators = checked_result(loss, result, mask.shape)
         if correction is not None:
             policy = policy * correction.weights
-        without = self.without_policy_loss(None, batch)
+        without = without_policy_loss(self.config, None, batch)
         if without is not None:
             policy = jnp.where(without, 0, policy)
         return policy, indicators
@@ -366,10 +321,14 @@ def _check_names(loss: PolicyLoss, indicators: Indicators, corrected: Indicators
 
 def _policies(stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Float[Array, "R T"] | None]:
     """The log-probs of the policies that a correction may compare."""
-    current = None
-    if stats is not None:
-        current = stats.log_probs
-    return {"current": current, "old": batch.old_log_probs, "rollout": batch.rollout_log_probs}
+    return {"current": _current(stats), "old": batch.old_log_probs, "rollout": batch.rollout_log_probs}
+
+
+def _current(stats: TokenStats | None) -> Float[Array, "R T"] | None:
+    """The current log-probs, once they are computed."""
+    if stats is None:
+        return None
+    return stats.log_probs
 
 
 def _response_share(batch: RolloutBatch, segments: Segments) -> Float[Array, "R T"]:

@@ -108,7 +108,7 @@ def test_what_is_used_late_is_loaded_late():
     assert done.returncode == 0, done.stderr
     at_once = ["jaxppo", *(f"jaxppo.base{name}" for name in ("", ".late", ".modules", ".stacked"))]
     there = [f"jaxppo.{name}" for name in ("policy_losses", "sharding")]
-    of_policies = "compute doors hooks parts policy_tokens token_loss"
+    of_policies = "compute doors hooks parts policy_tokens token_loss unusable_tokens"
     losses = [f"jaxppo.losses.{name}" for name in of_policies.split()]
     assert done.stdout == f"{at_once}\n{there + losses}\n"
 

@@ -1,0 +1,91 @@
+"""What the rule of a config for unusable tokens, see `Unusable`, does with the arrays of a batch.
+
+The current log-probs are None where they are not computed yet. Results are None where a config has no such rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.policy.config import PolicyLossConfig
+from jaxppo.policy.unusable import Unusable, not_finite
+
+Flags = Bool[Array, "*K R T"]
+Tokens = Float[Array, "*K R T"]
+
+
+def without_loss(config: PolicyLossConfig, log_probs: Tokens | None, batch: RolloutBatch) -> Flags | None:
+    """The loss tokens without policy loss, penalties and statistics."""
+    if not isinstance(config.unusable, Unusable):
+        return None
+    found = not_finite(batch, config.out_of_denominators)
+    if log_probs is None:
+        return found
+    return found | ((batch.loss_mask > 0) & jnp.isneginf(log_probs))
+
+
+def unusable_tokens(config: PolicyLossConfig, log_probs: Tokens | None, batch: RolloutBatch) -> Flags | None:
+    """The loss tokens with a log-prob that is not finite."""
+    found = without_loss(config, log_probs, batch)
+    if found is None:
+        return None
+    return found | not_finite(batch, config.checked_log_probs)
+
+
+def without_policy_loss(config: PolicyLossConfig, log_probs: Tokens | None, batch: RolloutBatch) -> Flags | None:
+    """The unusable tokens whose policy loss is 0."""
+    rule = config.unusable
+    if isinstance(rule, Unusable) and rule.policy == "weight_0":
+        return unusable_tokens(config, log_probs, batch)
+    return without_loss(config, log_probs, batch)
+
+
+def agreeing(config: PolicyLossConfig, log_probs: Tokens, batch: RolloutBatch) -> RolloutBatch:
+    """The batch with the current log-probs, constants, in place of those that are not finite: ratios of 1.
+
+    Where a token has no penalties, so have those of the reference.
+    """
+    rule = config.unusable
+    if not isinstance(rule, Unusable):
+        return batch
+    own = lax.stop_gradient(log_probs)
+    replaced: dict[str, Any] = {}
+    for name in ("old_log_probs", "rollout_log_probs"):
+        given = getattr(batch, name)
+        if given is not None:
+            replaced[name] = jnp.where(jnp.isfinite(given), given, own)
+    if batch.ref_log_probs is not None and rule.penalties == "out":
+        unusable = not_finite(batch, config.checked_log_probs)
+        replaced["ref_log_probs"] = jnp.where(unusable, own, batch.ref_log_probs)
+    return dataclasses.replace(batch, **replaced)
+
+
+def excused(
+    config: PolicyLossConfig, read: Mapping[str, Any], log_probs: Tokens | None, batch: RolloutBatch
+) -> dict[str, Any]:
+    """The log-probs that a loss reads, by name, 0 where the rule takes the place of that for their values."""
+    rule = config.unusable
+    everything = without_loss(config, log_probs, batch)
+    if not isinstance(rule, Unusable) or everything is None:
+        return dict(read)
+    flags = {"log_probs": everything, "ref_log_probs": everything}
+    for name in config.checked_log_probs:
+        flags[name] = everything | not_finite(batch, [name])
+    if rule.penalties == "out":
+        flags["ref_log_probs"] = everything | not_finite(batch, config.checked_log_probs)
+    return {name: jnp.where(flags[name], 0, x) for name, x in read.items()}
+
+
+def penalised(config: PolicyLossConfig, penalty: Float[Array, "R T"], batch: RolloutBatch) -> Float[Array, "R T"]:
+    """A penalty of each token, 0 where the rule takes the token out of the penalties."""
+    rule = config.unusable
+    if not isinstance(rule, Unusable) or rule.penalties == "in":
+        return penalty
+    return jnp.where(not_finite(batch, config.checked_log_probs), 0, penalty)
