@@ -48,9 +48,9 @@ def without_policy_loss(config: PolicyLossConfig, log_probs: Tokens | None, batc
 
 
 def agreeing(config: PolicyLossConfig, log_probs: Tokens, batch: RolloutBatch) -> RolloutBatch:
-    """The batch with the current log-probs, constants, in place of those that are not finite: ratios of 1.
+    """The batch with the current log-probs, as constants, in place of those that are not finite: ratios of 1.
 
-    Where a token has no penalties, so have those of the reference.
+    Where a token has no penalties, they take the place of the reference's too.
     """
     rule = config.unusable
     if not isinstance(rule, Unusable):
@@ -70,16 +70,16 @@ def agreeing(config: PolicyLossConfig, log_probs: Tokens, batch: RolloutBatch) -
 def excused(
     config: PolicyLossConfig, read: Mapping[str, Any], log_probs: Tokens | None, batch: RolloutBatch
 ) -> dict[str, Any]:
-    """The log-probs that a loss reads, by name, 0 where the rule takes the place of that for their values."""
+    """The log-probs that a loss reads, by name, but 0, which breaks no rule of values, where it does not use them."""
     rule = config.unusable
-    everything = without_loss(config, log_probs, batch)
-    if not isinstance(rule, Unusable) or everything is None:
+    left_out = without_loss(config, log_probs, batch)
+    if not isinstance(rule, Unusable) or left_out is None:
         return dict(read)
-    flags = {"log_probs": everything, "ref_log_probs": everything}
+    flags = {"log_probs": left_out, "ref_log_probs": left_out}
     for name in config.checked_log_probs:
-        flags[name] = everything | not_finite(batch, [name])
+        flags[name] = left_out | not_finite(batch, [name])
     if rule.penalties == "out":
-        flags["ref_log_probs"] = everything | not_finite(batch, config.checked_log_probs)
+        flags["ref_log_probs"] = left_out | not_finite(batch, config.checked_log_probs)
     return {name: jnp.where(flags[name], 0, x) for name, x in read.items()}
 
 

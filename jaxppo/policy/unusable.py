@@ -23,8 +23,8 @@ class Unusable(NamesItsOptions):
     """The rule for loss tokens with a log-prob that is not finite; for `PolicyLossConfig(unusable=)`.
 
     A loss token is unusable if the log-prob of the sampler, where the batch has it, or that of the old policy, where
-    the config compares it, is NaN or infinite, or if that of the current policy is -inf. A NaN of the current policy is
-    none of a token: parameters, hidden states or targets are wrong, and the loss is NaN under each rule.
+    the config compares it, is NaN or infinite, or if that of the current policy is -inf. A NaN of the current policy
+    makes the loss NaN under every rule: parameters, hidden states or targets are wrong.
 
     Each ratio that would read a log-prob which is not finite is 1: that of the loss, those of `off_policy`, and the
     weight of the KL. In a sum or mean over the sequence its logarithm counts as 0, and so it does in metrics.
@@ -33,10 +33,10 @@ class Unusable(NamesItsOptions):
     over its sequence and metrics leave it out. The denominators of the loss count it: they are known before the step.
 
     Args:
-      policy: the policy loss of the token: "weight_0", it is 0, or "ratio_1", it is that of this ratio.
+      policy: the policy loss of the token. "weight_0": it is 0. "ratio_1": it is that of a ratio of 1.
       denominators: "in", or "out": the token is in no denominator of the loss, of a mean over its sequence or of a
         metric.
-      penalties: "in", or "out": the KL and the entropy of the token are 0.
+      penalties: "in", or "out": the KL and the entropy of the token are 0, and its reference log-prob may be anything.
 
     Raises:
       ValueError: an unknown choice; "out" of the denominators for a token that has a policy loss or penalties.

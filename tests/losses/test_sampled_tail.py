@@ -13,6 +13,7 @@ from policy_steps import quick_jit
 from jaxppo import (
     RolloutBatch,
     TokenStats,
+    Unusable,
     explain_broken_rules,
     log_probs_from_logits,
     loss_from_hidden,
@@ -24,6 +25,7 @@ from sharding.testing import assert_trees_close
 
 R, T, H, V, K = 4, 8, 12, 37, 5
 LOSS = TopKDistillation("reverse_kl", tail="sampled")
+WITH_RULE = dataclasses.replace(LOSS, unusable=Unusable("weight_0"))
 RNG = np.random.default_rng(11)
 MASK = np.zeros((R, T), np.float32)
 MASK[0, :7], MASK[1, 3:5], MASK[3, 6] = 1, 1, 1
@@ -58,22 +60,21 @@ def step():
 STEP = step()
 
 
-def truth():
-    """The mean loss and its gradients by hidden states and kernel."""
+def truth(at=MASK > 0):
+    """The loss of these tokens, divided by the number of all loss tokens, and its gradients by states and kernel."""
     hidden, kernel, ids, of_ids, targets, of_targets = STEP
-    at = MASK > 0
-    rows, head, n = hidden[at], OracleHead(kernel), int(at.sum())
+    rows, head, n = hidden[at], OracleHead(kernel), int(MASK.sum())
     z, sets = logits(rows, head), np.concatenate([ids[at], targets[at][:, None]], axis=-1)
     log_p = id_log_probs(z, sets)
     log_q = np.concatenate([of_ids[at], of_targets[at][:, None]], axis=-1)
     total, slopes, outside = 0.0, np.zeros(log_p.shape), 0
-    for t in range(n):
+    for t in range(len(sets)):
         there = sets[t] >= 0
         place = list(sets[t]).index(sets[t, -1])  # K is the target's own
         drawn_id = -1 if place == K else place
         value, slopes[t, there] = other_losses.sampled_tail(log_p[t, there], log_q[t, there], drawn_id)
         total, outside = total + value, outside + (drawn_id < 0)
-    assert 2 < outside < n - 2
+    assert 1 < outside < len(sets) - 1
     by_hidden, by_head = head_gradient(rows, head, id_gradient(z, sets, slopes / n))
     of_hidden = np.zeros(hidden.shape)
     of_hidden[at] = by_hidden
@@ -98,6 +99,61 @@ def test_the_oracle(mesh, memory):
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert_trees_close(gradients, tuple(by), rtol=2e-5, atol=2e-6)
     assert float(found["broken_rules"].value) == 0
+
+
+LACKING = {  # a log-prob of the teacher that is not there: that of an id, or of a target that is an id or is none
+    "of an id": ((0, 0), np.nan),
+    "of an id, too large": ((0, 2), np.inf),
+    "of a target": ((0, 3), np.nan),
+    "of another target": ((0, 5), -np.inf),
+}
+
+
+@pytest.mark.parametrize(("mesh", "memory"), [(None, None), (None, 2**15), ("dp=2,cp=2,tp=2", None)])
+def test_tokens_for_which_the_teacher_lacks_a_log_prob(mesh, memory):
+    """They have no loss and no gradient, and stay in the denominators; without a rule the loss is NaN."""
+    parallel = mesh and make_parallel_mesh(mesh)
+    hidden, kernel, ids, of_ids, targets, of_targets = STEP
+    of_ids, of_targets, at = of_ids.copy(), of_targets.copy(), MASK > 0
+    for what, (place, bad) in LACKING.items():
+        spoilt = of_ids[..., 0] if what.startswith("of an id") else of_targets
+        spoilt[place] = bad
+        at[place] = False
+    batch = taught(batch_of(targets, MASK), ids, of_ids, of_targets)
+    states = jnp.asarray(hidden, jnp.float32), jnp.asarray(kernel, jnp.float32)
+
+    def run(hidden, kernel):
+        return loss_from_hidden(hidden, kernel, batch, WITH_RULE, parallel=parallel, memory=memory)
+
+    (loss, found), gradients = quick_jit(jax.value_and_grad(run, (0, 1), has_aux=True))(*states)
+    expected, *by = truth(at)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert_trees_close(gradients, tuple(by), rtol=2e-5, atol=2e-6)
+    assert (float(found["unusable_tokens"].value), float(found["broken_rules"].value)) == (len(LACKING), 0)
+    np.testing.assert_allclose(found["divergence"].value, expected * MASK.sum() / at.sum(), rtol=1e-5)
+    assert np.isnan(loss_from_hidden(*states, batch, LOSS)[0])
+
+
+def test_a_drawn_token_that_the_student_finds_impossible():
+    """By hand: one id, of p = 0.5 and q = 0.25; the tail of a drawn token with p = 0.25 and q = 0.5 is 1 - log 2.
+
+    The second token of three has p = 0 where the teacher has 0.5: the divergence of such a sample is infinite.
+    """
+    tokens = jnp.array([[2, 3, 2]])
+    batch = taught(batch_of(tokens, np.ones((1, 3))), [[[1]] * 3], np.log([[[0.25]] * 3]), np.log([[0.5] * 3]))
+    batch = dataclasses.replace(batch, real_last_targets=True)
+    own, of_ids = jnp.log(jnp.array([[0.25, 0.0, 0.25]])), jnp.log(jnp.full((1, 3, 1), 0.5))
+
+    def run(own, of_ids, loss=WITH_RULE):
+        return loss_from_stats(TokenStats(own, id_log_probs=of_ids), batch, loss)
+
+    (value, found), (by_own, by_ids) = jax.value_and_grad(run, (0, 1), has_aux=True)(own, of_ids)
+    each = (0.5 * np.log(2) - 0.5 + 0.25) + (2 - 1 - np.log(2))
+    np.testing.assert_allclose(value, 2 * each / 3, rtol=1e-6)
+    np.testing.assert_allclose(by_own, np.array([[-1, 0, -1]]) * np.log(2) / 3, rtol=1e-6)
+    np.testing.assert_allclose(by_ids[..., 0], np.array([[1, 0, 1]]) * 0.5 * np.log(2) / 3, rtol=1e-6)
+    assert float(found["unusable_tokens"].value) == 1
+    assert np.isnan(run(own, of_ids, LOSS)[0])
 
 
 def drawn(z, teacher, ids):

@@ -355,7 +355,7 @@ def test_a_normalizer_of_another_rule():
 
 @pytest.mark.parametrize("rule", EVERY)
 def test_what_else_is_broken_still_is(rule):
-    """NaN of the current policy is of no token, and a token is not unusable because of the reference's -inf."""
+    """NaN of the current policy is never excused, and a token is not unusable because of the reference's -inf."""
     samples = [Sample([1, 2, 3, 4], 1, advantages=[1.0] * 3, old_log_probs=[-1.0] * 3, ref_log_probs=[-1.0] * 3)]
     batch = RolloutBatch.from_samples(samples, row_length=4)
     config = PolicyLossConfig(kl=KL(0.1), unusable=rule)
