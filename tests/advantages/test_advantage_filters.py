@@ -140,6 +140,16 @@ def test_acceptance_beside_a_token_that_the_sampler_does_not_know():
             advantages.accepted_samples(batch, config, unusable=wrong)
 
 
+def test_acceptance_by_the_mean_of_a_sequence_that_lacks_a_token():
+    """The sampler's ratios to the trainer, 2, 1 and 2, have a geometric mean of 1.59; without that of 1 it is 2."""
+    twice = np.log(2) - 1
+    sample = Sample([5, 6, 7, 8], 1, old_log_probs=[-1.0] * 3, rollout_log_probs=[twice, np.nan, twice])
+    batch = RolloutBatch.from_samples([sample], row_length=4)
+    config = OffPolicyConfig(rejections=(Rejection("seq_mean_k1", 0.5, 1.8),))
+    kept = {system: advantages.accepted_samples(batch, config, unusable=Unusable.of(system)) for system in SYSTEMS}
+    assert {system: bool(x[0, 0]) for system, x in kept.items()} == {"trl": True, "tunix": True, "torchtitan": False}
+
+
 def test_what_acceptance_reads():
     batch = RolloutBatch.from_samples(SAMPLES, row_length=24)
     config = OffPolicyConfig("token")
