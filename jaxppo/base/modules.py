@@ -20,6 +20,8 @@ _EXPECTED = (
     "parameters of an nn.Dense or nn.Embed, eqx.nn.Linear, eqx.nn.Embedding, or a Tunix lm_head or embedder"
 )
 _QWIX_NOTES = ("qwix_path", "qwix_rngs", "disable_quant_stats_update")
+_QWIX_BOX = ("qwix._src.providers.ptq", "WithAux")  # which Qwix has no public name for
+_QUANTISED = ("float8_e4m3fn", "int8")
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
@@ -27,20 +29,24 @@ _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 class HeadParts:
     """The parts of a head in a module; None where there is none, or where the module does not say."""
 
-    kernel: Any  # [H, V] or [V, H]
+    kernel: Any  # [H, V] or [V, H]; values of 8 bits if there is a scale
     layout: str | None = None  # "hv" or "vh"
     bias: Any = None  # [V]
     lora: tuple[Any, Any] | None = None  # a [H, r], b [r, V]
     lora_scale: float | None = None
     dtype: Any = None  # in which the module multiplies
+    scale: Any = None  # of a quantised kernel, with as many dimensions
 
 
 def parts_of(module: Any) -> HeadParts:
     """The parts of a head in what `Head.of` takes.
 
     Raises:
-      TypeError: an unknown object, quantised weights, unknown adapters.
+      TypeError: an unknown object, weights that are quantised in a way of their own, unknown adapters.
     """
+    quantised = _quantised("module", module)
+    if quantised is not None:
+        return quantised
     if isinstance(module, _ARRAYS) or _is_box(module):
         return HeadParts(_value("module", module))
     if isinstance(module, Mapping):
@@ -82,13 +88,34 @@ def _is_box(x: Any) -> bool:
     return _is(x, "flax.nnx", "Variable") or _is(x, "flax.core.meta", "AxisMetadata")
 
 
-def _value(where: str, x: Any) -> Any:
-    """The array of floats within a variable or box; raises a TypeError that names any other content."""
+def _unboxed(x: Any) -> Any:
+    """What a variable or box holds."""
     while _is_box(x):
         if _is(x, "flax.nnx", "Variable"):
             x = x.get_value()
         else:
             x = x.value
+    return x
+
+
+def _quantised(where: str, x: Any) -> HeadParts | None:
+    """The values and the scale of a kernel that Qwix quantised; None for anything else."""
+    x = _unboxed(x)
+    if _is(x, *_QWIX_BOX):
+        x = _unboxed(x.array)
+    if not _is(x, "qwix", "QArray"):
+        return None
+    if x.zero_point is not None:
+        _refuse(x, "with a zero point, expected one that is symmetric around 0", where)
+    values = _unboxed(x.qvalue)
+    if jnp.dtype(values.dtype).name not in _QUANTISED:
+        _refuse(x, f"of {values.dtype}, expected {' or '.join(_QUANTISED)}", where)
+    return HeadParts(values, scale=_value(f"{where}.scale", x.scale))
+
+
+def _value(where: str, x: Any) -> Any:
+    """The array of floats within a variable or box; raises a TypeError that names any other content."""
+    x = _unboxed(x)
     if not isinstance(x, _ARRAYS):
         expected = "expected an array of floats; quantised and wrapped weights must be converted first"
         _refuse(x, expected, where)
@@ -178,9 +205,13 @@ def _parts(x: Any, name: str, layout: str, *others: str, held: Collection[str] |
     if a is not None:
         lora = (a, b)
     dtype = None
-    if not isinstance(x, Mapping):
+    if isinstance(x, Mapping):
+        quantised = _quantised(f"module[{name!r}]", x.get(name))
+    else:
         dtype = getattr(x, "dtype", None)
-    return HeadParts(array(name), layout, array("bias"), lora, dtype=dtype)
+        quantised = _quantised(f"module.{name}", getattr(x, name, None))
+    kernel = quantised or HeadParts(array(name))
+    return dataclasses.replace(kernel, layout=layout, bias=array("bias"), lora=lora, dtype=dtype)
 
 
 def _linear(x: Any, kind: str, *others: str) -> HeadParts:
@@ -214,7 +245,7 @@ def _parameters(x: Any) -> list[str]:
 
     names = []
     for name, value in vars(x).items():
-        module = _is(value, "flax.nnx", "Variable") or _is(value, "flax.nnx", "Module")
+        module = _is(value, "flax.nnx", "Variable") or _is(value, "flax.nnx", "Module") or _is(value, *_QWIX_BOX)
         if (module or isinstance(value, jax.Array)) and name not in _QWIX_NOTES:
             names.append(name)
     return names

@@ -23,6 +23,7 @@ from jaxppo.head.call import Asked, HeadOptions, Inputs, Prepared
 from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
 from jaxppo.head.gradient import stats_of_inputs
 from jaxppo.head.head import Head, as_head
+from jaxppo.head.quantized import QuantizedArray
 from jaxppo.losses.distillation import DivergenceLoss
 from jaxppo.losses.mtp import Heads, OfDepths, States, heads_of, shift_targets, shift_temperature, sum_of_depths
 from jaxppo.mismatch.heads import F32_UNIT, comparison_of_tokens
@@ -221,7 +222,7 @@ def _depths(
     tokens = batch.loss_mask.shape
     check("policy_hidden", f"shape {shape}", shape[:2] == tokens, f"{tokens} and H")
     policy_head = as_head("policy_head", kernel)
-    policy_head.check("policy_head", shape[-1])
+    policy_head = policy_head.checked("policy_head", shape[-1])
     states, policy_head = lax.stop_gradient((states, policy_head))
     depths = []
     for k, head in enumerate(heads, 1):
@@ -248,6 +249,9 @@ def _of_equal_columns(loss: Draft | None, pair: tuple[Pair, Pair], batch: Rollou
 
 def _of_fewer_columns(loss: Draft | None, pair: tuple[Pair, Pair], batch: RolloutBatch, ids: Any, **call: Any) -> Depth:
     """One depth of a draft whose head has these ids of the policy's vocabulary."""
+    kernel = pair[1][1].kernel
+    good = not isinstance(kernel, QuantizedArray)
+    check_type("policy_head.kernel", kernel, good, "an array of floats, since a draft's columns are taken from it")
     options: dict[str, Any] = {"entropy": "none", "heads": 2, "top_k": 0 if loss else 1, **call}
     targets = None if loss else jnp.zeros_like(batch.targets)
     draft = prepare_head(*pair[0], targets, **options)

@@ -27,6 +27,7 @@ from jaxppo.head import call as calls
 from jaxppo.head import profiles
 from jaxppo.head.call import HeadCall, HeadOptions, Inputs, Names, Prepared, Tokens
 from jaxppo.head.head import Entropy, Head, LogitsDtype, LogitStat, Transform, as_head
+from jaxppo.head.quantized import QuantizedArray
 from jaxppo.head.token_arguments import as_adapter_ids, as_asked, as_token_arrays
 from jaxppo.sharding import ParallelMesh, ShardAxes, check_parallel, note, varying
 
@@ -64,7 +65,7 @@ def prepare_head(
     check_floating(f"{prefix}hidden", hidden, 3, "[R, T, H]")
     head = as_head(name, head)
     hidden, sequence_parallel = _bring_hidden(f"{prefix}hidden_spec", parallel, axes, hidden, hidden_spec)
-    head.check(name, hidden.shape[2])
+    head = head.checked(name, hidden.shape[2])
     h_names, v_names = _kernel_axes(parallel, axes, name, hidden, head)
 
     R, T = hidden.shape[:2]
@@ -81,7 +82,7 @@ def prepare_head(
     tokens, where = as_token_arrays(f"{prefix}hidden", (R, T), targets, nucleus_ids, ids, where, temperature)
     adapter_ids = as_adapter_ids(f"{name}.lora", head.lora, adapter_ids, R)
 
-    device = profiles.device_kind(parallel, head.kernel)
+    device = profiles.device_kind(parallel, jax.tree.leaves(head.kernel)[0])
     transposed = _lies_transposed(parallel, head, v_names, device)
     call = HeadCall(
         axes=axes,
@@ -92,6 +93,7 @@ def prepare_head(
         sequence_parallel=sequence_parallel,
         transform=Transform(cast(LogitsDtype, head.logits_dtype), head.softcap, head.scale),
         scales=_scales(head),
+        quantized=head.quantized,
         kernel_width=kernel_width,
         vocab_size=vocab_size,
         asked=asked,
@@ -204,6 +206,9 @@ def _kernel_axes(parallel: Parallel, axes: ShardAxes, name: str, hidden: jax.Arr
             "last of which would hold padding alone, expected each device's part of the vocabulary; a kernel that was "
             "gathered over the tensor axis is to be invariant over it: all_gather(..., to='invarying')"
         )
+    if isinstance(kernel, QuantizedArray):
+        whole = not set(h_names) & varying(kernel.scale)
+        check(f"{name}.kernel.scale", f"one that differs over {h_names}", whole, "that of all H on each device")
     return h_names, tuple(n for n in v_names if n in names)
 
 
@@ -211,7 +216,7 @@ def _spec_axes(parallel: Parallel, axes: ShardAxes, name: str, hidden: jax.Array
     """The axes of the head's spec, of H and of V, or the defaults."""
     spec = head.spec
     if isinstance(parallel, ParallelMesh) and parallel.is_explicit and spec is None:
-        spec = getattr(jax.typeof(head.kernel).sharding, "spec", None)
+        spec = getattr(jax.typeof(jax.tree.leaves(head.kernel)[0]).sharding, "spec", None)
     if spec is None:
         return _default_axes(parallel, axes, hidden, head)
     what = f"{name}.spec"
@@ -250,14 +255,19 @@ def _placed(parallel: Parallel, v_dim: int, prepared: Prepared) -> Prepared:
     inputs = prepared.inputs
     v = call.v_names or None
     kernel = [call.h_names or None, v]
+    scale = [None, v]
     lora_b = [None, v]
     if v_dim == 0:
         kernel.reverse()
+        scale.reverse()
+    kernel_spec: Any = P(*kernel)
+    if isinstance(inputs.kernel, QuantizedArray):
+        kernel_spec = QuantizedArray(P(*kernel), P(*scale))  # type: ignore[arg-type]
     if inputs.adapter_ids is not None:
         lora_b.insert(0, None)
     specs = Inputs(
         hidden=dataclasses.replace(parallel, sequence_parallel=call.sequence_parallel).hidden_spec,
-        kernel=P(*kernel),
+        kernel=kernel_spec,
         bias=P(v),
         lora_a=P(),
         lora_b=P(*lora_b),
@@ -353,5 +363,8 @@ def _padded(head: Head, width: int) -> Head:
     lora = head.lora
     if lora is not None:
         lora = dataclasses.replace(lora, b=jnp.pad(lora.b, [*[(0, 0)] * (lora.b.ndim - 1), added]))
-    kernel = jnp.pad(head.kernel, padding)
+    kernel = head.kernel
+    if isinstance(kernel, QuantizedArray):
+        kernel = kernel.by_column(head.v_dim)
+    kernel = jax.tree.map(partial(jnp.pad, pad_width=padding), kernel)
     return dataclasses.replace(head, kernel=kernel, bias=bias, lora=lora, vocab_size=head.vocab_size or before)

@@ -14,6 +14,7 @@ from jaxppo.head.columns import block_of
 from jaxppo.head.door import Local
 from jaxppo.head.late import feature_cotangent, parameter_cotangent, sum_features
 from jaxppo.head.order import Index, loop, read, write
+from jaxppo.head.quantized import QuantizedArray
 from jaxppo.head.sums import stored
 from jaxppo.head.tile import feature_gradient, raw_logits
 from jaxppo.head.walk import Chunk, Work, gradient_of_raw
@@ -44,8 +45,13 @@ def second_pass(work: Work, local: Local, width: int, by_token: Any, sums_at: Su
         return dfeatures, write(dparameters, jax.tree.map(jnp.add, before, tuple(added)), start, v_dim)
 
     dfeatures = work.vary(tuple(jnp.zeros(feature.shape, jnp.float32) for feature in work.features))
-    dparameters = tuple(vary(jnp.zeros(p.shape, p.dtype), varying(p)) for p in local.parameters)
-    dfeatures, dparameters = loop(-(-V // width), one_block, (dfeatures, dparameters))
+    zeros: list[Any] = []
+    for parameter in local.parameters:
+        if isinstance(parameter, QuantizedArray):
+            zeros.append(None)
+        else:
+            zeros.append(vary(jnp.zeros(parameter.shape, parameter.dtype), varying(parameter)))
+    dfeatures, dparameters = loop(-(-V // width), one_block, (dfeatures, tuple(zeros)))
     feature_cotangents = []
     for dfeature, primal in zip(dfeatures, local.features, strict=True):
         total = sum_features(work, partial(stored, dfeature, 0), primal)

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxppo.head.head import Entropy, LogitStat, Transform
 from jaxppo.head.profiles import Profile
+from jaxppo.head.quantized import Quantization
 from jaxppo.sharding import ShardAxes
 
 Names = tuple[str, ...]
@@ -28,8 +29,9 @@ class HeadOptions(TypedDict, total=False):
         spec is refused.
       memory: bytes that a device may spend beside its results. By default an eighth of an accelerator's memory for
         one pass and for logits that a loss of whole sequences keeps, and 48 MiB on CPUs; two passes that keep none take
-        a block of logits, and dhidden in f32. Beside it, two passes hold the kernel that FSDP gathers and, with a mask,
-        the hidden states in order and their gradients. `log_probs_from_hidden` keeps logits only if this is given.
+        a block of logits, and dhidden in f32. Beside it, two passes hold the kernel that FSDP gathers, what a quantised
+        head has rounded and, with a mask, the hidden states in order and their gradients. `log_probs_from_hidden` keeps
+        logits only if this is given.
       precision: the precision of products, as in `jnp.dot`. bf16 operands are multiplied as they are, with f32 sums.
         For f32 operands the default is "highest", since accelerators would round them to bf16 or TF32. If hidden states
         are bf16 and the kernel is f32, both count as f32; `kernel.astype(hidden.dtype)` avoids the cost.
@@ -72,7 +74,7 @@ class Inputs(NamedTuple):
     """All arrays of a call, or their PartitionSpecs; None for those not given."""
 
     hidden: Any  # [R, T, H]
-    kernel: Any  # [H, V] or [V, H]
+    kernel: Any  # [H, V] or [V, H], an array or a QuantizedArray
     bias: Any = None  # [V]
     lora_a: Any = None  # [H, r], or of several adapters [A, H, r]
     lora_b: Any = None  # [r, V] or [A, r, V]
@@ -93,6 +95,7 @@ class HeadCall:
     sequence_parallel: bool  # hidden states are sharded by position over the tensor axis
     transform: Transform
     scales: tuple[float, ...]  # the factor of each product: of the kernel's, the adapter's, the bias's
+    quantized: Quantization | None  # how kernel and hidden states are rounded
     kernel_width: int  # columns of the whole kernel
     vocab_size: int  # columns that are no padding
     asked: Asked

@@ -20,6 +20,7 @@ from jax import lax
 from jaxppo.head.call import HeadCall, Inputs, Names, Tokens
 from jaxppo.head.columns import columns_of
 from jaxppo.head.order import where_counts
+from jaxppo.head.quantized import QuantizedArray
 from jaxppo.head.tile import Features, Parameters, low_rank, low_rank_by_row, rounded
 from jaxppo.sharding import ShardAxes, vary, varying
 
@@ -66,9 +67,10 @@ def enter(call: HeadCall, inputs: Inputs) -> Local:
         missing = names - varying(feature)
         if missing:
             features[k] = vary_with_f32_sum(feature, missing)
+    of_device = partial(own_columns, call.axes, call.v_names, call.vocab_size, dim=call.v_dim)
     return Local(
         tuple(features),
-        tuple(own_columns(call.axes, call.v_names, call.vocab_size, p, call.v_dim) for p in parameters),
+        jax.tree.map(of_device, tuple(parameters)),
         lax.stop_gradient(tokens),
         counts,
     )
@@ -169,8 +171,11 @@ def whole_features(call: HeadCall, mesh_axes: MeshAxes, features: jax.Array) -> 
     return vary(features.reshape(-1, features.shape[2]), mesh_axes)
 
 
-def whole_parameter(call: HeadCall, k: int, mesh_axes: MeshAxes, parameter: jax.Array) -> jax.Array:
+def whole_parameter(call: HeadCall, k: int, mesh_axes: MeshAxes, parameter: Any) -> Any:
     """All features of some columns of parameter k, from those that a device holds."""
+    if isinstance(parameter, QuantizedArray):
+        values = whole_parameter(call, k, mesh_axes, parameter.values)
+        return QuantizedArray(values, vary(parameter.scale, mesh_axes))
     if k == 0 and call.h_names:
         parameter = lax.all_gather(parameter, call.h_names, axis=1 - call.v_dim, tiled=True)
     return vary(parameter, mesh_axes)

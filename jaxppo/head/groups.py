@@ -14,6 +14,7 @@ from jaxppo.head.door import Local
 from jaxppo.head.head import TokenStats
 from jaxppo.head.late import cut_dim, feature_cotangent, feature_term, of_written, sum_features, sum_parameter
 from jaxppo.head.order import Index, Order, read, write
+from jaxppo.head.quantized import QuantizedArray
 from jaxppo.head.sums import stored
 from jaxppo.head.tile import Parameters, parameter_gradient
 from jaxppo.head.walk import ChunkLoss, Work, one_pass
@@ -42,7 +43,7 @@ def one_pass_in_groups(
     stats = statistics.zero_stats(call.asked, work.tokens, work.rows)
     results = work.vary((stats.log_probs, stats), results=True)
     dfeatures = tuple(_zero_dfeatures(work, k, primal) for k, primal in enumerate(local.features))
-    totals = work.vary(tuple(jnp.zeros(parameter.shape, jnp.float32) for parameter in work.parameters))
+    totals = work.vary(tuple(map(_zero_total, work.parameters, local.parameters)))
     turns = -(-work.turns * work.chunk // group)
     if not isinstance(turns, int):
         # at most all groups, which tells `audit` how many turns there may be
@@ -53,9 +54,7 @@ def one_pass_in_groups(
         feature_cotangents.append(feature_cotangent(work, total, primal))
     parameter_cotangents = []
     for k, primal in enumerate(local.parameters):
-        dim = cut_dim(work, k)
-        term = partial(stored, totals[k], dim)
-        parameter_cotangents.append(sum_parameter(work, k, term, primal, totals[k].shape[dim]))
+        parameter_cotangents.append(_total_cotangent(work, k, totals[k], primal))
     return results, Local(tuple(feature_cotangents), tuple(parameter_cotangents), None, None)
 
 
@@ -66,7 +65,9 @@ def _products_of_group(group_work: Work, local: Local, totals: Parameters, d_raw
         gradients.append(sum_features(group_work, partial(feature_term, group_work, k, d_raw), primal))
     added = []
     for k, total in enumerate(totals):
-        added.append(of_written(group_work, partial(_add, group_work, k, total, d_raw)))
+        if total is not None:
+            total = of_written(group_work, partial(_add, group_work, k, total, d_raw))
+        added.append(total)
     return tuple(gradients), tuple(added)
 
 
@@ -95,7 +96,25 @@ def _group_of(work: Work, start: Index, group: int) -> Work:
 
 def _add(work: Work, k: int, total: jax.Array, d_raw: jax.Array, rows: int) -> jax.Array:
     """The total with a group's gradient, in the product's own branch: XLA for GPUs adds as it multiplies."""
-    return total + parameter_gradient(work.call, k, d_raw[:rows], work.features[k][:rows])
+    features = work.features[k]
+    if isinstance(features, QuantizedArray):
+        features = features.dequantized(work.dtype)
+    return total + parameter_gradient(work.call, k, d_raw[:rows], features[:rows])
+
+
+def _zero_total(parameter: Any, primal: Any) -> jax.Array | None:
+    """Zeros, in f32, for the gradients of a whole parameter. A kernel that is quantised already has none."""
+    if isinstance(primal, QuantizedArray):
+        return None
+    return jnp.zeros(parameter.shape, jnp.float32)
+
+
+def _total_cotangent(work: Work, k: int, total: jax.Array | None, primal: Any) -> jax.Array | None:
+    """The gradient of parameter k from the total of all groups, summed over devices."""
+    if total is None:
+        return None
+    dim = cut_dim(work, k)
+    return sum_parameter(work, k, partial(stored, total, dim), primal, total.shape[dim])
 
 
 def _zero_dfeatures(work: Work, k: int, primal: jax.Array) -> jax.Array:

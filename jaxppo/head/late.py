@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxppo.head.door import Local, whole_features
 from jaxppo.head.order import Index, read, where_counts
+from jaxppo.head.quantized import QuantizedArray
 from jaxppo.head.sums import Starts, Term, in_order, scattered, summed
 from jaxppo.head.tile import feature_gradient, parameter_gradient, rounded
 from jaxppo.head.walk import Work
@@ -79,19 +80,29 @@ def feature_cotangent(work: Work, total: jax.Array, primal: jax.Array) -> jax.Ar
     return rounded(cotangent, primal.dtype)
 
 
-def parameter_cotangent(work: Work, k: int, primal: jax.Array, d_raw: jax.Array, pieces: int = PIECES) -> jax.Array:
-    """The gradient of the columns of parameter k that `d_raw` is of, summed over devices in so many pieces."""
+def parameter_cotangent(work: Work, k: int, primal: Any, d_raw: jax.Array, pieces: int = PIECES) -> Any:
+    """The gradient of the columns of parameter k that `d_raw` is of, summed over devices in so many pieces.
+
+    None for a kernel that is quantised already.
+    """
+    if isinstance(primal, QuantizedArray):
+        return None
+    features = work.features[k]
+    if isinstance(features, QuantizedArray):
+        features = features.dequantized(work.dtype)
     if cut_dim(work, k) != work.call.v_dim:
-        term: Term = partial(_features_term, work, k, d_raw)
-        return sum_parameter(work, k, term, primal, work.features[k].shape[1], pieces)
+        term: Term = partial(_features_term, work, k, features, d_raw)
+        return sum_parameter(work, k, term, primal, features.shape[1], pieces)
     dtype = jnp.float32
     if work.mesh_axes <= varying(primal):
         dtype = primal.dtype  # no sum follows
-    term = partial(_columns_term, work, k, d_raw, dtype)
+    term = partial(_columns_term, work, k, features, d_raw, dtype)
     return sum_parameter(work, k, term, primal, d_raw.shape[1], pieces)
 
 
-def _columns_term(work: Work, k: int, d_raw: jax.Array, dtype: Any, starts: Starts, size: int) -> jax.Array:
+def _columns_term(
+    work: Work, k: int, features: jax.Array, d_raw: jax.Array, dtype: Any, starts: Starts, size: int
+) -> jax.Array:
     """The gradient of some columns of parameter k."""
 
     def product(rows: int) -> jax.Array:
@@ -99,19 +110,19 @@ def _columns_term(work: Work, k: int, d_raw: jax.Array, dtype: Any, starts: Star
         for start in starts:
             # one slice cuts rows and columns: between two XLA for TPUs would write a copy
             part = lax.dynamic_slice(d_raw, (0, start), (rows, size), allow_negative_indices=False)
-            gradients.append(parameter_gradient(work.call, k, part, work.features[k][:rows], dtype))
+            gradients.append(parameter_gradient(work.call, k, part, features[:rows], dtype))
         return jnp.concatenate(gradients, work.call.v_dim)
 
     return of_written(work, product)
 
 
-def _features_term(work: Work, k: int, d_raw: jax.Array, starts: Starts, size: int) -> jax.Array:
+def _features_term(work: Work, k: int, features: jax.Array, d_raw: jax.Array, starts: Starts, size: int) -> jax.Array:
     """The gradient of some features of parameter k; one product for all starts, since it reads all of `d_raw`."""
 
     def product(rows: int) -> jax.Array:
         x = []
         for start in starts:
-            x.append(lax.dynamic_slice(work.features[k], (0, start), (rows, size), allow_negative_indices=False))
+            x.append(lax.dynamic_slice(features, (0, start), (rows, size), allow_negative_indices=False))
         return parameter_gradient(work.call, k, d_raw[:rows], jnp.concatenate(x, 1))
 
     return of_written(work, product)

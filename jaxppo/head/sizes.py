@@ -47,6 +47,8 @@ def chunk_of_one_pass(call: HeadCall, local: Local) -> tuple[int, int] | None:
     if call.h_names:
         memory -= number_bytes * call.axes.size(call.h_names) * local.parameters[0].size
     memory -= 2 * number_bytes * N * H  # tokens in order and their gradients
+    if call.quantized is not None:
+        memory -= (1 + number_bytes) * H * (N + V)  # operands of 8 bits, and dequantised ones
     messages = 0  # around a ring, after the chunks: half as much as the kernel's gradient
     if call.profile.ring and (call.h_names or 1 < call.axes.size(call.axes.tokens) <= call.profile.ring):
         messages = 2 * H * V
@@ -126,7 +128,7 @@ class Sizes(NamedTuple):
     N: int  # tokens
     H: int  # features
     V: int  # columns
-    number_bytes: int  # of a number that is multiplied
+    number_bytes: int  # of a number that is multiplied, in gradients if the head is quantised
     logit_bytes: int  # of an f32 logit, and of what lies beside it
 
     @classmethod
@@ -145,9 +147,11 @@ class Sizes(NamedTuple):
             logit_bytes += 4
         if call.asked.top_k:
             logit_bytes += 8
-        number_bytes = wider_dtype(hidden.dtype, kernel.dtype).itemsize
+        dtype = hidden.dtype
+        if call.quantized is None:
+            dtype = wider_dtype(dtype, kernel.dtype)
         copies = call.heads * call.profile.logit_copies
-        return cls(N, H, kernel.shape[call.v_dim], number_bytes, logit_bytes * copies)
+        return cls(N, H, kernel.shape[call.v_dim], dtype.itemsize, logit_bytes * copies)
 
 
 def fitting(N: int, most: int, token_bytes: int, memory: int) -> int:

@@ -1,6 +1,7 @@
 """Logits of a tile, some tokens by some columns: an elementwise map of a sum of products, of features and parameters.
 
-Hidden states and kernel are one product, hidden @ a and b of an adapter a second one, ones and a bias a third one.
+Hidden states and kernel are one product, hidden @ a and b of an adapter a second one, ones and a bias a third one. Of a
+quantised head the first product is that of rounded numbers, see `quantized.py`.
 Features are `[C, f]`. Parameters are `[f, B]` or `[B, f]`: dimension `call.v_dim` is the vocabulary's, since to turn a
 kernel round would copy it.
 """
@@ -16,10 +17,12 @@ from jax import lax
 
 from jaxppo.head.call import HeadCall
 from jaxppo.head.head import Transform
+from jaxppo.head.quantized import QuantizedArray, quantized_product
 from jaxppo.sharding import wider_dtype
 
-Features = tuple[jax.Array, ...]  # [N, f] each, hidden states first
-Parameters = tuple[jax.Array, ...]  # [f, V] or [V, f] each, the kernel first
+# arrays; of a quantised head the first ones are QuantizedArrays
+Features = tuple[Any, ...]  # [N, f] each, hidden states first
+Parameters = tuple[Any, ...]  # [f, V] or [V, f] each, the kernel first
 LOW = -1e30  # the logit of a column that does not exist: finite, so that no 0 * inf is in any gradient
 
 
@@ -43,13 +46,18 @@ def raw_logits(call: HeadCall, features: Features, parameters: Parameters) -> ja
     """The sum of all products, f32 `[C, B]`: logits before their scale, soft-cap and temperature."""
     terms = []
     for feature, parameter, scale in zip(features, parameters, call.scales, strict=True):
-        product = dot(call, feature, parameter, (1, 1 - call.v_dim))
+        if isinstance(parameter, QuantizedArray):
+            product = quantized_product(feature, parameter, 1 - call.v_dim, call.profile.upcast, call.precision)
+        else:
+            product = dot(call, feature, parameter, (1, 1 - call.v_dim))
         terms.append(scaled(scale, product))
     return functools.reduce(jnp.add, terms)
 
 
-def feature_gradient(call: HeadCall, k: int, d_raw: jax.Array, parameter: jax.Array) -> jax.Array:
+def feature_gradient(call: HeadCall, k: int, d_raw: jax.Array, parameter: Any) -> jax.Array:
     """The f32 gradient of the features of product k, `[C, f]`, from `[C, B]`, that of raw logits."""
+    if isinstance(parameter, QuantizedArray):
+        parameter = parameter.dequantized(d_raw.dtype)
     return scaled(call.scales[k], dot(call, d_raw, parameter, (1, call.v_dim)))
 
 

@@ -16,6 +16,7 @@ from jaxppo.head.columns import Columns, columns_of
 from jaxppo.head.door import Local, MeshAxes, whole_features, whole_parameter
 from jaxppo.head.head import TokenStats
 from jaxppo.head.order import Index, Order, Tree, loop, read, where_counts, write
+from jaxppo.head.quantized import Quantization, quantized_operands
 from jaxppo.head.statistics import Numbers, Reduced
 from jaxppo.head.tile import Features, Parameters, logits, raw_logits
 from jaxppo.sharding import vary, varying, wider_dtype
@@ -97,14 +98,17 @@ class Work(NamedTuple):
             counts = jnp.ones(N, bool)
         counts = order.put(counts, rows)
         tokens = order.put(local.tokens, rows)
-        return cls(
+        dtype = features[0].dtype
+        if call.quantized is None:
+            dtype = wider_dtype(dtype, parameters[0].dtype)
+        work = cls(
             call=call,
             mesh_axes=mesh_axes,
             chunk=chunk,
             rows=rows,
             turns=turns,
             chunks_of_part=chunks_of_part,
-            dtype=wider_dtype(features[0].dtype, parameters[0].dtype),
+            dtype=dtype,
             order=order,
             counts=counts,
             # 0 of what fills a chunk would be 0 / 0; without a cotangent it may be NaN, as features may
@@ -113,6 +117,9 @@ class Work(NamedTuple):
             parameters=tuple(parameters),
             columns=columns_of(call.axes, call.vocab_size, local.parameters[0].shape[call.v_dim]),
         )
+        if call.quantized is not None:
+            work = _quantized(call.quantized, work)
+        return work
 
     def vary(self, tree: Tree, results: bool = False) -> Tree:
         """The arrays as varying along all of `mesh_axes`, as a loop's carry must from its start.
@@ -131,6 +138,12 @@ class Work(NamedTuple):
     def logits(self, raw: jax.Array, tokens: Tokens) -> jax.Array:
         """f32[C, V], from the raw logits of a chunk."""
         return logits(self.call.transform, raw, tokens.temperature, self.columns.valid)
+
+
+def _quantized(rule: Quantization, work: Work) -> Work:
+    """The work with hidden states and kernel rounded."""
+    features, parameters = quantized_operands(rule, work.call.v_dim, work.features, work.parameters)
+    return work._replace(features=features, parameters=parameters)
 
 
 def _turns(counts: jax.Array, chunk: int, chunks: int, chunks_of_part: int, equal: MeshAxes) -> jax.Array:

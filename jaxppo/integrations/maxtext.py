@@ -116,7 +116,8 @@ def head_of(model: Any) -> Head:
     if quantization and getattr(config, "quantize_logits_proj", False):
         raise TypeError(
             f"model.config: got quantize_logits_proj with quantization {quantization!r}, expected a head whose product "
-            "is not quantised: jaxppo would multiply its kernel in its own dtype, with other logits"
+            "is not quantised: jaxppo would multiply its kernel in its own dtype, with other logits; "
+            "Head.of(kernel, quantized=Quantization(...)) rounds it by column, in f32"
         )
     adapters = [attribute for attribute in vars(module) if "lora" in attribute]
     if adapters:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxppo.head.divergence import (
 )
 from jaxppo.head.door import Local
 from jaxppo.head.order import where_counts
+from jaxppo.head.quantized import QuantizedArray
 from jaxppo.head.statistics import over_devices
 from jaxppo.head.tile import LOW
 from jaxppo.head.walk import Work, sweep
@@ -120,8 +121,10 @@ def _logit_error(work: Work, local: Local, has_bias: bool, unit: float, magnitud
     return jnp.sqrt(total + 2 * (of_logits * magnitude) ** 2)
 
 
-def _norms(x: jax.Array, dim: int, counts: jax.Array | bool) -> tuple[jax.Array, jax.Array]:
+def _norms(x: Any, dim: int, counts: jax.Array | bool) -> tuple[jax.Array, jax.Array]:
     """The sums along a dimension of squares and of fourth powers, 0 where `counts` is False."""
+    if isinstance(x, QuantizedArray):
+        x = x.dequantized(jnp.float32)
     square = jnp.square(x.astype(jnp.float32))
     sums = square.sum(axis=dim), jnp.square(square).sum(axis=dim)
     return jnp.where(counts, sums[0], 0), jnp.where(counts, sums[1], 0)

@@ -14,6 +14,8 @@ from flax import linen, nnx
 from plain_head import reference_from_logits
 
 from jaxppo import Head, LoRA, log_probs_from_hidden
+from jaxppo.head import Quantization, QuantizedArray
+from jaxppo.head.quantized import quantize
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
 
@@ -193,14 +195,85 @@ def test_qwix_lora(at, layer):
     assert_trees_close(ours, theirs, **CLOSE)
 
 
-def test_qwix_quantised_weights_are_refused():
+class Headed(nnx.Module):
+    """A model that can be called when Qwix has quantised it, which one with Tunix's Einsum cannot."""
+
+    def __init__(self, rngs):
+        self.lm_head = noisy_bias(nnx.Linear(H, V, rngs=rngs))
+
+    def __call__(self, x):
+        return self.lm_head(x)
+
+
+def quantised_by_qwix(model, **rule):
+    """The model with quantised weights, and products if the rule says so."""
     qwix = pytest.importorskip("qwix", reason="Qwix is not installed")
-    provider = qwix.PtqProvider([qwix.QuantizationRule(module_path=".*", weight_qtype=jnp.int8)])
-    model = qwix.quantize_model(Model(rngs()), provider, HIDDEN)
-    with pytest.raises(TypeError, match=r"module.kernel: got qwix.*WithAux, expected an array of floats; quantised"):
-        Head.of(model.lm_head)
-    with pytest.raises(TypeError, match=r"module.w: got qwix.*WithAux"):
-        Head.of(model.einsum)
+    provider = qwix.PtqProvider([qwix.QuantizationRule(module_path=".*", **rule)])
+    with jax.numpy_dtype_promotion("standard"):  # Qwix multiplies sums in i32 by f32
+        return qwix.quantize_model(model, provider, HIDDEN)
+
+
+# Qwix takes 127.5 for the largest number of int8. XLA for CPUs makes e4m3 of f32 by way of f16, which moves a few of
+# Qwix's numbers: so its hidden states are compared in int8, and the values of its e4m3 weights are taken as they are.
+QWIX = {
+    "int8 weights": ({"weight_qtype": jnp.int8}, None),
+    "e4m3 weights in tiles": ({"weight_qtype": jnp.float8_e4m3fn, "tile_size": 4}, None),
+    "int8": ({"weight_qtype": jnp.int8, "act_qtype": jnp.int8}, Quantization("int8", largest=127.5)),
+}
+
+
+@pytest.mark.parametrize("name", QWIX)
+def test_qwix_quantised_weights(name):
+    """The logits of Qwix's own model."""
+    rule, quantized = QWIX[name]
+    model = quantised_by_qwix(Headed(rngs()), **rule)
+    head = Head.of(model.lm_head, quantized=quantized)
+    assert isinstance(head.kernel, QuantizedArray)
+    assert head.kernel.shape == (H, V)
+    with jax.numpy_dtype_promotion("standard"):
+        expected = loss_of_logits(model(HIDDEN), TARGETS)
+    np.testing.assert_allclose(loss_of_head(head, HIDDEN, TARGETS), expected, **CLOSE)
+    if quantized is None:
+        plain = head.kernel.dequantized(jnp.float32)
+        gradient = jax.grad(lambda x: loss_of_head(head, x, TARGETS))(HIDDEN)
+        of_floats = jax.grad(lambda x: loss_of_head(Head(plain, bias=head.bias), x, TARGETS))(HIDDEN)
+        assert_trees_close(gradient, of_floats, **CLOSE)
+
+
+def test_a_quantised_einsum_of_tunix():
+    """Its numbers are those of the weights before, within half a step."""
+    before = Model(rngs()).einsum.w[...]
+    head = Head.of(quantised_by_qwix(Model(rngs()), weight_qtype=jnp.int8).einsum)
+    steps = np.abs(head.kernel.dequantized(jnp.float32) - before) / head.kernel.scale
+    assert head.layout == "hv"
+    assert steps.max() <= 0.51
+
+
+def test_a_quantised_array_of_qwix():
+    qwix = pytest.importorskip("qwix", reason="Qwix is not installed")
+    kernel = jax.random.normal(jax.random.key(5), (V, H))
+    array = qwix.quantize(kernel, jnp.int8, channelwise_axes=[0])
+    head = Head.of(array, layout="vh")
+    np.testing.assert_array_equal(head.kernel.values, array.qvalue)
+    assert head.kernel.scale.shape == (V, 1)
+    # a dtype wider than 8 bits changes no values
+    assert Head.of(array, layout="vh", dtype=jnp.bfloat16).kernel.dtype == jnp.int8
+    # what a head would round a kernel of floats to
+    found = jax.jit(lambda x: quantize(Quantization("int8", largest=127.5), x, 1))(kernel)
+    np.testing.assert_array_equal(found.values, array.qvalue)
+    np.testing.assert_allclose(found.scale, array.scale, rtol=2e-7)
+
+
+def test_what_qwix_quantises_otherwise_is_refused():
+    qwix = pytest.importorskip("qwix", reason="Qwix is not installed")
+    kernel = jnp.ones((H, V))
+    with pytest.raises(TypeError, match=r"module: got qwix.*QArray, of int4, expected float8_e4m3fn or int8"):
+        Head.of(qwix.quantize(kernel, jnp.int4))
+    with pytest.raises(TypeError, match=r"module: got qwix.*QArray, with a zero point, expected one that is symmetric"):
+        Head.of(qwix.quantize(kernel, jnp.int8, calibration_method="minmax"))
+    static = {"weight_qtype": jnp.int8, "act_qtype": jnp.int8, "act_static_scale": True}
+    with pytest.raises(TypeError, match=r"module: got \w+_scale beside its kernel"):
+        Head.of(quantised_by_qwix(Headed(rngs()), **static).lm_head)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_products import products
 from head_cases import tiles_of
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
@@ -70,22 +71,6 @@ def compiled(platform, way, dtypes, sizes=(T, H, V), **options):
         return found.text, found.temp_bytes
     found = gradients.lower(hidden, kernel, batch).compile(compiler_options=NO_SEARCH)
     return found.as_text(), found.memory_analysis().temp_size_in_bytes
-
-
-def products(text):
-    """(lhs, rhs, result, precision) of each product."""
-
-    def dtype(shape):
-        return re.match(r"\(?(\w+)\[", shape)[1]
-
-    found = set()
-    for computation in parse(text).computations.values():
-        for x in computation.values():
-            if x.op in ("dot", "convolution") or (x.op == "custom-call" and "gemm" in x.attributes):
-                operands = [dtype(computation[name].shape) for name in x.operands[:2]]
-                precision = re.search(r'operand_precision(?:=\{|":\[")(\w+)', x.attributes)
-                found.add((*operands, dtype(x.shape), precision[1].lower() if precision else "default"))
-    return found
 
 
 BF16, F32 = jnp.bfloat16, jnp.float32

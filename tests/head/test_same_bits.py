@@ -22,6 +22,7 @@ from jaxppo import (
     log_probs_from_hidden,
     policy_loss_from_hidden,
 )
+from jaxppo.head import Quantization
 from sharding import make_parallel_mesh
 
 H, V = 48, 1500
@@ -128,6 +129,7 @@ OF_HEADS = {
     "scale": {"scale": 0.3},
     "vocab_size": {"vocab_size": 1411},
     "spec": {"spec": ("fsdp", "tp")},
+    "quantized": {"quantized": Quantization("int8", block=16)},
     "all": {"bias": True, "lora": 3, "layout": "vh", "logits_dtype": "bfloat16", "softcap": 9.0, "scale": 1.5}
     | {"vocab_size": 1411, "spec": ("tp", "fsdp")},
 }

@@ -16,12 +16,14 @@ import jaxppo
 from jaxppo import Head, LoRA, OffPolicyConfig, Rejection, TokenStats
 from jaxppo.base.metrics import Metric
 from jaxppo.base.pytree import from_bytes, to_bytes
+from jaxppo.head import Quantization, QuantizedArray
 
 ONES = jnp.ones((8, 4))
 OBJECTS = [
     Metric(jnp.array(6.0), jnp.array(2.0), "sum"),
     LoRA(ONES[:, :2], ONES[:2], scale=0.5),
     Head(ONES, lora=LoRA(ONES[:, :2], ONES[:2], 1.0), softcap=3.0, logits_dtype=jnp.bfloat16),
+    Head(QuantizedArray(ONES, ONES[:1]), quantized=Quantization("int8", 2)),
     TokenStats(ONES, ONES, entropy_mode="metric"),
 ]
 
@@ -36,7 +38,7 @@ def test_a_tree_is_put_together_without_its_constructor(monkeypatch, given):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(2 * x, y), given, found)  # static fields are the same too
     assert jax.tree.structure(given) == jax.tree.structure(found)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(given)]
-    assert names[0] in (".total", ".a", ".kernel", ".log_probs")
+    assert names[0] in (".total", ".a", ".kernel", ".kernel.values", ".log_probs")
 
 
 def test_static_fields_tell_trees_apart():
@@ -70,6 +72,7 @@ def test_a_function_of_them_is_stored_and_runs_in_another_process(tmp_path, mesh
 
 
 STATIC = (None, True, 3, 0.1, float("inf"), "hv", ("a", (1,)), jax.P(None, ("fsdp", "dp")), np.float32(0.3))
+STATIC += (Quantization("int8", block=128, largest=127.5),)
 STATIC += (OffPolicyConfig(rejections=(Rejection("seq_mean_k1", 0.97, 1.02),)), jaxppo.policy_loss)
 
 

@@ -16,7 +16,7 @@ from sharding.testing import assert_trees_close
 
 R, T, H = 8, 8, 12
 PARAMETERS = ("hidden", "kernel", "bias", "lora_a", "lora_b")
-HEAD_OPTIONS = ("layout", "softcap", "scale", "vocab_size", "spec")
+HEAD_OPTIONS = ("layout", "softcap", "scale", "vocab_size", "spec", "quantized")
 RANK = 3
 OF_THE_WORK = ("spec", "device", *HeadOptions.__annotations__)
 F32 = {"rtol": 2e-6, "atol": 2e-6}

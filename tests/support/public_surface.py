@@ -82,12 +82,14 @@ TOKENS = TokenMismatch(LOG, LOG, *(-LOG,) * 6)
 CALLS: dict[str, dict[str, Any]] = {
     "Head": {
         "kernel": KERNEL, "bias": jnp.ones(V), "lora": LoRA(jnp.ones((H, 2)), jnp.ones((2, V)), 1.0), "layout": "hv",
-        "logits_dtype": "float32", "softcap": 5.0, "scale": 1.0, "vocab_size": 8, "spec": None,
+        "logits_dtype": "float32", "softcap": 5.0, "scale": 1.0, "vocab_size": 8, "spec": None, "quantized": None,
     },
     "Head.of": {
         "module": KERNEL, "layout": "hv", "lora_scale": None, "dtype": None, "logits_dtype": "float32",
-        "softcap": 5.0, "scale": 1.0, "vocab_size": 8, "spec": None,
+        "softcap": 5.0, "scale": 1.0, "vocab_size": 8, "spec": None, "quantized": None,
     },
+    "Quantization": {"dtype": "int8", "block": 2, "hidden": True, "largest": 127.5, "powers_of_two": False},
+    "QuantizedArray": {"values": jnp.ones((H, V), jnp.int8), "scale": jnp.ones((1, V))},
     "LoRA": {"a": jnp.ones((H, 2)), "b": jnp.ones((2, V)), "scale": 1.0},
     "log_probs_from_hidden": {
         **HEADS, **SOFT, **OPTIONS, "targets": BATCH.targets, "entropy": "metric", "logit_stats": ("log_z",),
