@@ -34,10 +34,10 @@ class Quantization:
 
         scale = max |x| / largest        values = nearest(x / scale), ties to even        x is read as values * scale
 
-    Both quotients are products with an inverse, which is what XLA makes of such divisions. Each column of a kernel has
-    scales of its own, and each token of the hidden states. The product of two values of 8 bits has sums in f32, those
-    of int8 in i32, which both scales multiply. The gradient ignores the rounding: it is that of the product of
-    `values * scale`, passed on to the kernel and the hidden states as they were given.
+    Both quotients are products with an inverse. Each column of a kernel has scales of its own, and so has each token of
+    the hidden states. Products of values of 8 bits add up in f32, those of int8 in i32, and both scales multiply the
+    sum. The gradient ignores the rounding: it is that of the product of `values * scale`, and reaches the kernel and
+    the hidden states as they were given.
 
     Args:
       dtype: "float8_e4m3fn" or "int8", a name or a dtype.
@@ -167,13 +167,12 @@ def quantize(rule: Quantization, array: jax.Array, dim: int) -> QuantizedArray:
     in_blocks = [*array.shape]
     in_blocks[dim : dim + 1] = [size // block, block]
     numbers = array.astype(jnp.float32).reshape(in_blocks)
-    # times the inverse, which XLA makes of a division by a constant only in some programs
+    # products with inverses have the same bits everywhere: XLA makes them of these divisions in some programs only
     scale = jnp.abs(numbers).max(dim + 1, keepdims=True) * np.float32(1 / cast(float, rule.largest))
     scale = jnp.where(scale < LEAST_SCALE, 1, scale)
     if rule.powers_of_two:
         nearest_power = lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=0)
         scale = jnp.where(nearest_power < scale, 2 * nearest_power, nearest_power)
-    # so does XLA divide an array by fewer numbers, in some programs
     values = nearest(rule.dtype, numbers * (1 / scale))
     return QuantizedArray(values.reshape(array.shape), scale.squeeze(dim + 1))
 
