@@ -173,7 +173,8 @@ def quantize(rule: Quantization, array: jax.Array, dim: int) -> QuantizedArray:
     if rule.powers_of_two:
         nearest_power = lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=0)
         scale = jnp.where(nearest_power < scale, 2 * nearest_power, nearest_power)
-    values = nearest(rule.dtype, numbers * (1 / scale))
+    # without a barrier XLA for GPUs would write the quotients too, as it turns values of 8 bits round
+    values = lax.optimization_barrier(nearest(rule.dtype, numbers * (1 / scale)))
     return QuantizedArray(values.reshape(array.shape), scale.squeeze(dim + 1))
 
 
