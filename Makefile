@@ -35,7 +35,7 @@ train-real: $(READY)
 # Tests spend their time in XLA's compiler. QUICK_COMPILES=1 halves it (see tests/support/programs.py) and changes only
 # rounding. Tests of exact bits run without it, and so do the head's tests in the nightly run.
 BITS := tests/head/test_same_bits.py tests/head/test_same_bits_tp.py tests/head/test_log_probs_accuracy.py \
-	tests/examples/test_sampler.py
+	tests/examples/test_sampler.py tests/examples/test_zero_mismatch.py
 test: lint types docs-examples tests
 
 # make tests SHARD=2 SHARDS=4: every fourth file, from the second one.

@@ -71,6 +71,10 @@ def parser() -> argparse.ArgumentParser:
         choices=("old", "rollout"),
         help="log-probs below the ratio: trainer's or sampler's",
     )
+    about = "sampler and trainer compute the same bits of every log-prob, at some cost, see docs/zero_mismatch.md"
+    add("--same-bits", action="store_true", help=about)
+    about = "to which sampler and trainer round the products of the head"
+    add("--logits-dtype", default="float32", choices=("float32", "bfloat16"), help=about)
     add("--seed", type=_integer(0), default=0, help="of the model's parameters, the questions and the sampling")
     add("--out", type=Path, default=Path("runs/grpo"), help="folder of metrics, samples, plot and checkpoints")
     old = whole.add_mutually_exclusive_group().add_argument

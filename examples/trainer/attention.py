@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from examples.trainer.chunks import in_chunks
 from jaxppo import ParallelMesh
 from jaxppo.batch.trees import Paths
 
@@ -45,11 +47,22 @@ def attention(
       window: a query sees so many tokens of its path, the last of them itself; None for all up to itself.
       scale: of the scores, D^-0.5 by default.
     """
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
     seen = queries.attends(keys)
     if window is not None:
         seen &= queries.positions[:, :, None] - keys.positions[:, None, :] < window
+    return _mixed(q, k, v, seen, scale)
+
+
+def _mixed(
+    q: Float[Array, "R Q N D"],
+    k: Float[Array, "R K M D"],
+    v: Float[Array, "R K M D"],
+    seen: Bool[Array, "R Q K"],
+    scale: float | None,
+) -> Float[Array, "R Q N D"]:
+    """The mean of the values that each query sees, weighed by the softmax of its scores."""
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("rqmgd,rkmd->rmgqk", grouped, k, preferred_element_type=jnp.float32) * scale
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -1e30), axis=-1)
@@ -79,3 +92,54 @@ def context_attention(paths: Paths, parallel: ParallelMesh) -> Attend:
         return sharded(q, k, v, paths, paths)
 
     return attend
+
+
+def ordered_attention(queries: Paths, keys: Paths, slots: int, parallel: ParallelMesh) -> Attend:
+    """`attend(q, k, v)` of these queries to these keys, with the same bits however rows are packed; see `chunks`.
+
+    Each query has its keys in a row of its own, in the order of their positions: the key of position p in slot p. Slots
+    beyond its keys have weight 0. So a sum over keys has the same terms in the same places, in a packed row as in a
+    cache.
+
+    Args:
+      queries: their paths.
+      keys: those of the keys, in any order.
+      slots: the most keys that a query sees.
+      parallel: the mesh.
+    """
+    sees = queries.attends(keys)
+    late = jnp.iinfo(jnp.int32).max
+    order = jnp.argsort(jnp.where(sees, keys.positions[:, None, :], late), axis=-1)[..., :slots]
+
+    def in_slots(x: jax.Array) -> jax.Array:
+        """`[R, Q, slots]` from `[R, Q, K]`."""
+        ordered = jnp.take_along_axis(x, order, axis=-1)
+        return jnp.pad(ordered, ((0, 0), (0, 0), (0, slots - order.shape[2])))
+
+    sees_slot = in_slots(sees)
+    distance = in_slots(queries.positions[:, :, None] - keys.positions[:, None, :])
+    places = jnp.pad(order, ((0, 0), (0, 0), (0, slots - order.shape[2])))
+    rows = jnp.broadcast_to(jnp.arange(sees.shape[0], dtype=jnp.int32)[:, None], sees.shape[:2])
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None, scale: float | None = None
+    ) -> jax.Array:
+        near = sees_slot
+        if window is not None:
+            near = near & (distance < window)
+        return in_chunks(partial(_of_chunk, scale), parallel, (k, v), q, rows, places, near)
+
+    return attend
+
+
+def _of_chunk(
+    scale: float | None,
+    whole: tuple[jax.Array, jax.Array],
+    q: Float[Array, "1 C N D"],
+    rows: Int[Array, "1 C"],
+    places: Int[Array, "1 C slots"],
+    sees: Bool[Array, "1 C slots"],
+) -> Float[Array, "1 C N D"]:
+    """A chunk of queries, each with the keys and values at its places in its row."""
+    k, v = (x[rows[0][:, None], places[0]] for x in whole)
+    return _mixed(q[0][:, None], k, v, sees[0][:, None], scale)[:, 0][None]

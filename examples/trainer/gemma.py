@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from examples.trainer import chunks
 from examples.trainer.attention import Attend
 from examples.trainer.gemma_config import GemmaConfig
 from examples.trainer.llama import Projection, kernel_init, rotary_angles, rotate
@@ -49,12 +50,13 @@ class SelfAttention(nnx.Module):
         self.q_norm = Norm(config.head_dim, config.norm_eps)
         self.k_norm = Norm(config.head_dim, config.norm_eps)
 
-    def __call__(self, x: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
+    def project(self, x: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values."""
         q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x)))
-        q = rotate(self.q_norm(q), angles)
-        k = rotate(self.k_norm(k), angles)
-        mixed = attend(q, k, v, window=self.window, scale=self.scale)
-        return self.o_proj(mixed.reshape(*x.shape[:2], -1))
+        return rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles), v
+
+    def output(self, mixed: jax.Array) -> jax.Array:
+        return self.o_proj(mixed.reshape(*mixed.shape[:2], -1))
 
 
 class MLP(nnx.Module):
@@ -79,9 +81,20 @@ class Layer(nnx.Module):
         self.pre_feedforward_layernorm = norm()
         self.mlp = MLP(config, parallel, rngs)
         self.post_feedforward_layernorm = norm()
+        self.chunked = chunks.mesh_of(config.slots, parallel)
 
     def __call__(self, x: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
-        y = self.self_attn(self.input_layernorm(x), angles, attend)
+        q, k, v = chunks.apply(Layer.before, self, self.chunked, x, angles)
+        mixed = attend(q, k, v, window=self.self_attn.window, scale=self.self_attn.scale)
+        return chunks.apply(Layer.after, self, self.chunked, x, mixed)
+
+    def before(self, x: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values."""
+        return self.self_attn.project(self.input_layernorm(x), angles)
+
+    def after(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
+        """What follows attention."""
+        y = self.self_attn.output(mixed)
         x = x + self.post_attention_layernorm(y)
         y = self.mlp(self.pre_feedforward_layernorm(x))
         return x + self.post_feedforward_layernorm(y)
@@ -99,6 +112,7 @@ class Gemma(nnx.Module):
         windows = [config.window if config.is_local(i) else None for i in range(config.layers)]
         self.layers = nnx.List([Layer(config, window, parallel, rngs) for window in windows])
         self.norm = Norm(config.width, config.norm_eps)
+        self.chunked = chunks.mesh_of(config.slots, parallel)
 
     @property
     def head(self) -> nnx.Embed:
@@ -127,7 +141,7 @@ class Gemma(nnx.Module):
                 x = jax.checkpoint(layer, static_argnums=2)(x, angles, attend)
             else:
                 x = layer(x, angles, attend[i])
-        return self.norm(x)
+        return chunks.apply(Norm.__call__, self.norm, self.chunked, x)
 
     def logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
         """The sampler's logits, in float32."""

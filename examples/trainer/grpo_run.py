@@ -229,7 +229,8 @@ def _create(args: argparse.Namespace, devices: Sequence[jax.Device]) -> _Model:
     """The toy decoder, with the tokenizer of its task."""
     task = Task(args.task, args.seed, args.held_out, response_length=args.response_length)
     longest = task.prompt_length + task.response_length
-    config = ModelConfig(task.tokenizer.size, max(longest, CHECKED), width=args.width, layers=args.layers)
+    sizes = {"width": args.width, "layers": args.layers, **_numerics(args, longest)}
+    config = ModelConfig(task.tokenizer.size, max(longest, CHECKED), **sizes)
     parallel = _mesh(args, devices, config.kv_heads)
     return task, config, parallel, *create_model(config, parallel, args.seed)
 
@@ -243,9 +244,18 @@ def _load(args: argparse.Namespace, devices: Sequence[jax.Device]) -> _Model:
     config = read_config(args.model)
     tokenizer = FolderTokenizer(args.model, config.ends)
     task = Task(args.task, args.seed, args.held_out, tokenizer, args.shots, args.response_length)
-    config = config.with_tokens(tokenizer.size, task.prompt_length + task.response_length)
+    longest = task.prompt_length + task.response_length
+    config = dataclasses.replace(config.with_tokens(tokenizer.size, longest), **_numerics(args, longest))
     parallel = _mesh(args, devices, config.kv_heads)
     return task, config, parallel, *load_model(args.model, config, parallel)
+
+
+def _numerics(args: argparse.Namespace, longest: int) -> dict[str, Any]:
+    """The fields of a config that say how sampler and trainer round, for sequences of at most so many tokens."""
+    found: dict[str, Any] = {"logits_dtype": args.logits_dtype}
+    if args.same_bits:
+        found["slots"] = max(longest, CHECKED)
+    return found
 
 
 def supervised(run: Run, args: argparse.Namespace) -> None:

@@ -14,9 +14,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxppo
-from examples.trainer.attention import context_attention
+from examples.trainer.attention import context_attention, ordered_attention
 from examples.trainer.explained import Chosen, choose
-from examples.trainer.model import Config, Model
+from examples.trainer.model import Config, Model, head_of
 from jaxppo import (
     SFT,
     Head,
@@ -116,9 +116,11 @@ class Learner:
         """The final hidden states, and the head that turns them into logits."""
         model: Model = nnx.merge(self.graphdef, *variables)
         check_recurrent(model, batch)
-        attend = context_attention(batch.paths, self.parallel)
-        head = Head.of(model.head, vocab_size=self.model.vocab_size)
-        return model(batch.tokens, batch.positions, attend), head
+        if self.model.slots is None:
+            attend = context_attention(batch.paths, self.parallel)
+        else:
+            attend = ordered_attention(batch.paths, batch.paths, self.model.slots, self.parallel)
+        return model(batch.tokens, batch.positions, attend), head_of(model, self.model)
 
     def check_packing(self, variables: tuple[Any, ...]) -> None:
         """Raises AssertionError where hidden states of a sample depend on how it is packed, which no loss shows."""
@@ -212,7 +214,8 @@ class Learner:
 
         def loss_of(params: nnx.State) -> Any:
             hidden, head = self._head(_variables(params, state.frozen), batch)
-            loss, metrics = jaxppo.policy_loss_from_hidden(hidden, head, batch, self.loss, parallel=self.parallel)
+            options = {"parallel": self.parallel, "deterministic": self.model.slots is not None}
+            loss, metrics = jaxppo.policy_loss_from_hidden(hidden, head, batch, self.loss, **options)
             return loss, (metrics, self._explained(hidden, head, batch))
 
         def update(carry: tuple[nnx.State, Any], _: None) -> Any:

@@ -12,10 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from examples.trainer import chunks
 from examples.trainer.attention import Attend
 from examples.trainer.llama_config import LlamaConfig, Rope, Sizes
 from jaxppo import ParallelMesh
@@ -51,7 +54,9 @@ class Projection(nnx.Module):
         self.dtype = config.dtype
         self.spec = parallel.kernel_spec("hv" if columns else "vh")
         self.gathered = P(None, tensor) if columns else P(tensor, None)
-        self.gathered_sharding = parallel.sharding(self.gathered)
+        self.gathered_sharding = None
+        if config.slots is None:
+            self.gathered_sharding = parallel.sharding(self.gathered)
         self.kernel = nnx.Param(kernel_init(self.spec, parallel)(rngs.params(), shape, jnp.float32))
         self.adapter = nnx.data(None)  # see lora.py
         self.bias = nnx.data(None)
@@ -61,12 +66,19 @@ class Projection(nnx.Module):
             self.bias = nnx.Param(zeros(rngs.params(), shape[1:], jnp.float32))
 
     def __call__(self, x: Float[Array, "R T I"]) -> Float[Array, "R T O"]:
-        y = x @ jax.lax.with_sharding_constraint(self.kernel[...].astype(self.dtype), self.gathered_sharding)
+        y = x @ in_sharding(self.kernel[...].astype(self.dtype), self.gathered_sharding)
         if self.bias is not None:
             y = y + self.bias[...].astype(self.dtype)[None, None]
         if self.adapter is not None:
             y = y + self.adapter(x)
         return y
+
+
+def in_sharding(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+    """x sharded in this way; as it is for None, where each device holds all of it."""
+    if sharding is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 class SelfAttention(nnx.Module):
@@ -86,13 +98,16 @@ class SelfAttention(nnx.Module):
             self.q_norm = _norm(config, head_dim, rngs)
             self.k_norm = _norm(config, head_dim, rngs)
 
-    def __call__(self, x: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
+    def project(self, x: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values."""
         q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x)))
         if self.q_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
-        mixed = attend(rotate(q, angles), rotate(k, angles), v)
-        return self.o_proj(mixed.reshape(*x.shape[:2], -1))
+        return rotate(q, angles), rotate(k, angles), v
+
+    def output(self, mixed: jax.Array) -> jax.Array:
+        return self.o_proj(mixed.reshape(*mixed.shape[:2], -1))
 
 
 class MLP(nnx.Module):
@@ -112,9 +127,19 @@ class Layer(nnx.Module):
         self.self_attn = SelfAttention(config, parallel, rngs)
         self.post_attention_layernorm = _norm(config, config.width, rngs)
         self.mlp = MLP(config, parallel, rngs)
+        self.chunked = chunks.mesh_of(config.slots, parallel)
 
     def __call__(self, x: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
-        x = x + self.self_attn(self.input_layernorm(x), angles, attend)
+        q, k, v = chunks.apply(Layer.before, self, self.chunked, x, angles)
+        return chunks.apply(Layer.after, self, self.chunked, x, attend(q, k, v))
+
+    def before(self, x: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values."""
+        return self.self_attn.project(self.input_layernorm(x), angles)
+
+    def after(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
+        """What follows attention."""
+        x = x + self.self_attn.output(mixed)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -128,6 +153,7 @@ class Llama(nnx.Module):
         self.embed_tokens = nnx.Embed(config.padded_vocab, config.width, embedding_init=embedding, **head)
         self.layers = nnx.List([Layer(config, parallel, rngs) for _ in range(config.layers)])
         self.norm = _norm(config, config.width, rngs)
+        self.chunked = chunks.mesh_of(config.slots, parallel)
         self.lm_head = nnx.data(None)
         if not config.tied:
             kernel = kernel_init(parallel.kernel_spec("hv"), parallel)
@@ -154,7 +180,7 @@ class Llama(nnx.Module):
                 x = jax.checkpoint(layer, static_argnums=2)(x, angles, attend)
             else:
                 x = layer(x, angles, attend[i])
-        return self.norm(x)
+        return chunks.apply(nnx.RMSNorm.__call__, self.norm, self.chunked, x)
 
     def logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
         """The sampler's logits, in float32."""
@@ -171,16 +197,19 @@ def _norm(config: LlamaConfig, features: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 def rotary_angles(positions: Int[Array, "R T"], head_dim: int, rope: Rope) -> Float[Array, "R T 1 D/2"]:
-    """position * rate_i, for every head the same, where rate_i = theta^(-2i/D) (https://arxiv.org/abs/2104.09864)."""
-    powers = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    """position * rate_i, for every head the same, where rate_i = theta^(-2i/D) (https://arxiv.org/abs/2104.09864).
+
+    Rates are constants, the same in every program.
+    """
+    powers = np.arange(0, head_dim, 2) / head_dim
     rates = rope.theta**-powers
     if rope.kind == "linear":
         rates = rates / rope.factor
     if rope.kind == "llama3":  # https://arxiv.org/abs/2407.21783
-        turns = rope.original * rates / (2 * jnp.pi)  # in the context that the model was first trained with
-        kept = jnp.clip((turns - rope.low) / (rope.high - rope.low), 0, 1)
+        turns = rope.original * rates / (2 * np.pi)  # in the context that the model was first trained with
+        kept = np.clip((turns - rope.low) / (rope.high - rope.low), 0, 1)
         rates = rates * (kept + (1 - kept) / rope.factor)
-    return (positions[..., None].astype(jnp.float32) * rates[None, None])[:, :, None]
+    return (positions[..., None].astype(jnp.float32) * np.float32(rates)[None, None])[:, :, None]
 
 
 def rotate(x: Float[Array, "R T N D"], angles: Float[Array, "R T 1 D/2"]) -> Float[Array, "R T N D"]:

@@ -53,6 +53,10 @@ class Sizes:
     """The ids after which a response is over."""
     dtype: str
     """Products and activations have it; parameters are float32."""
+    logits_dtype: str = dataclasses.field(default="float32", kw_only=True)
+    """To which the head's products are rounded, in the sampler and in the trainer."""
+    slots: int | None = dataclasses.field(default=None, kw_only=True)
+    """Sampler and trainer compute the same bits, for sequences of at most so many tokens; see chunks.py."""
 
     def with_tokens(self, count: int, longest: int) -> Self:
         """The config with the tokenizer's number of tokens.

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from examples.trainer.llama import Projection
+from examples.trainer.llama import Projection, in_sharding
 from examples.trainer.model import Config
 from jaxppo import ParallelMesh
 
@@ -50,13 +50,15 @@ class Adapter(nnx.Module):
         self.a = param(uniform, P(of_rows, None), rows, lora.rank)
         self.b = param(nnx.initializers.zeros, P(None, of_columns), lora.rank, columns)
         of_rows, of_columns = projection.gathered
-        self.gathered_a = parallel.sharding(P(of_rows, None))
-        self.gathered_b = parallel.sharding(P(None, of_columns))
+        self.gathered_a = self.gathered_b = None
+        if projection.gathered_sharding is not None:
+            self.gathered_a = parallel.sharding(P(of_rows, None))
+            self.gathered_b = parallel.sharding(P(None, of_columns))
         self.scale = lora.alpha / lora.rank
 
     def __call__(self, x: Float[Array, "R T I"]) -> Float[Array, "R T O"]:
-        a = jax.lax.with_sharding_constraint(self.a[...].astype(x.dtype), self.gathered_a)
-        b = jax.lax.with_sharding_constraint(self.b[...].astype(x.dtype), self.gathered_b)
+        a = in_sharding(self.a[...].astype(x.dtype), self.gathered_a)
+        b = in_sharding(self.b[...].astype(x.dtype), self.gathered_b)
         return self.scale * (x @ a @ b)
 
 

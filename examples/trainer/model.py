@@ -12,12 +12,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from examples.trainer import chunks
 from examples.trainer.attention import Attend
-from jaxppo import ParallelMesh
+from jaxppo import Head, ParallelMesh
 
 
 class Config(Protocol):
-    """Sizes of a model. Keys and values have `kv_heads`, in `dtype`."""
+    """Sizes of a model. Keys and values have `kv_heads`, in `dtype`. The last two are those of `Sizes`."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -31,6 +32,10 @@ class Config(Protocol):
     def head_dim(self) -> int: ...
     @property
     def dtype(self) -> str: ...
+    @property
+    def logits_dtype(self) -> str: ...
+    @property
+    def slots(self) -> int | None: ...
 
 
 class Model(Protocol):
@@ -40,6 +45,11 @@ class Model(Protocol):
     def head(self) -> Any: ...
     def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend | Sequence[Attend]) -> jax.Array: ...
     def logits(self, hidden: jax.Array) -> jax.Array: ...
+
+
+def head_of(model: Model, config: Config) -> Head:
+    """The head that the loss and the sampler's log-probs share."""
+    return Head.of(model.head, vocab_size=config.vocab_size, logits_dtype=config.logits_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +63,8 @@ class ModelConfig:
     heads: int = 8
     head_dim: int = 16
     mlp_width: int = 256
+    logits_dtype: str = "float32"
+    slots: int | None = None
 
     @property
     def padded_vocab(self) -> int:
@@ -90,10 +102,20 @@ class Block(nnx.Module):
         self.mlp_norm = nnx.RMSNorm(width, rngs=rngs)
         self.up = nnx.Linear(width, config.mlp_width, kernel_init=_kernel(P(None, tensor), parallel), **linear)
         self.down = nnx.Linear(config.mlp_width, width, kernel_init=_kernel(P(tensor, None), parallel), **linear)
+        self.chunked = chunks.mesh_of(config.slots, parallel)
 
     def __call__(self, x: Float[Array, "R T H"], attend: Attend) -> Float[Array, "R T H"]:
-        q, k, v = jnp.moveaxis(self.qkv(self.attention_norm(x)), -3, 0)
-        x = x + self.out(attend(q, k, v))
+        qkv = chunks.apply(Block.before, self, self.chunked, x)
+        q, k, v = jnp.moveaxis(qkv, -3, 0)
+        return chunks.apply(Block.after, self, self.chunked, x, attend(q, k, v))
+
+    def before(self, x: Float[Array, "R T H"]) -> Float[Array, "R T 3 N D"]:
+        """Queries, keys and values."""
+        return self.qkv(self.attention_norm(x))
+
+    def after(self, x: Float[Array, "R T H"], mixed: Float[Array, "R T N D"]) -> Float[Array, "R T H"]:
+        """What follows attention."""
+        x = x + self.out(mixed)
         return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
 
 
@@ -106,6 +128,7 @@ class Decoder(nnx.Module):
         self.positions = nnx.Embed(config.max_length, config.width, embedding_init=small, rngs=rngs)
         self.blocks = nnx.List([Block(config, parallel, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.chunked = chunks.mesh_of(config.slots, parallel)
         head = _kernel(parallel.kernel_spec("hv"), parallel)
         self.head = nnx.Linear(config.width, config.padded_vocab, use_bias=False, kernel_init=head, rngs=rngs)
 
@@ -116,7 +139,7 @@ class Decoder(nnx.Module):
         x = self.tokens(tokens) + self.positions(positions)
         for i, block in enumerate(self.blocks):
             x = block(x, attend if callable(attend) else attend[i])
-        return self.norm(x)
+        return chunks.apply(nnx.RMSNorm.__call__, self.norm, self.chunked, x)
 
     def logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
         """The sampler's logits, padded columns included."""

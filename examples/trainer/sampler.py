@@ -14,10 +14,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from examples.trainer.attention import Attend, attention
-from examples.trainer.model import Config, Model
+from examples.trainer.attention import Attend, attention, ordered_attention
+from examples.trainer.model import Config, Model, head_of
 from examples.trainer.tasks import Tokenizer
-from jaxppo import Head, ParallelMesh, log_probs_from_hidden
+from jaxppo import ParallelMesh, log_probs_from_hidden
 from jaxppo.batch.trees import Paths
 
 
@@ -31,6 +31,7 @@ class Responses(NamedTuple):
 
 Sampler = Callable[..., Responses]
 Place = Callable[..., jax.Array]
+Over = Callable[[Paths, Paths], Attend]  # attention of queries to keys
 
 
 class Cache(NamedTuple):
@@ -78,6 +79,11 @@ def make_sampler(
     place = _placing(parallel, *rows)
     place_one = _placing(parallel, None)  # a single row, which all shards of the data hold
 
+    def over(queries: Paths, keys: Paths) -> Attend:
+        if config.slots is None:
+            return partial(attention, queries=queries, keys=keys)
+        return ordered_attention(queries, keys, config.slots, parallel)
+
     def start(lengths: jax.Array, place: Place) -> Cache:
         return _empty_cache(config, prompt_length, response_length, lengths, place, tensor)
 
@@ -86,9 +92,9 @@ def make_sampler(
         cache = start(lengths, place)
         if common:
             begun = start(jnp.full(1, common, jnp.int32), place_one)
-            _, begun = _extend(model, begun, prompts[:1, :common], 0, place_one, tensor)
+            _, begun = _extend(model, begun, prompts[:1, :common], 0, place_one, tensor, over)
             cache = cache._replace(layers=_copies(begun, len(lengths), place, tensor))
-        hidden, cache = _extend(model, cache, prompts[:, common:], common, place, tensor)
+        hidden, cache = _extend(model, cache, prompts[:, common:], common, place, tensor, over)
         return jnp.take_along_axis(hidden, lengths[:, None, None] - 1 - common, axis=1), cache
 
     @partial(jax.jit, static_argnums=5)
@@ -109,7 +115,7 @@ def make_sampler(
             token, log_prob = _choose(model, config, hidden, logits, jax.random.fold_in(key, i), temperature, by_row)
             emitted = Responses(jnp.where(done, Tokenizer.pad, token), jnp.where(done, 0.0, log_prob), ~done)
             cache = cache._replace(segments=cache.segments.at[:, prompt_length + i].set(1))
-            hidden, cache = _extend(model, cache, token[:, None], prompt_length + i, place, tensor)
+            hidden, cache = _extend(model, cache, token[:, None], prompt_length + i, place, tensor, over)
             return (hidden, cache, done | jnp.isin(token, jnp.array(ends))), emitted
 
         carry = (last, cache, jnp.zeros(len(last), bool))
@@ -159,11 +165,13 @@ def _choose(
     parallel: ParallelMesh,
 ) -> tuple[jax.Array, jax.Array]:
     """The token `[B]` that follows hidden states `[B, 1, H]` with these logits, and its log-prob."""
+    if config.logits_dtype == "bfloat16":
+        logits = lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=7)
     logits = jnp.where(jnp.arange(config.padded_vocab) < config.vocab_size, logits, -jnp.inf)
     scale = jnp.where(temperature > 0, temperature, 1)
     noise = jnp.where(temperature > 0, jax.random.gumbel(key, logits.shape), 0)
     token = jnp.argmax(logits / scale + noise, axis=-1)
-    head = Head.of(model.head, vocab_size=config.vocab_size)
+    head = head_of(model, config)
     stats = log_probs_from_hidden(
         hidden, head, token[:, None], parallel=parallel, temperature=scale, deterministic=True
     )
@@ -171,12 +179,13 @@ def _choose(
 
 
 def _extend(
-    model: Model, cache: Cache, tokens: Int[Array, "B n"], at: Any, place: Place, tensor: Any
+    model: Model, cache: Cache, tokens: Int[Array, "B n"], at: Any, place: Place, tensor: Any, over: Over
 ) -> tuple[Float[Array, "B n H"], Cache]:
     """Hidden states of n more tokens in the slots from `at` on, and the cache with their keys and values."""
     layers = list(cache.layers)
     here = (lax.dynamic_slice_in_dim(x, at, tokens.shape[1], 1) for x in (cache.segments, cache.positions))
     segments, positions = here
+    cached = over(Paths(segments, positions), Paths(cache.segments, cache.positions))
 
     def attend_in(layer: int) -> Attend:
         def attend(
@@ -186,8 +195,7 @@ def _extend(
                 return place(lax.dynamic_update_slice_in_dim(old, new, at, 1), None, tensor, None)
 
             layers[layer] = keys, values = write(layers[layer][0], k), write(layers[layer][1], v)
-            of_keys = Paths(cache.segments, cache.positions)
-            return attention(q, keys, values, Paths(segments, positions), of_keys, window=window, scale=scale)
+            return cached(q, keys, values, window=window, scale=scale)
 
         return attend
 

@@ -26,6 +26,8 @@ class TableConfig:
     kv_heads = 1
     head_dim = 1
     dtype = "float32"
+    logits_dtype = "float32"
+    slots = None
 
 
 class Table(nnx.Module):
