@@ -21,7 +21,7 @@ PROMPT, RESPONSE = 9, 14
 SLOTS = PROMPT + RESPONSE
 ENDS = tuple(range(250, 261))
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
-SIZES = {**HEADS, "hidden_size": 32, "intermediate_size": 64, "tie_word_embeddings": False}
+SIZES = {**HEADS, "hidden_size": 256, "intermediate_size": 768, "tie_word_embeddings": False}
 ROUNDED = {"dtype": "bfloat16", "logits_dtype": "bfloat16", "slots": SLOTS}
 
 
@@ -113,12 +113,12 @@ def test_rows_packed_as_trees(folder):
 
 
 def test_without_chunks_bits_differ(folder):
-    """As large as the rounding of logits to bfloat16, whose steps are 1/128 between 1 and 2."""
-    samples = sampled(folder, "dp=8", 8, slots=None)
-    trained, rollout = log_probs(folder, "dp=8", "contiguous", samples, {"row_length": 96}, slots=None)
+    """A sixth of them, by up to 0.04: logits between 4 and 8 have steps of 1/32 in bfloat16."""
+    samples = sampled(folder, "dp=1", 9, slots=None)
+    trained, rollout = log_probs(folder, "dp=1", "contiguous", samples, {"row_length": 96}, slots=None)
     distance = np.abs(trained - rollout)
-    assert (distance > 0).mean() > 0.1
-    assert distance.max() < 0.1
+    assert (distance > 0).mean() > 0.05
+    assert 0.01 < distance.max() < 0.1
 
 
 @pytest.mark.parametrize("kind", ["qwen3", pytest.param("gemma", marks=pytest.mark.nightly)])
