@@ -46,8 +46,7 @@ def in_chunks(fn: Callable[..., Any], parallel: ParallelMesh, whole: Any, *token
     def of_device(whole: Any, *tokens: jax.Array) -> Any:
         whole = jax.tree.map(lambda x: vary(x, names), whole)
         chunks = tuple(x.reshape(turns, 1, SIZE, *x.shape[1:]) for x in tokens)
-        # with numbers that it keeps for a gradient, the body of the loop would be another one, with other bits
-        of_chunk = jax.checkpoint(lambda chunk: fn(whole, *chunk))
+        of_chunk = jax.checkpoint(lambda chunk: fn(whole, *chunk))  # a gradient computes a chunk again, and keeps none
         found = lax.map(of_chunk, chunks)
         return jax.tree.map(lambda x: x.reshape(turns * SIZE, *x.shape[3:]), found)
 

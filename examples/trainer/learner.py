@@ -214,8 +214,7 @@ class Learner:
 
         def loss_of(params: nnx.State) -> Any:
             hidden, head = self._head(_variables(params, state.frozen), batch)
-            options = {"parallel": self.parallel, "deterministic": self.model.slots is not None}
-            loss, metrics = jaxppo.policy_loss_from_hidden(hidden, head, batch, self.loss, **options)
+            loss, metrics = jaxppo.policy_loss_from_hidden(hidden, head, batch, self.loss, parallel=self.parallel)
             return loss, (metrics, self._explained(hidden, head, batch))
 
         def update(carry: tuple[nnx.State, Any], _: None) -> Any:
