@@ -99,7 +99,7 @@ def ordered_attention(queries: Paths, keys: Paths, slots: int, parallel: Paralle
 
     Each query has its keys in a row of its own, in the order of their positions: the key of position p in slot p. Slots
     beyond its keys have weight 0. So a sum over keys has the same terms in the same places, in a packed row as in a
-    cache.
+    cache. A query that sees more keys than there are slots gets NaN: part of them would be a wrong number.
 
     Args:
       queries: their paths.
@@ -116,6 +116,8 @@ def ordered_attention(queries: Paths, keys: Paths, slots: int, parallel: Paralle
         ordered = jnp.take_along_axis(x, order, axis=-1)
         return jnp.pad(ordered, ((0, 0), (0, 0), (0, slots - order.shape[2])))
 
+    padding = queries.segment_ids == 0  # which sees all padding of its row
+    fits = padding | (sees.sum(-1) <= slots)
     sees_slot = in_slots(sees)
     distance = in_slots(queries.positions[:, :, None] - keys.positions[:, None, :])
     places = jnp.pad(order, ((0, 0), (0, 0), (0, slots - order.shape[2])))
@@ -127,6 +129,7 @@ def ordered_attention(queries: Paths, keys: Paths, slots: int, parallel: Paralle
         near = sees_slot
         if window is not None:
             near = near & (distance < window)
+        q = jnp.where(fits[..., None, None], q, jnp.nan)
         return in_chunks(partial(_of_chunk, scale), parallel, (k, v), q, rows, places, near)
 
     return attend

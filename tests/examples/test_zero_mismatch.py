@@ -11,11 +11,13 @@ import tiny_llama
 import tiny_runs
 
 from examples.trainer.arguments import parse
+from examples.trainer.attention import attention, ordered_attention
 from examples.trainer.grpo_run import grpo_step, set_up, supervised
 from examples.trainer.learner import Learner
 from examples.trainer.published import load_model, read_config
 from examples.trainer.sampler import make_sampler
 from jaxppo import PolicyLossConfig, RolloutBatch, Sample, make_parallel_mesh
+from jaxppo.batch.trees import Paths
 
 PROMPT, RESPONSE = 9, 14
 SLOTS = PROMPT + RESPONSE
@@ -147,10 +149,22 @@ def test_values_and_gradients_are_those_of_all_tokens_at_once(tmp_path, kind):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
+def test_a_query_of_more_keys_than_slots_is_nan():
+    """A sample of 19 tokens with 16 slots: the last three have none left. Padding has no such limit."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 40, 2, 4)), jnp.float32) for _ in range(3))
+    paths = Paths(jnp.tile(jnp.arange(40) < 19, (2, 1)).astype(jnp.int32), jnp.tile(jnp.arange(40) % 19, (2, 1)))
+    found = np.asarray(ordered_attention(paths, paths, 16, make_parallel_mesh("dp=2,tp=4"))(q, k, v))
+    assert np.isnan(found[:, 16:19]).all()
+    np.testing.assert_allclose(found[:, :16], attention(q, k, v, paths, paths)[:, :16], rtol=0, atol=1e-6)
+    assert np.isfinite(found[:, 19:]).all()
+
+
 BFLOAT16 = {"dtype": tiny_llama.BFLOAT16}
 RUNS = {
     "the small model": None,
     "qwen3": {**BFLOAT16, "num_hidden_layers": 1},
+    "qwen3 with adapters": BFLOAT16,
     "gemma": {**BFLOAT16, **tiny_llama.GEMMA},
 }
 
@@ -164,6 +178,8 @@ def test_a_run_reports_a_mismatch_of_zero(tmp_path, name):
     if RUNS[name] is not None:
         tiny_llama.write(tmp_path / "model", **RUNS[name])
         options += ["--model", str(tmp_path / "model")]
+    if name == "qwen3 with adapters":
+        options += ["--lora-rank", "2", "--train-layers", "1"]
     args = parse([*tiny_runs.TINY, *options, "--out", str(tmp_path / "run")])
     run = set_up(args)
     supervised(run, args)
