@@ -153,8 +153,13 @@ def pack(
     check_parallel(parallel, "ParallelMesh or None")
     mesh = _Mesh.of(parallel)
     data = mesh.data
-    options: dict[str, Any] = {"rows": rows, "buckets": buckets, "micro_batches": micro_batches}
-    options |= {"max_tokens": max_tokens, "num_segments": num_segments}
+    options: dict[str, Any] = {
+        "rows": rows,
+        "buckets": buckets,
+        "micro_batches": micro_batches,
+        "max_tokens": max_tokens,
+        "num_segments": num_segments,
+    }
     with together(parallel):
         check_row_length(row_length, mesh.layout, mesh.shards)
         _check_options(options, data)
@@ -169,23 +174,36 @@ def pack(
     each = -(-used // data)  # rows for each data shard
     if parallel is not None and spans_processes(parallel):
         by_shard = {"rows": rows and rows / data, "buckets": [bucket / data for bucket in buckets or ()]}
-        _check_equal({"row_length": row_length, **options, **by_shard})
-        each, fullest = agree((each, fullest))
-    most_rows = (rows or max(buckets or (0,))) * (micro_batches or 1)
-    if num_segments is not None and max_tokens is None and 0 < most_rows < each * data:
-        _check_num_segments(num_segments, size, held, row_length, most_rows)
+        each, fullest = _agreed({"row_length": row_length, **options, **by_shard}, each, fullest)
+    _check_num_segments(options, size, held, row_length, each * data)
     rows, count = _rows_and_count(each * data, rows, buckets, micro_batches or 1, max_tokens is not None, data)
     if used < rows * count:
         loads_of_bundles = np.bincount(to_pack.bundle, to_pack.costs)
         placed = spread(size, held, loads_of_bundles, row_length, fullest, rows * count) or placed
-    row, slot, start = of_sequences(to_pack.bundle, to_pack.padded, placed)
-    if len(row):
-        row = deal(row, to_pack.costs, rows, count, data)[row]
+    row, slot, start = _dealt(to_pack, placed, rows, count, data)
     order = _order(mesh, row, slot, to_pack.lengths, (rows * count, row_length), fullest)
-    has_micro_batches = micro_batches is not None or max_tokens is not None
     # sizes may have come as arrays without dimensions, which have no hash
-    counts = (int(fullest), int(rows), int(count) if has_micro_batches else None)
-    return Packed(to_pack.lengths, row, slot, start, *counts, order)
+    fullest, rows, micro_batches = int(fullest), int(rows), int(count)
+    if options["micro_batches"] is None and max_tokens is None:
+        micro_batches = None
+    return Packed(to_pack.lengths, row, slot, start, fullest, rows, micro_batches, order)
+
+
+def _agreed(options: Mapping[str, Any], each: int, fullest: int) -> tuple[int, int]:
+    """The most rows of a data shard and sequences of a row on any host. Raises unless the hosts have equal options."""
+    check_equal("pack", {name: value for name, value in options.items() if value})
+    each, fullest = agree((each, fullest))
+    return each, fullest
+
+
+def _dealt(
+    sequences: _Sequences, placed: tuple[np.ndarray, np.ndarray], rows: int, count: int, data: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The row, slot and start of each sequence, with rows of even loads in each micro-batch and on each data shard."""
+    row, slot, start = of_sequences(sequences.bundle, sequences.padded, placed)
+    if len(row):
+        row = deal(row, sequences.costs, rows, count, data)[row]
+    return row, slot, start
 
 
 class _Mesh(NamedTuple):
@@ -246,11 +264,6 @@ def _rows_of_tokens(max_tokens: int, row_length: int, shards: int) -> int:
         least = -(-row_length // shards)
         raise ValueError(f"max_tokens: got {max_tokens}, expected at least {least}, one row")
     return rows
-
-
-def _check_equal(options: dict[str, Any]) -> None:
-    """Raises unless all hosts pack with the same options."""
-    check_equal("pack", {name: value for name, value in options.items() if value})
 
 
 def unpack(array: Shaped[Array | np.ndarray, "*K R T ..."], packed: Packed) -> list[np.ndarray]:
@@ -343,8 +356,14 @@ def _rows_and_count(
     return rows, count
 
 
-def _check_num_segments(given: int, size: np.ndarray, held: np.ndarray, row_length: int, rows: int) -> None:
-    """Raises where these rows would do, if each could hold more sequences."""
+def _check_num_segments(
+    options: Mapping[str, Any], size: np.ndarray, held: np.ndarray, row_length: int, needed: int
+) -> None:
+    """Raises where the rows that the options allow would do, if each could hold more sequences."""
+    given = options["num_segments"]
+    rows = (options["rows"] or max(options["buckets"] or (0,))) * (options["micro_batches"] or 1)
+    if given is None or options["max_tokens"] is not None or not 0 < rows < needed:
+        return
 
     def fits(most: int) -> bool:
         return int(first_fit_decreasing(size, held, row_length, most)[0].max(initial=-1)) < rows
