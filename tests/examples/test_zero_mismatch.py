@@ -103,18 +103,22 @@ def test_cached_decoding_and_packed_rows(folder, dtype):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("mesh", "layout", "packing"), TRAINERS)
-def test_every_sampler_beside_every_trainer(folder, mesh, layout, packing):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_sampler_beside_every_trainer(folder, dtype, mesh, layout, packing):
     """tp = 1, 2, 4 and 8 on both sides, five batch sizes and six packings."""
-    samples = [sample for name, count in SAMPLERS.items() for sample in sampled(folder, name, count)]
-    assert_no_mismatch(*log_probs(folder, mesh, layout, samples, packing))
+    dtypes = {"dtype": dtype, "logits_dtype": dtype}
+    samples = [sample for name, count in SAMPLERS.items() for sample in sampled(folder, name, count, **dtypes)]
+    assert_no_mismatch(*log_probs(folder, mesh, layout, samples, packing, **dtypes))
 
 
 @pytest.mark.nightly
-def test_rows_packed_as_trees(folder):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_packed_as_trees(folder, dtype):
     """Prompts are read once for four copies, and their common start once for all; rows hold them once."""
-    samples = sampled(folder, "dp=2,tp=4", 4, copies=4, common=3)
+    dtypes = {"dtype": dtype, "logits_dtype": dtype}
+    samples = sampled(folder, "dp=2,tp=4", 4, copies=4, common=3, **dtypes)
     packing = {"row_length": 96, "share_prefixes": True}
-    assert_no_mismatch(*log_probs(folder, "dp=2,tp=4", "contiguous", samples, packing))
+    assert_no_mismatch(*log_probs(folder, "dp=2,tp=4", "contiguous", samples, packing, **dtypes))
 
 
 def test_without_chunks_bits_differ(folder):
