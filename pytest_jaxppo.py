@@ -1,5 +1,5 @@
-"""A pytest plugin: emulated devices, meshes to run a test on, and assertions that numbers do not depend on the mesh
-or on the packing.
+"""A pytest plugin: emulated devices, meshes to run a test on, and assertions that numbers do not
+depend on the mesh or on the packing.
 
 The plugin is installed with jaxppo, and enters a run only where it is named: on the command line
 (`pytest -p pytest_jaxppo --emulated-devices 8`) or in the configuration,
@@ -11,27 +11,30 @@ The plugin is installed with jaxppo, and enters a run only where it is named: on
 
 The CPU then appears as that many devices, even to the first conftest.py. Tests may ask for
 
-- `parallel_mesh`: a `ParallelMesh`. The test runs once for every way to write the number as dp x cp x tp. If cp is
-  above 1, it runs for every context layout too. With "pairwise" it runs for a sample of these cases. A case has four
-  traits: whether dp is 1, whether cp is 1, whether tp is 1, and the layout. Any two traits that occur together in some
-  case do so in the sample. To run on a single mesh:
-  `@pytest.mark.parametrize("parallel_mesh", ["dp=2,cp=4"], indirect=True)`, or `[("dp=2,cp=4", "zigzag")]`.
+- `parallel_mesh`: a `ParallelMesh`. The test runs once for every way to write the number as dp x cp
+  x tp. If cp is above 1, it runs for every context layout too. With "pairwise" it runs for a sample
+  of these cases. A case has four traits: whether dp is 1, whether cp is 1, whether tp is 1, and the
+  layout. Any two traits that occur together in some case do so in the sample. To run on a single
+  mesh:
+  `@pytest.mark.parametrize("parallel_mesh", ["dp=2,cp=4"], indirect=True)`, or
+  `[("dp=2,cp=4", "zigzag")]`.
 - `context_layout`: the name of a context layout; the test runs for each.
-- `assert_mesh_invariant`: `jaxppo.sharding.testing.assert_mesh_invariant`, over every dp x cp x tp of JAX's devices
-  unless `meshes=` names others.
-- `assert_packing_invariant`: `jaxppo.assert_packing_invariant`, for the model in front of a loss. It
-  needs no devices and no option:
+- `assert_mesh_invariant`: `jaxppo.sharding.testing.assert_mesh_invariant`, over every dp x cp x tp
+  of JAX's devices unless `meshes=` names others.
+- `assert_packing_invariant`: `jaxppo.assert_packing_invariant`, for the model in front of a loss.
+  It needs no devices and no option:
 
     def test_my_model(assert_packing_invariant):
         assert_packing_invariant(my_hidden_states, params, vocab_size=1000)     # my_hidden_states(params, batch)
 
-This example fails if the loss is summed over the data axes alone, if it is a mean of the shards' means, or if it shifts
-values only within a shard:
+This example fails if the loss is summed over the data axes alone, if it is a mean of the shards'
+means, or if it shifts values only within a shard:
 
     def test_my_loss(parallel_mesh, assert_mesh_invariant):
         assert_mesh_invariant(my_loss, tokens, meshes=[parallel_mesh])     # my_loss(parallel, tokens)
 
-This is a module of its own because importing `jaxppo` imports JAX, before `--emulated-devices` has been read.
+This is a module of its own because importing `jaxppo` imports JAX, before `--emulated-devices` has
+been read.
 """
 
 from __future__ import annotations
@@ -85,7 +88,9 @@ def _asked(config: pytest.Config) -> int | None:
     if value in (None, ""):
         return None
     if not str(value).isdigit():
-        raise pytest.UsageError(f"emulated_devices: got {value!r}, expected a number of devices, or 0 for those there")
+        raise pytest.UsageError(
+            f"emulated_devices: got {value!r}, expected a number of devices, or 0 for those there"
+        )
     return int(value)
 
 
@@ -107,8 +112,9 @@ def _too_few(count: int) -> str | None:
     if jax.device_count() >= count:
         return None
     return (
-        f"emulated_devices: got {count}, expected at most {jax.device_count()}, the devices that JAX had started with "
-        "before; let no plugin or conftest.py use JAX, or set its number of devices, ahead of that"
+        f"emulated_devices: got {count}, expected at most {jax.device_count()}, the devices that"
+        " JAX had started with before; let no plugin or conftest.py use JAX, or set its number of"
+        " devices, ahead of that"
     )
 
 
@@ -118,7 +124,10 @@ def _fixtures(count: int | None, sample: str) -> object:
 
     def mesh(case: str | Case) -> ParallelMesh:
         if count is None:
-            expected = "a number of devices: emulated_devices in pytest's configuration or --emulated-devices"
+            expected = (
+                "a number of devices: emulated_devices in pytest's configuration or"
+                " --emulated-devices"
+            )
             pytest.fail(f"emulated_devices: got none, expected {expected}", pytrace=False)
         if message := _too_few(count):
             pytest.fail(message, pytrace=False)
@@ -130,9 +139,14 @@ def _fixtures(count: int | None, sample: str) -> object:
         return make_parallel_mesh(description, context_layout=layout, devices=jax.devices()[:count])
 
     class Fixtures:
-        @pytest.fixture(params=cases or [("", "")], ids=lambda case: case if isinstance(case, str) else "-".join(case))
+        @pytest.fixture(
+            params=cases or [("", "")],
+            ids=lambda case: case if isinstance(case, str) else "-".join(case),
+        )
         def parallel_mesh(self, request: pytest.FixtureRequest) -> ParallelMesh:
-            """A ParallelMesh: all factorings of the emulated devices as dp x cp x tp, in all context layouts."""
+            """A ParallelMesh: all factorings of the emulated devices as dp x cp x tp, in all
+            context layouts.
+            """
             return mesh(request.param)
 
         @pytest.fixture(params=layouts or [""])
@@ -143,7 +157,9 @@ def _fixtures(count: int | None, sample: str) -> object:
 
         @pytest.fixture
         def assert_mesh_invariant(self) -> Callable[..., Any]:
-            """jaxppo.sharding.testing.assert_mesh_invariant, by default over all factorings of JAX's devices."""
+            """jaxppo.sharding.testing.assert_mesh_invariant, by default over all factorings of
+            JAX's devices.
+            """
             from jaxppo.sharding.testing import assert_mesh_invariant
 
             mesh(f"dp={count}")
@@ -164,7 +180,11 @@ def _layouts_and_cases(count: int, sample: str) -> tuple[list[str], list[Case]]:
     from jaxppo.sharding.testing import factorings
 
     layouts = list(LAYOUTS)
-    cases = [(mesh, name) for mesh in factorings(count) for name in (layouts if "cp=1," not in mesh else layouts[:1])]
+    cases = [
+        (mesh, name)
+        for mesh in factorings(count)
+        for name in (layouts if "cp=1," not in mesh else layouts[:1])
+    ]
     return layouts, cases if sample == "all" else list(_pairwise(cases))
 
 

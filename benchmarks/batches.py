@@ -1,10 +1,12 @@
-"""Times the host: how many samples per second are packed, made into a batch and checked. No device takes part.
+"""Times the host: how many samples per second are packed, made into a batch and checked.
+
+No device takes part.
 
     python -m benchmarks.batches
     python -m benchmarks.batches --before FOLDER      # times another checkout and this one in turns
 
-Samples of 2000 tokens, a quarter of them the prompt, with four per-token fields: advantages and three kinds of
-log-probs.
+Samples of 2000 tokens, a quarter of them the prompt, with four per-token fields: advantages and
+three kinds of log-probs.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ def measure(count: int, tokens: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--before", help="the folder of another checkout")
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=2000)
@@ -65,12 +69,17 @@ def main() -> None:
 
     options = [f"--samples={args.samples}", f"--tokens={args.tokens}"]
     best = {
-        name: {step: (min if step == "pack" else max)(turn[step] for turn in turns) for step in turns[0]}
+        name: {
+            step: (min if step == "pack" else max)(turn[step] for turn in turns)
+            for step in turns[0]
+        }
         for name, turns in in_processes(__file__, options, args.before, args.turns).items()
     }
     print(f"best of {args.turns} turns, {args.samples} samples of {args.tokens} tokens")
     for name, found in best.items():
-        speeds = ", ".join(f"{step} {found[step]:,.0f} samples/s" for step in ("from_samples", "validate"))
+        speeds = ", ".join(
+            f"{step} {found[step]:,.0f} samples/s" for step in ("from_samples", "validate")
+        )
         print(f"{name:>7}: {speeds}, pack {found['pack']:.2f} s for {PACKED:,} samples")
 
 

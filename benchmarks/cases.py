@@ -46,8 +46,8 @@ class Case:
         return 2 * (T * H + H * V) * jnp.dtype(self.dtype).itemsize
 
 
-# Figures for the second one were published for an H100: three products at 650 TFLOP/s take about 100 ms, and a version
-# with full logits takes 133 ms in 25 GiB.
+# Figures for the second one were published for an H100: three products at 650 TFLOP/s take about
+# 100 ms, and a version with full logits takes 133 ms in 25 GiB.
 PUBLISHED = (
     Case(8192, HeadSizes(4096, 131072), "bfloat16"),
     Case(32768, HeadSizes(2560, 128256), "bfloat16"),
@@ -57,8 +57,8 @@ PUBLISHED = (
 def draw(case: Case, seed: int = 0) -> dict[str, Any]:
     """The arrays of a policy-gradient step, with advantages of both signs.
 
-    `g` and `e` are the cotangents of log-probs and entropies. In `batch` every token is in the loss mask. In `part`
-    only `case.counted` of them are, in runs of adjacent tokens as in responses.
+    `g` and `e` are the cotangents of log-probs and entropies. In `batch` every token is in the loss
+    mask. In `part` only `case.counted` of them are, in runs of adjacent tokens as in responses.
     """
     T, H, V = case.tokens, case.sizes.hidden_size, case.sizes.vocab_size
     rng = np.random.default_rng(seed)

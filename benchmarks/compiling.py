@@ -1,10 +1,12 @@
-"""Times how long JAX traces and lowers a head's loss and gradients, and how long XLA compiles them for described TPUs.
+"""Times how long JAX traces and lowers a head's loss and gradients, and how long XLA compiles them
+for described TPUs.
 
     python -m benchmarks.compiling
     python -m benchmarks.compiling --before FOLDER      # times another checkout and this one in turns
 
-A turn is a process of its own. It traces and lowers each version several times with empty caches, keeps the fastest
-time of the process, and compiles once. No TPU is needed. Compiling uses all cores.
+A turn is a process of its own. It traces and lowers each version several times with empty caches,
+keeps the fastest time of the process, and compiles once. No TPU is needed. Compiling uses all
+cores.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ def measure(topology: str, mesh: str, repeats: int, compiles: bool = True) -> di
             traced = step.program(loss, **options).trace(*arguments)
             middle = time.process_time()
             lowered = traced.lower()
-            for stage, seconds in {"trace": middle - begin, "lower": time.process_time() - middle}.items():
+            for stage, seconds in {
+                "trace": middle - begin,
+                "lower": time.process_time() - middle,
+            }.items():
                 found[f"{name}, {stage}"] = min(seconds, found.get(f"{name}, {stage}", seconds))
         if compiles:
             begin = time.perf_counter()
@@ -53,7 +58,9 @@ def measure(topology: str, mesh: str, repeats: int, compiles: bool = True) -> di
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--before", help="the folder of another checkout")
     parser.add_argument("--tpu", default="v5p:2x2x4")
     parser.add_argument("--mesh", default="cp=4,tp=4")
@@ -68,8 +75,14 @@ def main(arguments: list[str] | None = None) -> None:
 
     options = [f"--tpu={args.tpu}", f"--mesh={args.mesh}", f"--repeats={args.repeats}"]
     found = in_processes(__file__, options, args.before, args.turns)
-    best = {name: {key: min(turn[key] for turn in turns) for key in turns[0]} for name, turns in found.items()}
-    print(f"{HEAD}, {TOKENS} tokens per device, {args.mesh} on {args.tpu}: least seconds of {args.turns} processes")
+    best = {
+        name: {key: min(turn[key] for turn in turns) for key in turns[0]}
+        for name, turns in found.items()
+    }
+    print(
+        f"{HEAD}, {TOKENS} tokens per device, {args.mesh} on {args.tpu}: least seconds of"
+        f" {args.turns} processes"
+    )
     print(f"{'':36}" + "".join(f"{name:>10}" for name in best))
     for key in best["now"]:
         print(f"{key:36}" + "".join(f"{seconds[key]:>10.2f}" for seconds in best.values()))

@@ -1,4 +1,5 @@
-"""Every way to a head's log-probs, entropy and gradients, side by side on the same data in one process.
+"""Every way to a head's log-probs, entropy and gradients, side by side on the same data in one
+process.
 
     python -m benchmarks.head                                   # the table, the sweeps and the real heads
     python -m benchmarks.head --parts tpu                       # full-size heads, by the TPU compiler (needs libtpu)
@@ -6,8 +7,9 @@
     python -m benchmarks.head --here                            # what to paste into an issue: times on this device
     python -m benchmarks.head --parts roofline                  # full-size heads on described H100s (needs gpu-aot)
 
-Times are medians over rounds in which every version runs once; temporaries are the compiled module's. Each version's
-gradients are compared with those of the first of its group. Tables go to the terminal, JSON and plots to --out.
+Times are medians over rounds in which every version runs once; temporaries are the compiled
+module's. Each version's gradients are compared with those of the first of its group. Tables go to
+the terminal, JSON and plots to --out.
 """
 
 from __future__ import annotations
@@ -54,28 +56,47 @@ SWEPT = {  # the versions in the plots, by (group, name)
 
 
 def measured(case: Case, rounds: int, only: dict[str, str] | None = None) -> Records:
-    """Times the versions of a case in turns, or `only` some of them (name: group); returns a record of each."""
+    """Times the versions of a case in turns, or `only` some of them (name: group); returns a
+    record of each.
+    """
     data = draw(case)
     grouped = versions.groups(case)
     if only is None:
         grouped["log-probs"] |= peers.jax_peers(case)
         others = peers.torch_seconds(case, data, rounds)
         return timed(case, data, compiled_of(grouped, data), rounds, others)
-    chosen = {g: {n: s for n, s in steps.items() if only.get(n) == g} for g, steps in grouped.items()}
+    chosen = {
+        g: {n: s for n, s in steps.items() if only.get(n) == g} for g, steps in grouped.items()
+    }
     return timed(case, data, compiled_of(chosen, data), rounds)
 
 
 def compiled_of(grouped: dict[str, dict[str, versions.Step]], data: Any) -> Programs:
-    """Programs by (group, name), compiled side by side: GPUs try many kernels for each, on arrays of its sizes."""
-    steps = {(group, name): step for group, steps in grouped.items() for name, step in steps.items()}
+    """Programs by (group, name), compiled side by side: GPUs try many kernels for each, on
+    arrays of its sizes.
+    """
+    steps = {
+        (group, name): step for group, steps in grouped.items() for name, step in steps.items()
+    }
     logits = 4 * data["hidden"].shape[1] * max(data["kernel"].shape)  # bytes
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
     with ThreadPoolExecutor(max(1, int(min(8, memory // (2 * logits))))) as threads:
-        return dict(zip(steps, threads.map(lambda step: compile_step(step, data), steps.values()), strict=True))
+        return dict(
+            zip(
+                steps,
+                threads.map(lambda step: compile_step(step, data), steps.values()),
+                strict=True,
+            )
+        )
 
 
-def timed(case: Case, data: Any, programs: Programs, rounds: int, others: dict[str, float] | None = None) -> Records:
-    """A record of each program, and of each of the others (seconds). What does not fit the memory has no time."""
+def timed(
+    case: Case, data: Any, programs: Programs, rounds: int, others: dict[str, float] | None = None
+) -> Records:
+    """A record of each program, and of each of the others (seconds).
+
+    What does not fit the memory has no time.
+    """
     expected: dict[str, Any] = {}
     records: Records = []
     runs: dict[str, Callable[[], Any]] = {}
@@ -101,7 +122,9 @@ def timed(case: Case, data: Any, programs: Programs, rounds: int, others: dict[s
         if reached is not None:
             record["tflops"] = case.flops / took / 1e12
             record["share_of_matmul_peak"] = case.flops / took / reached["flops_per_second"]
-            record["share_of_copy_bandwidth"] = case.least_bytes / took / reached["bytes_per_second"]
+            record["share_of_copy_bandwidth"] = (
+                case.least_bytes / took / reached["bytes_per_second"]
+            )
     return records
 
 
@@ -112,7 +135,10 @@ def show(title: str, records: Records) -> None:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     print(f"\n{title}")
     for row in cells:
-        print("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip(), flush=True)
+        print(
+            "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip(),
+            flush=True,
+        )
 
 
 def _cell(value: Any) -> str:
@@ -135,10 +161,14 @@ def main_part(args: argparse.Namespace) -> Records:
     print(f"\nover the three matmuls: fastest plain {plain:.3f}")
     full, part = took["entropy", "jaxppo"], took["part", "jaxppo, where"]
     print(
-        f"jaxppo: {full / took['floor', versions.FLOOR]:.3f}; with a mask of {args.share:.0%} {part / full:.3f} of"
-        f" its time without, with one of all {took['entropy', 'jaxppo, where all'] / full:.3f}"
+        f"jaxppo: {full / took['floor', versions.FLOOR]:.3f}; with a mask of {args.share:.0%}"
+        f" {part / full:.3f} of its time without, with one of all"
+        f" {took['entropy', 'jaxppo, where all'] / full:.3f}"
     )
-    print(f"rows gathered first: {took['part', 'jaxppo, rows gathered'] / took['entropy', 'jaxppo']:.3f} of jaxppo's")
+    print(
+        "rows gathered first:"
+        f" {took['part', 'jaxppo, rows gathered'] / took['entropy', 'jaxppo']:.3f} of jaxppo's"
+    )
     return records
 
 
@@ -169,7 +199,9 @@ def tokens_part(args: argparse.Namespace) -> Records:
 
 
 def heads_part(args: argparse.Namespace) -> Records:
-    """Times heads of published models, with the hidden size divided by --head-scale so that they fit."""
+    """Times heads of published models, with the hidden size divided by --head-scale so that they
+    fit.
+    """
     records: Records = []
     for name in args.heads:
         sizes = HEADS[name]
@@ -182,13 +214,17 @@ def heads_part(args: argparse.Namespace) -> Records:
 
 
 def tpu_part(args: argparse.Namespace) -> Records:
-    """Full-size heads in bf16 by the TPU compiler: estimated times, also over the bare products, and temporaries.
+    """Full-size heads in bf16 by the TPU compiler: estimated times, also over the bare products,
+    and temporaries.
 
-    Without --tpu they are all rows of the documented tables, which takes an hour. What is done is written after each.
+    Without --tpu they are all rows of the documented tables, which takes an hour. What is done is
+    written after each.
     """
     cases = itertools.product(args.tpu or CHIPS, args.mesh, args.heads, args.tpu_tokens)
     if not args.tpu:
-        cells = [("cp=4,tp=4", name, 8192) for name in HEADS] + [(mesh, "qwen3-8b", 8192) for mesh in MESHES]
+        cells = [("cp=4,tp=4", name, 8192) for name in HEADS] + [
+            (mesh, "qwen3-8b", 8192) for mesh in MESHES
+        ]
         cells.append(("cp=4,tp=4", "qwen3-8b", 32768))
         cases = ((chip, *cell) for cell in cells for chip in CHIPS)  # type: ignore[assignment]
     records: Records = []
@@ -208,32 +244,53 @@ def described(name: str, sizes: HeadSizes, tokens: int, mesh: str, topology: str
 
 
 def static_part(args: argparse.Namespace) -> Records:
-    """The large instructions of full-size heads in bf16, by two tools of the TPU compiler: see `static_profile`."""
+    """The large instructions of full-size heads in bf16, by two tools of the TPU compiler: see
+    `static_profile`.
+    """
     records: Records = []
-    cases = itertools.product(args.tpu, args.mesh, args.heads, args.tpu_tokens, static_profile.VERSIONS)
+    cases = itertools.product(
+        args.tpu, args.mesh, args.heads, args.tpu_tokens, static_profile.VERSIONS
+    )
     for topology, mesh, name, tokens, version in cases:
-        rows = static_profile.compared(static_profile.Case(topology, mesh, name, str(tokens), version))
+        rows = static_profile.compared(
+            static_profile.Case(topology, mesh, name, str(tokens), version)
+        )
         show(f"{version}: {name}, {tokens} tokens a device, bf16, {mesh} on {topology}", rows)
-        case = {"topology": topology, "mesh": mesh, "head": name, "tokens_per_shard": tokens, "version": version}
+        case = {
+            "topology": topology,
+            "mesh": mesh,
+            "head": name,
+            "tokens_per_shard": tokens,
+            "version": version,
+        }
         records += [{**case, **row} for row in rows]
     return records
 
 
 def here_part(args: argparse.Namespace) -> Records:
-    """Times all versions on the device that is here: heads of published sizes, or on a CPU one of --tokens."""
+    """Times all versions on the device that is here: heads of published sizes, or on a CPU one
+    of --tokens.
+    """
     small = Case(args.tokens, HeadSizes(args.hidden_size, args.vocab_size), args.dtype, args.share)
     jaxppo_facts([])
     records: Records = []
     for case in (small,) if jax.default_backend() == "cpu" else PUBLISHED:
         found = measured(case, args.rounds)
         show(_title(case), found)
-        records += [{"tokens": case.tokens, **dataclasses.asdict(case.sizes), **record} for record in found]
-    print(f"\nPlease open an issue in this project's tracker, with the form {FORM!r}, and paste all of this into it.")
+        records += [
+            {"tokens": case.tokens, **dataclasses.asdict(case.sizes), **record} for record in found
+        ]
+    print(
+        f"\nPlease open an issue in this project's tracker, with the form {FORM!r}, and paste all"
+        " of this into it."
+    )
     return records
 
 
 def roofline_part(args: argparse.Namespace) -> Records:
-    """Full-size heads in bf16 on described H100s, by a roofline of the kernels that XLA makes for them."""
+    """Full-size heads in bf16 on described H100s, by a roofline of the kernels that XLA makes
+    for them.
+    """
     records = described("qwen3-8b", HEADS["qwen3-8b"], 8192, "cp=2,tp=4", "h100:8")
     for case in PUBLISHED:
         name = f"H={case.sizes.hidden_size}, V={case.sizes.vocab_size}"
@@ -242,14 +299,18 @@ def roofline_part(args: argparse.Namespace) -> Records:
 
 
 def costs(step: Step) -> dict[str, dict[str, Any]]:
-    """Costs by version. `over_products` is computing time divided by that of the bare products, of one for a forward.
+    """Costs by version.
 
-    `over_best_plain` is the time of computing and of collectives that nothing overlaps, divided by the same time of the
-    best plain JAX.
+    `over_products` is computing time divided by that of the bare products, of one for a forward.
+
+    `over_best_plain` is the time of computing and of collectives that nothing overlaps, divided by
+    the same time of the best plain JAX.
     """
     on_tpu = step.parallel.mesh.devices.flat[0].platform == "tpu"
     forward, products = (products_time(step, count) for count in (1, 3))
-    found: dict[str, dict[str, Any]] = {"three products": {"compute_ms": products, "over_products": 1.0}}
+    found: dict[str, dict[str, Any]] = {
+        "three products": {"compute_ms": products, "over_products": 1.0}
+    }
     ways: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "plain": (step.plain, {}),
         "best plain": (step.plain, {"stats": best_plain_stats}),
@@ -258,7 +319,10 @@ def costs(step: Step) -> dict[str, dict[str, Any]]:
         "two passes": (step.two_passes, {}),
         "two passes, a mask": (step.two_passes, {"where": True}),
         "two passes, kept logits": (step.two_passes, {"memory": versions.KEEPS}),
-        "two passes, kept logits, a mask": (step.two_passes, {"where": True, "memory": versions.KEEPS}),
+        "two passes, kept logits, a mask": (
+            step.two_passes,
+            {"where": True, "memory": versions.KEEPS},
+        ),
         "forward": (step.forward, {}),
     }
     if on_tpu:
@@ -278,20 +342,25 @@ def costs(step: Step) -> dict[str, dict[str, Any]]:
         }
         if on_tpu and "pass" in version:
             spent, least = (
-                [found[x][f"{what}_ms"] for what in ("compute", "collectives")] for x in (version, "best plain")
+                [found[x][f"{what}_ms"] for what in ("compute", "collectives")]
+                for x in (version, "best plain")
             )
             found[version]["over_best_plain"] = sum(spent) / sum(least)
         if "a mask" in version:
             computing, waiting = of_a_fifth(cost, step.tokens)
-            found[version] |= {"fifth_over_all": computing / cost.time.compute, "fifth_ms": computing + waiting}
+            found[version] |= {
+                "fifth_over_all": computing / cost.time.compute,
+                "fifth_ms": computing + waiting,
+            }
     return found
 
 
 def of_a_fifth(cost: Audit, tokens: int) -> tuple[float, float]:
-    """Estimated milliseconds of computing, and of sums that it does not hide, if a fifth of the tokens have loss.
+    """Estimated milliseconds of computing, and of sums that it does not hide, if a fifth of the
+    tokens have loss.
 
-    The loops of a program that follows a mask run once for each chunk of tokens with loss. The time outside of them is
-    the estimate without iterations.
+    The loops of a program that follows a mask run once for each chunk of tokens with loss. The time
+    outside of them is the estimate without iterations.
     """
     assert cost.time is not None
     chunk = max(int(n) for note in cost.notes for n in re.findall(r"(\d+) tokens x", note))
@@ -302,16 +371,28 @@ def of_a_fifth(cost: Audit, tokens: int) -> tuple[float, float]:
 
 
 def products_time(step: Step, count: int) -> float:
-    """Estimated milliseconds of the first `count` products on a device: logits, the gradients of both factors."""
+    """Estimated milliseconds of the first `count` products on a device: logits, the gradients of
+    both factors.
+    """
     parallel, sizes = step.parallel, step.sizes
     columns = -(-sizes.vocab_size // parallel.tensor_size)
-    shapes = [(step.tokens, sizes.hidden_size), (sizes.hidden_size, columns), (step.tokens, columns)]
+    shapes = [
+        (step.tokens, sizes.hidden_size),
+        (sizes.hidden_size, columns),
+        (step.tokens, columns),
+    ]
     everywhere = parallel.sharding(jax.sharding.PartitionSpec())
-    hidden, kernel, z = (jax.ShapeDtypeStruct(shape, step.dtype, sharding=everywhere) for shape in shapes)
+    hidden, kernel, z = (
+        jax.ShapeDtypeStruct(shape, step.dtype, sharding=everywhere) for shape in shapes
+    )
     product = functools.partial(jnp.einsum, preferred_element_type=step.dtype)
 
     def run(hidden: jax.Array, kernel: jax.Array, z: jax.Array) -> Any:
-        found = (product("th,hv->tv", hidden, kernel), product("tv,hv->th", z, kernel), product("th,tv->hv", hidden, z))
+        found = (
+            product("th,hv->tv", hidden, kernel),
+            product("tv,hv->th", z, kernel),
+            product("th,tv->hv", hidden, z),
+        )
         return found[:count]
 
     time = audit(jax.jit(run, out_shardings=everywhere), hidden, kernel, z).time
@@ -335,9 +416,16 @@ DRAWN = {"vocabulary": plots.time_over_vocabulary, "tokens": plots.temporaries_o
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, help="all but tpu, static, here and roofline by default")
+    add(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        help="all but tpu, static, here and roofline by default",
+    )
     add("--tokens", type=int, default=2048)
     add("--hidden-size", type=int, default=1024)
     add("--vocab-size", type=int, default=32768)
@@ -353,13 +441,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--head-scale", type=int, default=8)
     add("--tpu", nargs="+", help="topologies, such as v5p:2x2x4 v6e:4x4")
     add("--mesh", nargs="+", default=["cp=4,tp=4"], help="meshes over the topology")
-    add("--tpu-tokens", type=int, nargs="+", default=[8192, 32768], help="on each data and context shard")
+    add(
+        "--tpu-tokens",
+        type=int,
+        nargs="+",
+        default=[8192, 32768],
+        help="on each data and context shard",
+    )
     add("--here", action="store_true", help="the part here alone")
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(arguments)
     if args.parts is None:
         args.parts = (
-            ["here"] if args.here else [part for part in PARTS if part not in NAMED or getattr(args, part, False)]
+            ["here"]
+            if args.here
+            else [part for part in PARTS if part not in NAMED or getattr(args, part, False)]
         )
     if "static" in args.parts and not args.tpu:
         parser.error("tpu: expected --tpu TOPOLOGY, such as v5p:2x2x4")
@@ -367,13 +463,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch comes first
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     if args.rounds < 1 or not 0 < args.share <= 1:
-        parser.error(f"rounds, share: got {args.rounds}, {args.share}, expected at least 1, and above 0 up to 1")
+        parser.error(
+            f"rounds, share: got {args.rounds}, {args.share}, expected at least 1, and above 0 up"
+            " to 1"
+        )
     return args
 
 
 def write(args: argparse.Namespace, part: str, records: Records) -> None:
     """Writes the records of a part, with where and how they were made."""
-    where = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "cpu_cores": os.cpu_count()}
+    where = {
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "cpu_cores": os.cpu_count(),
+    }
     options = {name: value for name, value in vars(args).items() if name not in ("out", "parts")}
     found = {"where": where, "options": options, "records": records}
     (args.out / f"{part}.json").write_text(json.dumps(found, indent=1) + "\n")

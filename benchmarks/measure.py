@@ -23,7 +23,9 @@ def temporaries(compiled: Any) -> int:
 
 
 def fits(compiled: Any, share: float = 0.9) -> bool:
-    """Whether the program fits a share of the device's memory; True if the device does not say how much it has."""
+    """Whether the program fits a share of the device's memory; True if the device does not say
+    how much it has.
+    """
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     sizes = compiled.memory_analysis()
     held = sizes.temp_size_in_bytes + sizes.argument_size_in_bytes + sizes.output_size_in_bytes
@@ -33,7 +35,8 @@ def fits(compiled: Any, share: float = 0.9) -> bool:
 def in_turns(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """The median seconds of each run. A round has each run once, in a random order.
 
-    A run changes caches and memory pages for the next one, so no run may always follow the same other one.
+    A run changes caches and memory pages for the next one, so no run may always follow the same
+    other one.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     order = random.Random(0)
@@ -60,9 +63,15 @@ def _difference(a: Any, b: Any) -> float:
 
 
 def peaks(rounds: int, size: int = 8192, elements: int = 2**28) -> dict[str, float]:
-    """Measures the accelerator: FLOP/s of a square bf16 product, bytes/s of a copy (read and written)."""
-    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)  # products of ones take less power and time
+    """Measures the accelerator: FLOP/s of a square bf16 product, bytes/s of a copy (read and
+    written).
+    """
+    # products of ones take less power and time
+    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     x = jnp.ones(elements, jnp.float32)
     product, copy = jax.jit(lambda a: a @ a), jax.jit(lambda x: x + 1)
     seconds = in_turns({"product": lambda: product(a), "copy": lambda: copy(x)}, rounds)
-    return {"flops_per_second": 2 * size**3 / seconds["product"], "bytes_per_second": 2 * x.nbytes / seconds["copy"]}
+    return {
+        "flops_per_second": 2 * size**3 / seconds["product"],
+        "bytes_per_second": 2 * x.nbytes / seconds["copy"],
+    }

@@ -32,7 +32,9 @@ def jax_peers(case: Case) -> dict[str, Step]:
 
         def loss(hidden: jax.Array, kernel: jax.Array, targets: jax.Array) -> jax.Array:
             mean_loss = tokamax.linear_softmax_cross_entropy_loss
-            return -mean_loss(hidden[0], targets[0], kernel, reduction="mean", implementation=backend)
+            return -mean_loss(
+                hidden[0], targets[0], kernel, reduction="mean", implementation=backend
+            )
 
         found["tokamax"] = _gradients(loss)
     if installed("tunix"):
@@ -47,7 +49,9 @@ def jax_peers(case: Case) -> dict[str, Step]:
 
 
 def _gradients(loss: Callable[..., jax.Array]) -> Step:
-    return lambda data: jax.value_and_grad(loss, (0, 1))(data["hidden"], data["kernel"], data["targets"])
+    return lambda data: jax.value_and_grad(loss, (0, 1))(
+        data["hidden"], data["kernel"], data["targets"]
+    )
 
 
 def torch_seconds(case: Case, data: Any, rounds: int) -> dict[str, float]:
@@ -61,7 +65,10 @@ def torch_seconds(case: Case, data: Any, rounds: int) -> dict[str, float]:
 
 
 def torch_peers(case: Case, data: Any) -> dict[str, Callable[[], Any]]:
-    """Plain PyTorch, eager and compiled, on the same data and kind of device. Each call waits until it is done."""
+    """Plain PyTorch, eager and compiled, on the same data and kind of device.
+
+    Each call waits until it is done.
+    """
     if not installed("torch") or case.sizes.softcap is not None:
         return {}
     import torch

@@ -16,7 +16,12 @@ Records = list[dict[str, Any]]
 def time_over_vocabulary(records: Records, folder: Path) -> None:
     """Plots times, divided by that of the three matrix products."""
     _lines(
-        records, "vocab_size", "over_floor", "vocabulary", "time / three matmuls", folder / "time_over_vocabulary.png"
+        records,
+        "vocab_size",
+        "over_floor",
+        "vocabulary",
+        "time / three matmuls",
+        folder / "time_over_vocabulary.png",
     )
 
 
@@ -26,7 +31,9 @@ def temporaries_over_tokens(records: Records, folder: Path) -> None:
     _lines(records, "tokens", "temporaries_mib", "tokens", "temporaries (MiB)", path, log=True)
 
 
-def _lines(records: Records, x: str, y: str, x_label: str, y_label: str, path: Path, log: bool = False) -> None:
+def _lines(
+    records: Records, x: str, y: str, x_label: str, y_label: str, path: Path, log: bool = False
+) -> None:
     figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for version in dict.fromkeys(record["version"] for record in records):
         points = [(record[x], record[y]) for record in records if record["version"] == version]

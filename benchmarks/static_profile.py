@@ -1,12 +1,15 @@
-"""Compares two tools of the TPU compiler on the same instructions of a head's program. No TPU is needed.
+"""Compares two tools of the TPU compiler on the same instructions of a head's program.
 
-XLA:TPU estimates the cycles of most instructions before it generates their code; `audit(...).time` adds these up. With
-a flag of libtpu it also counts the cycles of the generated code, copies included. This static profile is a small text
-file for each instruction (`profile_of`). It takes minutes to write, and some instructions take much memory.
+No TPU is needed.
 
-The flag holds for a whole process. So each program is compiled twice: here without the flag, and with it in a process
-of its own. That process may fail after it has written files. Files written by then are used, and
-the last record says why the process failed.
+XLA:TPU estimates the cycles of most instructions before it generates their code; `audit(...).time`
+adds these up. With a flag of libtpu it also counts the cycles of the generated code, copies
+included. This static profile is a small text file for each instruction (`profile_of`). It takes
+minutes to write, and some instructions take much memory.
+
+The flag holds for a whole process. So each program is compiled twice: here without the flag, and
+with it in a process of its own. That process may fail after it has written files. Files written by
+then are used, and the last record says why the process failed.
 """
 
 from __future__ import annotations
@@ -34,9 +37,11 @@ from sharding.devices import Device, device_of
 FLAG = "--xla_jf_dump_static_llo_profile_to"
 LARGE = 0.1  # ms; instructions that take less by both tools are in the last record only
 SMALL = 1000  # cycles; instructions that take fewer are not looked at one by one
-MEMORY = 16 * 2**30  # bytes that the compiler may take to make a profile, so that it takes no machine down
+# bytes that the compiler may take to make a profile, so that it takes no machine down
+MEMORY = 16 * 2**30
 
-VERSIONS: dict[str, tuple[str, dict[str, Any]]] = {  # the name of a function of `Step`, and its options
+# the name of a function of `Step`, and its options
+VERSIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "best plain": ("plain", {"stats": best_plain_stats}),
     "forward": ("forward", {}),
     "one pass, no mask": ("one_pass", {"follow_mask": False}),
@@ -56,11 +61,18 @@ class Case:
 
     @property
     def step(self) -> Step:
-        return Step(HEADS[self.head], int(self.tokens), jnp.bfloat16, described_mesh(self.mesh, self.topology))
+        return Step(
+            HEADS[self.head],
+            int(self.tokens),
+            jnp.bfloat16,
+            described_mesh(self.mesh, self.topology),
+        )
 
 
 def compared(case: Case) -> list[dict[str, Any]]:
-    """A record of each large instruction of a program and one of all its computing, both in milliseconds."""
+    """A record of each large instruction of a program and one of all its computing, both in
+    milliseconds.
+    """
     chip = device_of(case.step.parallel.mesh.devices.flat[0])
     assert chip is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -81,9 +93,14 @@ def compile_case(case: Case, options: dict[str, Any]) -> None:
 
 
 def _profile(case: Case, folder: Path) -> str | None:
-    """Makes a process write the profile into a folder; returns why that ended early, None where it did not."""
+    """Makes a process write the profile into a folder; returns why that ended early, None where
+    it did not.
+    """
     folder.mkdir()
-    env = {**os.environ, "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {FLAG}={folder}"}
+    env = {
+        **os.environ,
+        "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {FLAG}={folder}",
+    }
     command = [sys.executable, "-m", "benchmarks.static_profile", *dataclasses.astuple(case)]
     run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if not any(folder.iterdir()):
@@ -95,7 +112,9 @@ def _profile(case: Case, folder: Path) -> str | None:
 
 
 def profile_of(folder: Path) -> dict[str, int]:
-    """Cycles by instruction, from the files of a static profile. Each has this text, and more fields:
+    """Cycles by instruction, from the files of a static profile.
+
+    Each has this text, and more fields:
 
         hlo_op_estimate {
           hlo_op_name: "fusion.27"
@@ -107,41 +126,65 @@ def profile_of(folder: Path) -> dict[str, int]:
     found = {}
     for path in folder.glob("*_static_llo_profile.textproto"):
         text = path.read_text()
-        name, cycles = re.search(r'hlo_op_name: "([^"]+)"', text), re.search(r"estimated_cycles: (\d+)", text)
+        name, cycles = (
+            re.search(r'hlo_op_name: "([^"]+)"', text),
+            re.search(r"estimated_cycles: (\d+)", text),
+        )
         if name and cycles:  # a process that ended early may leave a file empty
             found[name[1]] = int(cycles[1])
     return found
 
 
 def records(text: str, profile: Mapping[str, int], chip: Device) -> list[dict[str, Any]]:
-    """Milliseconds of a program's large instructions by both tools, equal instructions in one record.
+    """Milliseconds of a program's large instructions by both tools, equal instructions in one
+    record.
 
-    An instruction takes what the program takes less without it. So those of a loop count as often as it turns, and
-    those of a branch that is rarely taken not at all.
+    An instruction takes what the program takes less without it. So those of a loop count as often
+    as it turns, and those of a branch that is rarely taken not at all.
 
     Args:
       text: generated code.
-      profile: cycles by instruction. One without has no `static_ms`, and counts in the last record by its estimate.
+      profile: cycles by instruction. One without has no `static_ms`, and counts in the last record
+        by its estimate.
       chip: that the code was generated for.
     """
     module = parse(text)
-    instructions = {x.name: x for computation in module.computations.values() for x in computation.values()}
+    instructions = {
+        x.name: x for computation in module.computations.values() for x in computation.values()
+    }
     if unknown := profile.keys() - instructions.keys():
-        raise ValueError(f"the profile is of another program, which has {', '.join(sorted(unknown))}")
+        raise ValueError(
+            f"the profile is of another program, which has {', '.join(sorted(unknown))}"
+        )
     known = with_twins(instructions, profile)
-    profile = {name: cycles for name, cycles in known.items() if not passed_by(instructions[name], cycles, chip)}
+    profile = {
+        name: cycles
+        for name, cycles in known.items()
+        if not passed_by(instructions[name], cycles, chip)
+    }
     profiled = counted(module, profile)
-    names = [x.name for x in instructions.values() if max(x.cycles or 0, known.get(x.name, 0)) > SMALL]
-    estimated, static = without_each(module, names, chip), without_each(profiled, profile.keys() & {*names}, chip)
+    names = [
+        x.name for x in instructions.values() if max(x.cycles or 0, known.get(x.name, 0)) > SMALL
+    ]
+    estimated, static = (
+        without_each(module, names, chip),
+        without_each(profiled, profile.keys() & {*names}, chip),
+    )
     groups: dict[str, dict[str, Any]] = {}
     for name in names:
         what = label(instructions[name])
-        record = groups.setdefault(what, {"instruction": what, "count": 0, "estimated_ms": 0.0, "static_ms": None})
+        record = groups.setdefault(
+            what, {"instruction": what, "count": 0, "estimated_ms": 0.0, "static_ms": None}
+        )
         record["count"] += estimated[name] > 0
         record["estimated_ms"] += estimated[name]
         if name in static:
             record["static_ms"] = (record["static_ms"] or 0.0) + static[name]
-    large = [record for record in groups.values() if max(record["estimated_ms"], record["static_ms"] or 0.0) >= LARGE]
+    large = [
+        record
+        for record in groups.values()
+        if max(record["estimated_ms"], record["static_ms"] or 0.0) >= LARGE
+    ]
     total = {
         "instruction": "all computing",
         "estimated_ms": computing(module, chip),
@@ -151,7 +194,9 @@ def records(text: str, profile: Mapping[str, int], chip: Device) -> list[dict[st
     return [*sorted(large, key=lambda record: -record["estimated_ms"]), total]
 
 
-def with_twins(instructions: Mapping[str, Instruction], profile: Mapping[str, int]) -> dict[str, int]:
+def with_twins(
+    instructions: Mapping[str, Instruction], profile: Mapping[str, int]
+) -> dict[str, int]:
     """The profile, in which instructions that compute the same have the same cycles."""
 
     def kind(x: Instruction) -> tuple[str, str, int]:
@@ -163,13 +208,16 @@ def with_twins(instructions: Mapping[str, Instruction], profile: Mapping[str, in
 
 
 def passed_by(x: Instruction, cycles: int, chip: Device) -> bool:
-    """Whether these cycles are too few for what a kernel declares, since the profile took a branch around its work."""
+    """Whether these cycles are too few for what a kernel declares, since the profile took a
+    branch around its work.
+    """
     flops = x.declared.get("flops")
     return flops is not None and cycles / chip.hertz < flops / chip.flops
 
 
 def label(x: Instruction) -> str:
-    """What an instruction computes: the operation of the traced program that it is named after, and its results.
+    """What an instruction computes: the operation of the traced program that it is named after, and
+    its results.
 
     Example:
       >>> label(Instruction("f", "f32[8,4]{1,0:T(8,128)}", "fusion", "", 'metadata={op_name="jit(f)/while/add"}', True))
@@ -186,10 +234,13 @@ def counted(module: Module, cycles: Mapping[str, int]) -> Module:
     def with_cycles(x: Instruction) -> Instruction:
         if x.name not in cycles:
             return x
-        return dataclasses.replace(x, attributes=f'"estimated_cycles":"{cycles[x.name]}" {x.attributes}')
+        return dataclasses.replace(
+            x, attributes=f'"estimated_cycles":"{cycles[x.name]}" {x.attributes}'
+        )
 
     computations = {
-        name: {y: with_cycles(x) for y, x in computation.items()} for name, computation in module.computations.items()
+        name: {y: with_cycles(x) for y, x in computation.items()}
+        for name, computation in module.computations.items()
     }
     return dataclasses.replace(module, computations=computations)
 
@@ -200,7 +251,9 @@ def computing(module: Module, chip: Device) -> float:
 
 
 def without_each(module: Module, names: Iterable[str], chip: Device) -> dict[str, float]:
-    """The milliseconds of computing that the program takes less without each of these instructions."""
+    """The milliseconds of computing that the program takes less without each of these
+    instructions.
+    """
     everything = computing(module, chip)
     return {name: everything - computing(counted(module, {name: 0}), chip) for name in names}
 

@@ -1,4 +1,5 @@
-"""Prints the tables of README and of docs/measurements.md from benchmarks/results/tpu.json, as Markdown.
+"""Prints the tables of README and of docs/measurements.md from benchmarks/results/tpu.json, as
+Markdown.
 
 python -m benchmarks.tables
 """
@@ -12,7 +13,8 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "tpu.json"
 CHIPS = ("v5p:2x2x4", "v6e:4x4")
-Rows = dict[tuple[str, str, str, int, str], dict[str, Any]]  # by topology, mesh, head, tokens and version
+# by topology, mesh, head, tokens and version
+Rows = dict[tuple[str, str, str, int, str], dict[str, Any]]
 
 VERSIONS = {
     "plain": "plain JAX, which holds the logits",
@@ -41,22 +43,39 @@ def one_head(rows: Rows) -> Iterator[str]:
         both = [rows[chip, "cp=4,tp=4", "qwen3-8b", 8192, version] for chip in CHIPS]
         cell = [text]
         for r in both:
-            cell += [f"{r['compute_ms']:.1f} + {r['collectives_ms']:.1f}", f"{r['over_products']:.2f}"]
+            cell += [
+                f"{r['compute_ms']:.1f} + {r['collectives_ms']:.1f}",
+                f"{r['over_products']:.2f}",
+            ]
         cells.append([*cell, f"{max(r['temporaries_gib'] for r in both):.2f} GiB"])
     return table(["", "v5p, ms", "over products", "v6e, ms", "over products", "temporaries"], cells)
 
 
 def over_best_plain(rows: Rows) -> Iterator[str]:
-    """Times over plain JAX at its best of both chips, a dash for what was not estimated; and the larger memory."""
+    """Times over plain JAX at its best of both chips, a dash for what was not estimated; and the
+    larger memory.
+    """
 
     def row(mesh: str, name: str, tokens: int) -> list[str]:
-        found = {v: [rows.get((chip, mesh, name, tokens, v)) for chip in CHIPS] for v in (*RATIOS, "best plain")}
-        ratios = [" / ".join(f"{r['over_best_plain']:.2f}" if r else "-" for r in found[v]) for v in RATIOS]
-        memory = [max(r["temporaries_gib"] for r in found[v] if r) for v in ("one pass, a mask", "best plain")]
+        found = {
+            v: [rows.get((chip, mesh, name, tokens, v)) for chip in CHIPS]
+            for v in (*RATIOS, "best plain")
+        }
+        ratios = [
+            " / ".join(f"{r['over_best_plain']:.2f}" if r else "-" for r in found[v])
+            for v in RATIOS
+        ]
+        memory = [
+            max(r["temporaries_gib"] for r in found[v] if r)
+            for v in ("one pass, a mask", "best plain")
+        ]
         where = [mesh] * (mesh != "cp=4,tp=4") + [f"{tokens} tokens"] * (tokens != 8192)
         return [", ".join([name, *where]), *ratios, *(f"{x:.2f}" for x in memory)]
 
-    cells = [row(*key) for key in dict.fromkeys((mesh, name, tokens) for _, mesh, name, tokens, _ in rows)]
+    cells = [
+        row(*key)
+        for key in dict.fromkeys((mesh, name, tokens) for _, mesh, name, tokens, _ in rows)
+    ]
     return table(["head", "no mask", "a mask", "GiB, a mask", "GiB, plain"], cells)
 
 
@@ -77,7 +96,10 @@ def readme(rows: Rows) -> Iterator[str]:
     for version in OF_README:
         name = version.replace("a fifth", "one pass, a mask")
         both = [rows[chip, "cp=4,tp=4", "qwen3-8b", 8192, name] for chip in CHIPS]
-        times = [r["fifth_ms"] if version == "a fifth" else r["compute_ms"] + r["collectives_ms"] for r in both]
+        times = [
+            r["fifth_ms"] if version == "a fifth" else r["compute_ms"] + r["collectives_ms"]
+            for r in both
+        ]
         gib = max(r["temporaries_gib"] for r in both)
         cells.append([version, *(f"{time:.1f} ms" for time in times), f"{gib:.2f} GiB"])
     return table(["", "TPU v5p", "TPU v6e", "temporary memory"], cells)

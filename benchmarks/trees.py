@@ -1,11 +1,13 @@
-"""The savings of rows packed as trees: tokens, and floating-point operations of a model's forward and backward.
+"""The savings of rows packed as trees: tokens, and floating-point operations of a model's forward
+and backward.
 
     python -m benchmarks.trees
     python -m benchmarks.trees --parts responses
 
-The first table is of shared prompts, the second of shared responses. Operations are counted by `jaxppo.sharding.audit`
-in the program of the example's decoder, for one device; nothing runs. They leave the head out: its work follows the
-tokens with loss, of which rows with shared prompts have as many.
+The first table is of shared prompts, the second of shared responses. Operations are counted by
+`jaxppo.sharding.audit` in the program of the example's decoder, for one device; nothing runs. They
+leave the head out: its work follows the tokens with loss, of which rows with shared prompts have as
+many.
 """
 
 from __future__ import annotations
@@ -25,12 +27,16 @@ from jaxppo import RolloutBatch, Sample, make_parallel_mesh
 from jaxppo.batch.token_trees import TokenTrees
 from jaxppo.sharding import audit
 
-MODEL = ModelConfig(vocab_size=32768, max_length=8192, width=1024, layers=4, heads=8, head_dim=128, mlp_width=4096)
+MODEL = ModelConfig(
+    vocab_size=32768, max_length=8192, width=1024, layers=4, heads=8, head_dim=128, mlp_width=4096
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """`prompts` groups of `copies` samples; each has a prompt and a response of these numbers of tokens."""
+    """`prompts` groups of `copies` samples; each has a prompt and a response of these numbers of
+    tokens.
+    """
 
     prompt: int
     response: int
@@ -50,7 +56,9 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Responses that branch: a prompt and each part of a response end in `branches` parts, `levels` parts deep."""
+    """Responses that branch: a prompt and each part of a response end in `branches` parts,
+    `levels` parts deep.
+    """
 
     prompt: int
     part: int
@@ -72,12 +80,17 @@ class Search:
         return [Sample(tokens, response_start=self.prompt) for tokens in grown(prompt, self.levels)]
 
     def __str__(self) -> str:
-        return f"search: prompt {self.prompt}, {self.branches} branches after each {self.part}, {self.levels} levels"
+        return (
+            f"search: prompt {self.prompt}, {self.branches} branches after each {self.part},"
+            f" {self.levels} levels"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """An agent's trajectory: each turn is a sample, whose prompt holds the turns before and what tools wrote since."""
+    """An agent's trajectory: each turn is a sample, whose prompt holds the turns before and what
+    tools wrote since.
+    """
 
     prompt: int
     response: int
@@ -95,18 +108,28 @@ class Turns:
         return samples
 
     def __str__(self) -> str:
-        return f"{self.turns} turns: prompt {self.prompt}, then {self.response} sampled and {self.tool} of tools"
+        return (
+            f"{self.turns} turns: prompt {self.prompt}, then {self.response} sampled and"
+            f" {self.tool} of tools"
+        )
 
 
 def responses_row(step: Search | Turns, row_length: int) -> str:
-    """One row of the second table: what is stored of a step that is packed whole, with prompts shared, and as trees."""
+    """One row of the second table: what is stored of a step that is packed whole, with prompts
+    shared, and as trees.
+    """
     samples = step.samples()
     whole = RolloutBatch.from_samples(samples, row_length=row_length)
     prompts = RolloutBatch.from_samples(samples, row_length=row_length, share_prefixes=True)
     trees = TokenTrees.from_samples(samples, row_length=row_length)
     tokens = [int((batch.segment_ids > 0).sum()) for batch in (whole, prompts, trees.rows)]
     in_head = [int(batch.loss_mask.sum()) for batch in (whole, trees.rows)]
-    cells = [str(step), f"{len(samples)}", *(f"{n:,}" for n in tokens), f"{1 - tokens[2] / tokens[0]:.0%}"]
+    cells = [
+        str(step),
+        f"{len(samples)}",
+        *(f"{n:,}" for n in tokens),
+        f"{1 - tokens[2] / tokens[0]:.0%}",
+    ]
     return "| " + " | ".join([*cells, *(f"{n:,}" for n in in_head)]) + " |"
 
 
@@ -117,7 +140,9 @@ def operations(batch: RolloutBatch, config: ModelConfig) -> float:
 
     def total(params: nnx.State, batch: RolloutBatch) -> jax.Array:
         model = nnx.merge(graphdef, params)
-        hidden: jax.Array = model(batch.tokens, batch.positions, context_attention(batch.paths, parallel))
+        hidden: jax.Array = model(
+            batch.tokens, batch.positions, context_attention(batch.paths, parallel)
+        )
         return hidden.sum()
 
     return audit(jax.grad(total), params, batch.put(parallel)).flops.high
@@ -126,7 +151,10 @@ def operations(batch: RolloutBatch, config: ModelConfig) -> float:
 def row(step: Step, row_length: int, config: ModelConfig) -> str:
     """One row of the table."""
     samples = step.samples()
-    whole, trees = (RolloutBatch.from_samples(samples, row_length=row_length, share_prefixes=x) for x in (False, True))
+    whole, trees = (
+        RolloutBatch.from_samples(samples, row_length=row_length, share_prefixes=x)
+        for x in (False, True)
+    )
     tokens = [int((batch.segment_ids > 0).sum()) for batch in (whole, trees)]
     flops = [operations(batch, config) / 1e12 for batch in (whole, trees)]
     rows = [batch.tokens.shape[0] for batch in (whole, trees)]
@@ -137,7 +165,9 @@ def row(step: Step, row_length: int, config: ModelConfig) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     about = "Tokens and operations of samples packed whole and as trees."
-    add = (parser := argparse.ArgumentParser(prog="benchmarks.trees", description=about)).add_argument
+    add = (
+        parser := argparse.ArgumentParser(prog="benchmarks.trees", description=about)
+    ).add_argument
     add("--parts", nargs="+", choices=("prompts", "responses"), default=("prompts", "responses"))
     add("--tokens", type=int, default=1000, help="of a sample")
     add("--prompts", type=int, default=16, help="of a step")
@@ -161,15 +191,28 @@ def prompts_table(args: argparse.Namespace) -> None:
         response = args.tokens // (share + 1)
         for copies in (8, 16):
             print(
-                row(Step(args.tokens - response, response, copies, args.prompts), args.row_length, config), flush=True
+                row(
+                    Step(args.tokens - response, response, copies, args.prompts),
+                    args.row_length,
+                    config,
+                ),
+                flush=True,
             )
 
 
 def responses_table() -> None:
     """Prints the table of shared responses, for rows that hold each tree whole."""
-    print("| step | samples | tokens | prompts shared | responses too | saved | in the head | responses shared |")
+    print(
+        "| step | samples | tokens | prompts shared | responses too | saved | in the head |"
+        " responses shared |"
+    )
     print("|" + "---|" * 8)
-    for step in (Search(400, 200, 2, 4), Search(400, 200, 4, 2), Turns(500, 100, 200, 8), Turns(1000, 300, 700, 20)):
+    for step in (
+        Search(400, 200, 2, 4),
+        Search(400, 200, 4, 2),
+        Turns(500, 100, 200, 8),
+        Turns(1000, 300, 700, 20),
+    ):
         print(responses_row(step, 32768))
 
 

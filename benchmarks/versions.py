@@ -1,6 +1,7 @@
 """All ways to compute the same gradients, as functions of the data, to be compiled.
 
-A step takes the arrays of `cases.draw` and returns `(value, (dhidden, dkernel))`. Steps of one group compute the same:
+A step takes the arrays of `cases.draw` and returns `(value, (dhidden, dkernel))`. Steps of one
+group compute the same:
 
     entropy        sum(g * log_prob + e * entropy)
     log-probs      the mean log-prob
@@ -21,7 +22,13 @@ import optax
 
 from benchmarks.cases import Case
 from examples.planner.pod_head import head_of, plain_logits, plain_stats
-from jaxppo import PolicyLossConfig, TokenStats, log_probs_from_hidden, policy_loss, policy_loss_from_hidden
+from jaxppo import (
+    PolicyLossConfig,
+    TokenStats,
+    log_probs_from_hidden,
+    policy_loss,
+    policy_loss_from_hidden,
+)
 
 FLOOR = "three matmuls"
 CHUNK = 128  # tokens, as in Tunix
@@ -42,11 +49,15 @@ def _weighted(log_probs: jax.Array, entropy: jax.Array | None, data: Any) -> jax
 
 
 def _step(stats: Stats) -> Step:
-    return _gradients(lambda hidden, kernel, data: _weighted(*stats(hidden, kernel, data["targets"]), data))
+    return _gradients(
+        lambda hidden, kernel, data: _weighted(*stats(hidden, kernel, data["targets"]), data)
+    )
 
 
 def three_matmuls(case: Case) -> Step:
-    """The three matrix products that every version needs: logits, and the gradients of both factors."""
+    """The three matrix products that every version needs: logits, and the gradients of both
+    factors.
+    """
     f32 = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     kernel = "vh" if case.sizes.tied else "hv"
 
@@ -108,7 +119,9 @@ def chunked(case: Case, stats: Callable[..., Any]) -> Stats:
         count = -(-case.tokens // size)
         extra = count * size - case.tokens
         chunks = [
-            jnp.pad(x[0], ((0, extra), *((0, 0),) * (x.ndim - 2))).reshape(count, 1, size, *x.shape[2:])
+            jnp.pad(x[0], ((0, extra), *((0, 0),) * (x.ndim - 2))).reshape(
+                count, 1, size, *x.shape[2:]
+            )
             for x in (hidden, targets)
         ]
         chunk = jax.checkpoint(lambda h, y: stats(plain_logits(h, kernel, case.sizes), y))
@@ -118,7 +131,9 @@ def chunked(case: Case, stats: Callable[..., Any]) -> Stats:
     return apply
 
 
-def ours(case: Case, entropy: Literal["none", "metric", "bonus"] = "bonus", where: str | None = None) -> Step:
+def ours(
+    case: Case, entropy: Literal["none", "metric", "bonus"] = "bonus", where: str | None = None
+) -> Step:
     """`log_probs_from_hidden`; `where` names the batch whose loss mask it gets."""
 
     def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
@@ -141,14 +156,19 @@ def values(stats: Stats) -> Step:
 
 def our_stats(case: Case) -> Stats:
     def stats(hidden: jax.Array, kernel: jax.Array, targets: jax.Array) -> Any:
-        found = log_probs_from_hidden(hidden, head_of(case.sizes, kernel), targets, entropy="metric")
+        found = log_probs_from_hidden(
+            hidden, head_of(case.sizes, kernel), targets, entropy="metric"
+        )
         return found.log_probs, found.entropy
 
     return stats
 
 
 def gathered(case: Case, step: Step) -> Step:
-    """The step on the rows with loss, which are gathered first. Their number is known beforehand here."""
+    """The step on the rows with loss, which are gathered first.
+
+    Their number is known beforehand here.
+    """
 
     def apply(data: Any) -> Any:
         rows = jnp.nonzero(data["part"].loss_mask[0], size=case.counted)[0]
@@ -177,25 +197,34 @@ def plain_policy_loss(case: Case, batch: str = "batch") -> Step:
     stats = _from_logits(case, plain_stats)
 
     def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
-        return policy_loss(TokenStats(*stats(hidden, kernel, data["targets"])), data[batch], CONFIG)[0]
+        return policy_loss(
+            TokenStats(*stats(hidden, kernel, data["targets"])), data[batch], CONFIG
+        )[0]
 
     return _gradients(loss)
 
 
 def two_passes(case: Case, batch: str = "batch", memory: int | None = None) -> Step:
-    """`policy_loss` of log-probs and entropies from hidden states. With so much memory as `KEEPS` logits are kept."""
+    """`policy_loss` of log-probs and entropies from hidden states.
+
+    With so much memory as `KEEPS` logits are kept.
+    """
 
     def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
         where = None if batch == "batch" else data[batch].loss_mask > 0
         head = head_of(case.sizes, kernel)
-        stats = log_probs_from_hidden(hidden, head, data["targets"], entropy="bonus", where=where, memory=memory)
+        stats = log_probs_from_hidden(
+            hidden, head, data["targets"], entropy="bonus", where=where, memory=memory
+        )
         return policy_loss(stats, data[batch], CONFIG)[0]
 
     return _gradients(loss)
 
 
 def our_policy_loss(case: Case, batch: str = "batch") -> Step:
-    """`policy_loss_from_hidden`: one pass if all tokens fit the memory, which on CPUs they do in small heads alone."""
+    """`policy_loss_from_hidden`: one pass if all tokens fit the memory, which on CPUs they do in
+    small heads alone.
+    """
 
     def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
         return policy_loss_from_hidden(hidden, head_of(case.sizes, kernel), data[batch], CONFIG)[0]

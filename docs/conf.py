@@ -1,4 +1,7 @@
-"""How Sphinx builds the documentation. Its source folder is the repository, so that links work on GitHub too."""
+"""How Sphinx builds the documentation.
+
+Its source folder is the repository, so that links work on GitHub too.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,15 @@ release = version = importlib.metadata.version("jaxppo")
 author = "the jaxppo authors"
 root_doc = "docs/index"
 include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**"]
-exclude_patterns = ["docs/pull_requests", ".*", "build", "dist", "**/node_modules", "**/*.py", "**/__pycache__"]
+exclude_patterns = [
+    "docs/pull_requests",
+    ".*",
+    "build",
+    "dist",
+    "**/node_modules",
+    "**/*.py",
+    "**/__pycache__",
+]
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
@@ -57,14 +68,21 @@ python_maximum_signature_line_length = 90
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
 
-# Other projects' names become links where their inventories can be fetched, as they can on the machine that publishes.
+# Other projects' names become links where their inventories can be fetched, as they can on the
+# machine that publishes.
 _OTHERS = {
     "jax": "https://docs.jax.dev/en/latest/",
     "flax": "https://flax.readthedocs.io/en/stable/",
     "optax": "https://optax.readthedocs.io/en/stable/",
     "orbax": "https://orbax.readthedocs.io/en/stable/",
 }
-_SHORT = {"jnp": "jax.numpy", "lax": "jax.lax", "nnx": "flax.nnx", "nn": "flax.linen", "ocp": "orbax.checkpoint"}
+_SHORT = {
+    "jnp": "jax.numpy",
+    "lax": "jax.lax",
+    "nnx": "flax.nnx",
+    "nn": "flax.linen",
+    "ocp": "orbax.checkpoint",
+}
 
 
 def _is_there(url: str) -> bool:
@@ -75,17 +93,30 @@ def _is_there(url: str) -> bool:
         return False
 
 
-intersphinx_mapping = {name: (url, None) for name, url in _OTHERS.items() if _is_there(f"{url}objects.inv")}
+intersphinx_mapping = {
+    name: (url, None) for name, url in _OTHERS.items() if _is_there(f"{url}objects.inv")
+}
 
 _SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example|Examples):$")
 # Whose names pages call without saying where they stand.
-_MODULES = ("base.kl", "base.metrics", "batch.nucleus", "head", "losses.covariance", "mismatch", "policy_losses")
+_MODULES = (
+    "base.kl",
+    "base.metrics",
+    "batch.nucleus",
+    "head",
+    "losses.covariance",
+    "mismatch",
+    "policy_losses",
+)
 _MODULES += ("sharding", "sharding.testing", "step.staleness")
 _NAME = re.compile(r"([A-Za-z_][\w.]*)(\(.*\))?$")
 
 
-def docstring_to_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings are plain text with formulas: what reST would read in them is escaped, `code` and formula blocks stay.
+def docstring_to_rst(
+    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Docstrings are plain text with formulas: what reST would read in them is escaped, `code` and
+    formula blocks stay.
 
     Example:
       >>> lines = ["Of `x`, at most |x_t|:", "", "    y = a * x", "", "Args:", "  x: `f32[R, T]`."]
@@ -111,7 +142,9 @@ def docstring_to_rst(app: Any, what: str, name: str, obj: Any, options: Any, lin
             verbatim = False
         elif not verbatim:
             in_section = in_section or bool(_SECTION.match(line))
-            formula = not in_section and line.startswith("    ") and (not out or not out[-1].strip())
+            formula = (
+                not in_section and line.startswith("    ") and (not out or not out[-1].strip())
+            )
             follows = formula and len(out) > 2 and out[-2].startswith("    ")
             if formula and not follows:
                 out += ["::", ""]
@@ -131,7 +164,9 @@ def _escape(line: str) -> str:
     return "".join(pieces)
 
 
-def short_types(app: Any, what: str, name: str, obj: Any, options: Any, signature: str, returns: str) -> Any:
+def short_types(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str, returns: str
+) -> Any:
     """Types by the names that the code has for them."""
     modules = r"\b(jaxlib\._jax|jax|numpy|jaxtyping)\.(?=[A-Za-z])"
     return tuple(x and re.sub(modules, "", x) for x in (signature, returns))
@@ -148,13 +183,17 @@ def elsewhere(inventory: Mapping[str, Mapping[str, Any]], name: str) -> str | No
     """
     first, dot, rest = name.partition(".")
     full = _SHORT.get(first, first) + dot + rest
-    items = (known[full] for kind, known in inventory.items() if kind.startswith("py:") and full in known)
+    items = (
+        known[full] for kind, known in inventory.items() if kind.startswith("py:") and full in known
+    )
     found = next(items, None)
     return None if found is None or not dot else str(found.uri)
 
 
 def link_public_names(app: Any, doctree: Any, docname: str) -> None:
-    """Inline code that names or calls something in the API reference, or in another project's, becomes a link to it."""
+    """Inline code that names or calls something in the API reference, or in another project's,
+    becomes a link to it.
+    """
     from docutils import nodes
     from sphinx.ext.intersphinx import InventoryAdapter
     from sphinx.util.nodes import make_refnode
@@ -167,11 +206,16 @@ def link_public_names(app: Any, doctree: Any, docname: str) -> None:
             inside = inside.parent
         if inside is not None or name is None:
             continue
-        known = (prefix + name[1] for prefix in ("", "jaxppo.", *(f"jaxppo.{module}." for module in _MODULES)))
+        known = (
+            prefix + name[1]
+            for prefix in ("", "jaxppo.", *(f"jaxppo.{module}." for module in _MODULES))
+        )
         found = next((full for full in known if full in objects), None)
         if found is not None:
             entry = objects[found]
-            where = make_refnode(app.builder, docname, entry.docname, entry.node_id, literal.deepcopy(), found)
+            where = make_refnode(
+                app.builder, docname, entry.docname, entry.node_id, literal.deepcopy(), found
+            )
             literal.replace_self(where)
         elif (address := elsewhere(inventory, name[1])) is not None:
             literal.replace_self(nodes.reference("", "", literal.deepcopy(), refuri=address))

@@ -10,22 +10,42 @@ BLUE, RED, GREY, INK = "#3b6fb6", "#c2453c", "#b9bec7", "#24292f"
 SHARDS = ("#cfe0f5", "#fbdcc4", "#d3ecd0", "#ead4ee")
 OLD_PROBABILITY = 0.1
 LOSSES = (
-    *("ppo", "gspo", "cispo", "sapo", "aspo", "gmpo", "vespo", "probability_mask", "reinforce", "by_sign"),
+    *(
+        "ppo",
+        "gspo",
+        "cispo",
+        "sapo",
+        "aspo",
+        "gmpo",
+        "vespo",
+        "probability_mask",
+        "reinforce",
+        "by_sign",
+    ),
     *("dppo", "dro", "clip_cov", "kl_cov"),
 )
 
 
-def plots(columns: int, rows: int = 1, width: float = 8.0, height: float = 2.7, **options: Any) -> Any:
+def plots(
+    columns: int, rows: int = 1, width: float = 8.0, height: float = 2.7, **options: Any
+) -> Any:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(rows, columns, figsize=(width, height), squeeze=False, **options)
-    inches = {"left": 0.65 / width, "right": 1 - 0.2 / width, "bottom": 0.5 / height, "top": 1 - 0.35 / height}
+    inches = {
+        "left": 0.65 / width,
+        "right": 1 - 0.2 / width,
+        "bottom": 0.5 / height,
+        "top": 1 - 0.35 / height,
+    }
     figure.subplots_adjust(**inches, wspace=0.35, hspace=0.55)
     return figure, axes
 
 
 def per_token(loss: Any, ratio: Any, advantage: float, selected: float) -> tuple[Any, Any]:
-    """The loss of tokens with these ratios, each a sequence of its own, and what it pulls: -d loss / d log_prob."""
+    """The loss of tokens with these ratios, each a sequence of its own, and what it pulls: -d
+    loss / d log_prob.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -37,7 +57,11 @@ def per_token(loss: Any, ratio: Any, advantage: float, selected: float) -> tuple
     old = jnp.full_like(rows, jnp.log(OLD_PROBABILITY))
     segments = Segments(jnp.ones(rows.shape, jnp.int32), 1, ShardAxes())
     given = (old, jnp.full_like(rows, advantage))
-    extra = {"mask": jnp.ones_like(rows), "segments": segments, "selected": jnp.full_like(rows, selected)}
+    extra = {
+        "mask": jnp.ones_like(rows),
+        "segments": segments,
+        "selected": jnp.full_like(rows, selected),
+    }
 
     def values(x):
         return loss(x, *given, **extra)[0]
@@ -68,7 +92,13 @@ def draw_curves(axes: Any, name: str, which: int) -> None:
     loss = policy_losses.by_name(name)
     for advantage, colour in ((1.0, BLUE), (-1.0, RED)):
         y = per_token(loss, ratio, advantage, 0.0)[which]
-        axes.plot(ratio, breaks(y) if which else y, color=colour, linewidth=1.6, label=f"A = {advantage:+.0f}")
+        axes.plot(
+            ratio,
+            breaks(y) if which else y,
+            color=colour,
+            linewidth=1.6,
+            label=f"A = {advantage:+.0f}",
+        )
         if loss.selects:
             y = per_token(loss, ratio, advantage, 1.0)[which]
             axes.plot(ratio, breaks(y) if which else y, color=colour, linewidth=1.6, linestyle=":")
@@ -80,7 +110,9 @@ def draw_curves(axes: Any, name: str, which: int) -> None:
 
 def one_loss(name: str) -> Any:
     figure, axes = plots(2, width=7.2, height=2.5)
-    for which, title in enumerate(("loss of the token", "pull on its log-prob: -d loss / d log_prob")):
+    for which, title in enumerate(
+        ("loss of the token", "pull on its log-prob: -d loss / d log_prob")
+    ):
         draw_curves(axes[0][which], name, which)
         axes[0][which].set_title(title, fontsize=9)
         axes[0][which].set_xlabel("ratio")
@@ -110,7 +142,9 @@ def all_gradients() -> Any:
 
 
 def weights() -> Any:
-    """What a token's loss counts for: the gradient of the loss by the log-probs, all advantages -1."""
+    """What a token's loss counts for: the gradient of the loss by the log-probs, all advantages
+    -1.
+    """
     import jax
     import numpy as np
 
@@ -128,11 +162,21 @@ def weights() -> Any:
     figure, axes = plots(3, 2, width=9.4, height=4.2)
     for name, each in zip(names, axes.flat, strict=True):
         norm = 6.0 if name.endswith("norm") else None
-        config = PolicyLossConfig(Reinforce(), ratio_to="current", aggregation=name, aggregation_norm=norm)
-        gradient = jax.grad(lambda x, c=config: policy_loss(TokenStats(x), batch, c)[0])(0.0 * batch.loss_mask - 1)
+        config = PolicyLossConfig(
+            Reinforce(), ratio_to="current", aggregation=name, aggregation_norm=norm
+        )
+        gradient = jax.grad(lambda x, c=config: policy_loss(TokenStats(x), batch, c)[0])(
+            0.0 * batch.loss_mask - 1
+        )
         ids = np.asarray(batch.segment_ids)[np.asarray(batch.loss_mask) > 0]
         heights = np.round(np.asarray(gradient)[np.asarray(batch.loss_mask) > 0], 4)
-        each.bar(range(len(heights)), heights, color=[SHARDS[i - 1] for i in ids], edgecolor=GREY, linewidth=0.7)
+        each.bar(
+            range(len(heights)),
+            heights,
+            color=[SHARDS[i - 1] for i in ids],
+            edgecolor=GREY,
+            linewidth=0.7,
+        )
         each.set_title(name + (" = 6" if norm else ""), fontsize=9, family="monospace")
         each.set_xticks([2.5, 7, 9], ["a", "b", "c"])
         each.set_ylim(0, max(heights) * 1.15)
@@ -181,7 +225,13 @@ def kl() -> Any:
 
     d = jnp.linspace(-3, 3, 401)
     figure, axes = plots(2, width=8.0, height=2.9)
-    colours = dict(zip(("k1", "abs", "k2", "k3", "k3+"), (BLUE, "#6b4fa0", "#2f8f4e", RED, "#d98a2b"), strict=True))
+    colours = dict(
+        zip(
+            ("k1", "abs", "k2", "k3", "k3+"),
+            (BLUE, "#6b4fa0", "#2f8f4e", RED, "#d98a2b"),
+            strict=True,
+        )
+    )
     for name, colour in colours.items():
         value = partial(kl_divergence, ref_log_probs=jnp.full_like(d, -3), estimator=name)
         gradient = jax.grad(lambda x, f=value: f(x).sum())(d - 3)  # log-probs are at most 0
@@ -198,7 +248,9 @@ def kl() -> Any:
 
 
 def memory() -> Any:
-    """Temporaries of a loss and its gradients over the number of tokens, as the compiler laid them out for a CPU."""
+    """Temporaries of a loss and its gradients over the number of tokens, as the compiler laid
+    them out for a CPU.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -212,7 +264,9 @@ def memory() -> Any:
             return jax.ShapeDtypeStruct((1, *shape), dtype)
 
         ids, numbers = [x(jnp.int32, tokens)] * 4, x(jnp.float32, tokens)
-        return RolloutBatch(*ids, numbers, x(jnp.int32, 1), advantages=numbers, old_log_probs=numbers)
+        return RolloutBatch(
+            *ids, numbers, x(jnp.int32, 1), advantages=numbers, old_log_probs=numbers
+        )
 
     def ours(hidden: Any, kernel: Any, batch: Any) -> Any:
         return policy_loss_from_hidden(hidden, kernel, batch, PolicyLossConfig(GSPO()))[0]
@@ -237,7 +291,8 @@ def memory() -> Any:
             return jax.ShapeDtypeStruct((1, n, H), jnp.float32)
 
         costs = [audit(jax.grad(fn, (0, 1)), hidden(n), kernel, batch_of(n)) for n in counts]
-        temporaries = [round(cost.temp_bytes / mib, 1) for cost in costs]  # the figure stays if a few kB come or go
+        # the figure stays if a few kB come or go
+        temporaries = [round(cost.temp_bytes / mib, 1) for cost in costs]
         axes[0][0].plot(counts, temporaries, color=colour, marker="o", markersize=4, label=name)
     axes[0][0].set(xscale="log", yscale="log", xlabel="tokens", ylabel="temporaries, MiB")
     axes[0][0].set_xticks(counts, [str(n) for n in counts])
@@ -247,7 +302,9 @@ def memory() -> Any:
 
 
 def large_logits() -> Any:
-    """The error of a log-prob whose logits are large: m and log s apart, and folded into one log-sum-exp."""
+    """The error of a log-prob whose logits are large: m and log s apart, and folded into one
+    log-sum-exp.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -268,9 +325,16 @@ def large_logits() -> Any:
         for error, found in zip(errors, (apart, folded), strict=True):
             error.append(float(f"{np.abs(np.asarray(found, np.float64) - truth).max():.2g}"))
     figure, axes = plots(1, width=6.0, height=2.9)
-    for error, name, colour in zip(errors, ("m and log s apart: jaxppo", "z - logsumexp(z)"), (BLUE, RED), strict=True):
+    for error, name, colour in zip(
+        errors, ("m and log s apart: jaxppo", "z - logsumexp(z)"), (BLUE, RED), strict=True
+    ):
         axes[0][0].plot(sizes, error, color=colour, label=name)
-    axes[0][0].set(xscale="log", yscale="log", xlabel="size of the logits", ylabel="largest error of a log-prob, nats")
+    axes[0][0].set(
+        xscale="log",
+        yscale="log",
+        xlabel="size of the logits",
+        ylabel="largest error of a log-prob, nats",
+    )
     axes[0][0].legend(frameon=False, fontsize=8)
     return figure
 

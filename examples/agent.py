@@ -1,4 +1,6 @@
-"""GRPO for an agent that calls a tool, while its engine lags behind the trainer: docs/agent.md explains it."""
+"""GRPO for an agent that calls a tool, while its engine lags behind the trainer: docs/agent.md
+explains it.
+"""
 
 import sys
 from dataclasses import replace
@@ -47,7 +49,9 @@ def complete(model, prompts, key, aborted=()):
     ends = np.array([len(prompt) for prompt in prompts])
     tokens = np.stack([np.pad(prompt, (0, LONGEST - len(prompt))) for prompt in prompts])
     turns = []
-    for i, (ids, log_probs) in enumerate(zip(*map(np.asarray, draw(model, tokens, ends, key)), strict=True)):
+    for i, (ids, log_probs) in enumerate(
+        zip(*map(np.asarray, draw(model, tokens, ends, key)), strict=True)
+    ):
         ends_here = np.flatnonzero((ids == CALL) | (ids == STOP))
         count = TURN if ends_here.size == 0 else ends_here[0] + 1
         reason = "length" if ends_here.size == 0 else "stop"
@@ -61,13 +65,17 @@ def complete(model, prompts, key, aborted=()):
 
 
 def play(previous, model, step):
-    """The trajectories of a step. The engine gets new weights between the first turn and the second."""
+    """The trajectories of a step.
+
+    The engine gets new weights between the first turn and the second.
+    """
     rng, key = np.random.default_rng(step), jax.random.key(step)
     numbers = rng.integers(1, 5, PROMPTS).repeat(TRIES)  # what the tool answers to each prompt
     aborted = np.flatnonzero(rng.random(len(numbers)) < 1 / 16)
     first = complete(previous, [[ASK]] * len(numbers), jax.random.fold_in(key, 0))
     written = [turn["outputs"][0]["token_ids"] for turn in first]
-    kept = [ids * (1 - i // TRIES % 2) for i, ids in enumerate(written)]  # every other prompt's agent forgets its call
+    # every other prompt's agent forgets its call
+    kept = [ids * (1 - i // TRIES % 2) for i, ids in enumerate(written)]
     prompts = [[ASK, *ids, number, RESULT] for ids, number in zip(kept, numbers, strict=True)]
     second = complete(model, prompts, jax.random.fold_in(key, 1), aborted)
     trajectories = []
@@ -162,4 +170,6 @@ def train(mesh, updates=UPDATES):
 # JAX_NUM_CPU_DEVICES=8 python -m examples.agent dp=2,cp=2,tp=2
 if __name__ == "__main__":
     for i, metrics in enumerate(train(jaxppo.make_parallel_mesh(sys.argv[1]))):
-        print(i, *(f"{x} {metrics[x]:.3f}" for x in ("reward", "pass_rate", "engine_kl", "staleness")))
+        print(
+            i, *(f"{x} {metrics[x]:.3f}" for x in ("reward", "pass_rate", "engine_kl", "staleness"))
+        )

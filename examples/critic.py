@@ -1,4 +1,6 @@
-"""PPO with a critic for the decoder of examples/grpo.py, on any mesh: docs/critic.md explains it."""
+"""PPO with a critic for the decoder of examples/grpo.py, on any mesh: docs/critic.md explains
+it.
+"""
 
 import sys
 from dataclasses import replace

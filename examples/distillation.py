@@ -1,4 +1,6 @@
-"""On-policy distillation for the decoder of examples/grpo.py, on any mesh: docs/distillation.md explains it."""
+"""On-policy distillation for the decoder of examples/grpo.py, on any mesh: docs/distillation.md
+explains it.
+"""
 
 import sys
 from dataclasses import replace
@@ -90,4 +92,11 @@ def train(mesh, updates=UPDATES, update=update):
 if __name__ == "__main__":
     how = update_whole if "whole" in sys.argv[2:] else update
     for i, metrics in enumerate(train(jaxppo.make_parallel_mesh(sys.argv[1]), update=how)):
-        print(i, *(f"{name} {x:.3f}" for name, x in metrics.items() if name in ("reverse_kl", "divergence")))
+        print(
+            i,
+            *(
+                f"{name} {x:.3f}"
+                for name, x in metrics.items()
+                if name in ("reverse_kl", "divergence")
+            ),
+        )

@@ -1,4 +1,5 @@
-"""A policy in Equinox: FSDP parameters, bf16 activations over f32 masters, tied or untied head, optax.
+"""A policy in Equinox: FSDP parameters, bf16 activations over f32 masters, tied or untied head,
+optax.
 
 python -m examples.equinox_model --mesh fsdp=4,tp=2 --tied --explicit        (needs equinox)
 """
@@ -34,12 +35,15 @@ CONFIG = PolicyLossConfig(PPO(clip_high=0.28))
 
 
 def rollouts(seed: int, parallel: ParallelMesh | None) -> RolloutBatch:
-    """16 samples, whose lengths depend on the seed, in rows whose number and length never change."""
+    """16 samples, whose lengths depend on the seed, in rows whose number and length never
+    change.
+    """
     rng = np.random.default_rng(seed)
     samples = []
     for group in range(16):
         length = 2 * int(rng.integers(2, 7))
-        tokens = 2 * rng.integers(0, 8, 3 + length) + np.arange(3 + length) % 2  # even and odd tokens in turns
+        # even and odd tokens in turns
+        tokens = 2 * rng.integers(0, 8, 3 + length) + np.arange(3 + length) % 2
         response = tokens[3:]
         samples.append(
             Sample(
@@ -50,7 +54,9 @@ def rollouts(seed: int, parallel: ParallelMesh | None) -> RolloutBatch:
                 old_log_probs=np.full(len(response), -math.log(VOCAB)),
             )
         )
-    batch = RolloutBatch.from_samples(samples, row_length=32, rows=16, num_segments=4, parallel=parallel)
+    batch = RolloutBatch.from_samples(
+        samples, row_length=32, rows=16, num_segments=4, parallel=parallel
+    )
     return batch if parallel is None else batch.put(parallel)
 
 
@@ -99,9 +105,16 @@ def hidden_states(model: Policy, tokens: jax.Array, parallel: ParallelMesh) -> j
 
 @eqx.filter_jit(donate="all-except-first")
 def step(
-    batch: RolloutBatch, model: Policy, optimizer: Any, tx: optax.GradientTransformation, parallel: ParallelMesh
+    batch: RolloutBatch,
+    model: Policy,
+    optimizer: Any,
+    tx: optax.GradientTransformation,
+    parallel: ParallelMesh,
 ) -> tuple[Policy, Any, dict[str, jax.Array]]:
-    """One update. The batch is an argument: a batch that is closed over would be compiled into the program."""
+    """One update.
+
+    The batch is an argument: a batch that is closed over would be compiled into the program.
+    """
 
     def loss_fn(model: Policy) -> Any:
         hidden = hidden_states(model, batch.tokens, parallel)
@@ -113,7 +126,9 @@ def step(
     return eqx.apply_updates(model, updates), optimizer, finalize_metrics(found)
 
 
-def train(parallel: ParallelMesh, *, tied: bool = False, steps: int = 10) -> tuple[Policy, list[float]]:
+def train(
+    parallel: ParallelMesh, *, tied: bool = False, steps: int = 10
+) -> tuple[Policy, list[float]]:
     """The trained model, and the loss before each update."""
     tx = optax.adam(1e-2)
     with jax.set_mesh(parallel.mesh):
@@ -133,4 +148,6 @@ if __name__ == "__main__":
     parser.add_argument("--explicit", action="store_true")
     args = parser.parse_args()
     emulate_devices(8)
-    print(*train(make_parallel_mesh(args.mesh, explicit=args.explicit), tied=args.tied)[1], sep="\n")
+    print(
+        *train(make_parallel_mesh(args.mesh, explicit=args.explicit), tied=args.tied)[1], sep="\n"
+    )

@@ -1,4 +1,5 @@
-"""A policy in Flax Linen: FSDP parameters, bf16 activations over f32 masters, tied or untied head, TrainState.
+"""A policy in Flax Linen: FSDP parameters, bf16 activations over f32 masters, tied or untied head,
+TrainState.
 
 python -m examples.flax_linen --mesh fsdp=4,tp=2 --tied        (Linen's boxes know Auto axes only)
 """
@@ -35,12 +36,15 @@ CONFIG = PolicyLossConfig(PPO(clip_high=0.28))
 
 
 def rollouts(seed: int, parallel: ParallelMesh | None) -> RolloutBatch:
-    """16 samples, whose lengths depend on the seed, in rows whose number and length never change."""
+    """16 samples, whose lengths depend on the seed, in rows whose number and length never
+    change.
+    """
     rng = np.random.default_rng(seed)
     samples = []
     for group in range(16):
         length = 2 * int(rng.integers(2, 7))
-        tokens = 2 * rng.integers(0, 8, 3 + length) + np.arange(3 + length) % 2  # even and odd tokens in turns
+        # even and odd tokens in turns
+        tokens = 2 * rng.integers(0, 8, 3 + length) + np.arange(3 + length) % 2
         response = tokens[3:]
         samples.append(
             Sample(
@@ -51,19 +55,26 @@ def rollouts(seed: int, parallel: ParallelMesh | None) -> RolloutBatch:
                 old_log_probs=np.full(len(response), -math.log(VOCAB)),
             )
         )
-    batch = RolloutBatch.from_samples(samples, row_length=32, rows=16, num_segments=4, parallel=parallel)
+    batch = RolloutBatch.from_samples(
+        samples, row_length=32, rows=16, num_segments=4, parallel=parallel
+    )
     return batch if parallel is None else batch.put(parallel)
 
 
 class Policy(nn.Module):
-    """A model of one block. It returns the final hidden states and the head's parameters, never the logits."""
+    """A model of one block.
+
+    It returns the final hidden states and the head's parameters, never the logits.
+    """
 
     parallel: ParallelMesh
     tied: bool
 
     def kernel(self, layout: str) -> Any:
         spec = self.parallel.kernel_spec(layout)
-        return nn.with_partitioning(nn.initializers.normal(0.05), tuple(spec), mesh=self.parallel.mesh)
+        return nn.with_partitioning(
+            nn.initializers.normal(0.05), tuple(spec), mesh=self.parallel.mesh
+        )
 
     def setup(self) -> None:
         bf16, dense = jnp.bfloat16, partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16)
@@ -89,7 +100,10 @@ class Policy(nn.Module):
 def step(
     state: TrainState, batch: RolloutBatch, parallel: ParallelMesh, tied: bool
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One update. The batch is an argument: a batch that is closed over would be compiled into the program."""
+    """One update.
+
+    The batch is an argument: a batch that is closed over would be compiled into the program.
+    """
 
     def loss_fn(params: Any) -> Any:
         hidden = state.apply_fn({"params": params}, batch.tokens)
@@ -101,7 +115,9 @@ def step(
     return state.apply_gradients(grads=gradients), finalize_metrics(found)
 
 
-def train(parallel: ParallelMesh, *, tied: bool = False, steps: int = 10) -> tuple[TrainState, list[float]]:
+def train(
+    parallel: ParallelMesh, *, tied: bool = False, steps: int = 10
+) -> tuple[TrainState, list[float]]:
     """The trained state, and the loss before each update."""
     model = Policy(parallel, tied)
 

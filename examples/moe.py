@@ -1,4 +1,6 @@
-"""GRPO for a mixture of experts on any mesh, with replay of what the sampler's router chose, see docs/batches.md."""
+"""GRPO for a mixture of experts on any mesh, with replay of what the sampler's router chose, see
+docs/batches.md.
+"""
 
 import sys
 from dataclasses import replace
@@ -24,24 +26,30 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.3), optax.adam(1e-3))
 
 
 class Mixture(Decoder):
-    """The decoder whose MLP is a mixture of experts: each is a part of the MLP's columns, and has a weight."""
+    """The decoder whose MLP is a mixture of experts: each is a part of the MLP's columns, and
+    has a weight.
+    """
 
     def __init__(self, mesh, rngs):
         super().__init__(mesh, rngs)
         self.router = nnx.Linear(WIDTH, EXPERTS, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens, positions, sees, replayed=None, *, rounded=False):
-        """Final hidden states, the router's own choices `[R, T, layers, k]`, and its scores `[R, T, experts]`."""
+        """Final hidden states, the router's own choices `[R, T, layers, k]`, and its scores
+        `[R, T, experts]`.
+        """
         x = self.tokens(tokens) + self.positions(positions)
         qkv = self.qkv(self.norms[0](x)).reshape(*tokens.shape, HEADS, -1)
         y = jax.nn.dot_product_attention(*jnp.split(qkv, 3, -1), mask=sees[:, None])
         x = x + self.out(y.reshape(x.shape))
         y = self.norms[1](x)
         scores = jax.nn.softmax(self.router(y))
-        # as float8_e4m3 rounds; a cast goes through float16, which XLA does not compile for every processor
+        # as float8_e4m3 rounds; a cast goes through float16, which XLA does not compile for every
+        # processor
         seen = lax.reduce_precision(scores, exponent_bits=4, mantissa_bits=3) if rounded else scores
         own = lax.top_k(seen, TOP_K)[1]
-        # the ids are replayed; weights are today's scores of them, so that the router has a gradient
+        # the ids are replayed; weights are today's scores of them, so that the router has a
+        # gradient
         ids = own if replayed is None else jnp.where(replayed[:, :, 0] < 0, own, replayed[:, :, 0])
         weights = scores * jax.nn.one_hot(ids, EXPERTS).sum(-2)
         weights /= weights.sum(-1, keepdims=True)
@@ -56,19 +64,25 @@ def forward(model, batch, *, replay=True):
 
 
 def sums(own, scores, batch):
-    """What `balance` takes the means of, summed over the tokens of a micro-batch: uses and scores, `[experts]` each."""
+    """What `balance` takes the means of, summed over the tokens of a micro-batch: uses and
+    scores, `[experts]` each.
+    """
     read = (batch.segment_ids > 0)[..., None]
     chosen = jax.nn.one_hot(own[:, :, 0], EXPERTS).mean(-2)
     return {"used": jnp.sum(chosen * read, (0, 1)), "score": jnp.sum(scores * read, (0, 1))}
 
 
 def balance(means):
-    """1 where experts are used evenly, more where not (Fedus et al. 2021, https://arxiv.org/abs/2101.03961)."""
+    """1 where experts are used evenly, more where not (Fedus et al. 2021,
+    https://arxiv.org/abs/2101.03961).
+    """
     return EXPERTS * jnp.sum(means["used"] * means["score"])
 
 
 def update(mesh, state, batches):
-    """One optimizer update on K micro-batches, and how far the sampler is with replay and without."""
+    """One optimizer update on K micro-batches, and how far the sampler is with replay and
+    without.
+    """
 
     def log_probs(hidden, batch):
         head = jaxppo.Head.of(model.head)
@@ -86,7 +100,9 @@ def update(mesh, state, batches):
         batch, whole, balanced = part
         hidden, own, scores = forward(model, batch)
         inputs = hidden, jaxppo.Head.of(model.head), batch, CONFIG
-        policy_loss, metrics = jaxppo.policy_loss_from_hidden(*inputs, normalizer=whole, parallel=mesh)
+        policy_loss, metrics = jaxppo.policy_loss_from_hidden(
+            *inputs, normalizer=whole, parallel=mesh
+        )
         metrics |= {"balance": balanced.metric}
         return policy_loss + BALANCE * balanced.of_part(sums(own, scores, batch)), metrics
 
@@ -106,7 +122,9 @@ def update(mesh, state, batches):
 
 @jax.jit
 def generate(model, tokens, key):
-    """The tokens behind each prompt, their log-probs, and the experts of each token: the router has 8 bits here."""
+    """The tokens behind each prompt, their log-probs, and the experts of each token: the router
+    has 8 bits here.
+    """
     positions = jnp.broadcast_to(jnp.arange(LONGEST), tokens.shape)
     sees = positions[:, :, None] >= positions[:, None, :]
     for i in range(PROMPT, LONGEST):
@@ -128,7 +146,11 @@ def rollouts(mesh, model, step):
     for i, (row, log_probs, own) in enumerate(zip(*drawn, strict=True)):
         end = PROMPT + row[1]
         reward = np.mean(row[PROMPT:end] == row[0] + np.arange(1, row[1] + 1))
-        scored = {"reward": reward, "group_id": i // SAMPLES, "rollout_log_probs": log_probs[: row[1]]}
+        scored = {
+            "reward": reward,
+            "group_id": i // SAMPLES,
+            "rollout_log_probs": log_probs[: row[1]],
+        }
         experts = routed_experts(own[: end - 1], tokens=int(end))
         samples.append(Sample(row[:end], PROMPT, **scored, extras={"routed_experts": experts}))
     return pack(samples, parallel=mesh).put(mesh)

@@ -1,13 +1,15 @@
-"""A loss layer for LLM reinforcement learning: hidden states or logits to loss, gradients and metrics on any mesh.
+"""A loss layer for LLM reinforcement learning: hidden states or logits to loss, gradients and
+metrics on any mesh.
 
-The names here are enough to start with. Rarer ones are in the modules, such as `jaxppo.policy_losses.GMPO` and
-`jaxppo.sharding.audit`.
+The names here are enough to start with. Rarer ones are in the modules, such as
+`jaxppo.policy_losses.GMPO` and `jaxppo.sharding.audit`.
 """
 
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING
 
-# Not loaded late: what these two add to JAX, and find in it, must not depend on what the program does first.
+# Not loaded late: what these two add to JAX, and find in it, must not depend on what the program
+# does first.
 from jaxppo.base import modules as _modules  # noqa: F401
 from jaxppo.base import stacked as _stacked  # noqa: F401
 from jaxppo.base.late import late as _late
@@ -43,7 +45,13 @@ else:
             "jaxppo.batch.packing_check": ["assert_packing_invariant"],
             "jaxppo.batch.rollout_batch": ["RolloutBatch"],
             "jaxppo.batch.samples": ["Sample"],
-            "jaxppo.head": ["Head", "LoRA", "TokenStats", "log_probs_from_hidden", "log_probs_from_logits"],
+            "jaxppo.head": [
+                "Head",
+                "LoRA",
+                "TokenStats",
+                "log_probs_from_hidden",
+                "log_probs_from_logits",
+            ],
             "jaxppo.losses": ["SFT", "TokenLoss", "Value", "loss_from_hidden", "loss_from_stats"],
             "jaxppo.losses.doors": ["policy_loss", "policy_loss_from_hidden"],
             "jaxppo.policy.config": ["PolicyLossConfig"],
@@ -61,10 +69,35 @@ else:
         return sorted([*__all__, "__all__", "__version__"])
 
 
-# in the order of use: the head, batches and steps, policy losses, losses as values, meshes, modules with rarer names
-__all__ = ["Head", "LoRA", "TokenStats", "compute_log_probs", "log_probs_from_hidden", "log_probs_from_logits"]
-__all__ += ["Normalizer", "RolloutBatch", "Sample", "accumulate_gradients", "explain_broken_rules", "finalize_metrics"]
-__all__ += ["CISPO", "GSPO", "KL", "PPO", "SAPO", "OffPolicyConfig", "PolicyLossConfig", "Rejection", "Unusable"]
+# in the order of use: the head, batches and steps, policy losses, losses as values, meshes, modules
+# with rarer names
+__all__ = [
+    "Head",
+    "LoRA",
+    "TokenStats",
+    "compute_log_probs",
+    "log_probs_from_hidden",
+    "log_probs_from_logits",
+]
+__all__ += [
+    "Normalizer",
+    "RolloutBatch",
+    "Sample",
+    "accumulate_gradients",
+    "explain_broken_rules",
+    "finalize_metrics",
+]
+__all__ += [
+    "CISPO",
+    "GSPO",
+    "KL",
+    "PPO",
+    "SAPO",
+    "OffPolicyConfig",
+    "PolicyLossConfig",
+    "Rejection",
+    "Unusable",
+]
 __all__ += ["policy_loss", "policy_loss_from_hidden"]
 __all__ += ["SFT", "TokenLoss", "Value", "loss_from_hidden", "loss_from_stats"]
 __all__ += ["ParallelMesh", "ShardAxes", "advise", "assert_packing_invariant", "make_parallel_mesh"]

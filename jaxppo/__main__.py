@@ -1,4 +1,6 @@
-"""Facts for a bug report: `python -m jaxppo` prints versions, devices, settings, and what else is installed."""
+"""Facts for a bug report: `python -m jaxppo` prints versions, devices, settings, and what else
+is installed.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,35 @@ import jaxppo
 _NEEDED = ("jax", "jaxlib", "jaxtyping", "numpy")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 _OPTIONAL = ("equinox", "flax", "google-tunix", "qwix", *_PLUGINS, "optax", "orbax-checkpoint")
-_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_debug_nans")
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_debug_nans",
+)
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
 
 
 def report() -> dict[str, str]:
-    """The lines of the report, by name: the system and its devices, but no host names or folders."""
+    """The lines of the report, by name: the system and its devices, but no host names or
+    folders.
+    """
     found = {"jaxppo": jaxppo.__version__}
     found["python"] = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     versions = {name: _version(name) for name in (*_NEEDED, *_OPTIONAL)}
     found |= {name: versions[name] or "not installed" for name in _NEEDED}
-    found["also installed"] = ", ".join(f"{name} {versions[name]}" for name in _OPTIONAL if versions[name]) or "nothing"
-    found["not installed"] = ", ".join(name for name in _OPTIONAL if not versions[name]) or "nothing"
+    found["also installed"] = (
+        ", ".join(f"{name} {versions[name]}" for name in _OPTIONAL if versions[name]) or "nothing"
+    )
+    found["not installed"] = (
+        ", ".join(name for name in _OPTIONAL if not versions[name]) or "nothing"
+    )
     found |= {name: str(getattr(jax.config, name)) for name in _SETTINGS}
-    return found | {name: os.environ[name] for name in _VARIABLES if name in os.environ} | {"devices": _devices()}
+    return (
+        found
+        | {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+        | {"devices": _devices()}
+    )
 
 
 def _version(package: str) -> str | None:
@@ -39,7 +56,9 @@ def _version(package: str) -> str | None:
 
 
 def _devices() -> str:
-    """The number and kind of all devices, of other processes too, or JAX's error if there are none."""
+    """The number and kind of all devices, of other processes too, or JAX's error if there are
+    none.
+    """
     try:
         devices = jax.devices()
     except RuntimeError as error:

@@ -1,4 +1,7 @@
-"""Meshes, axis roles, sequence layouts, packing, collectives and audits. Knows nothing of reinforcement learning."""
+"""Meshes, axis roles, sequence layouts, packing, collectives and audits.
+
+Knows nothing of reinforcement learning.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -8,13 +11,28 @@ from .axes import LAYOUTS, ShardAxes, unvary, vary, vary_like, varying
 from .call import shard_call
 from .devices import known_device
 from .dtypes import wider_dtype
-from .layouts import check_row_length, in_order, logical_positions, physical_places, row_multiple, segment_multiple
+from .layouts import (
+    check_row_length,
+    in_order,
+    logical_positions,
+    physical_places,
+    row_multiple,
+    segment_multiple,
+)
 from .layouts.base import Layout, Row, register_layout
 from .mesh import ParallelMesh, check_parallel, make_parallel_mesh
 from .notes import note
 from .packing import Packed, pack, unpack
 from .placement import links
-from .rows import check_context_rows, held_positions, redistribute, scan_affine, scan_shard, shift_left, shift_shard
+from .rows import (
+    check_context_rows,
+    held_positions,
+    redistribute,
+    scan_affine,
+    scan_shard,
+    shift_left,
+    shift_shard,
+)
 from .segments import Segments, segment_sum
 
 if TYPE_CHECKING:

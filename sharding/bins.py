@@ -1,4 +1,6 @@
-"""Which row takes which sequence: the fewest rows, or even loads, and which micro-batch and device takes which row."""
+"""Which row takes which sequence: the fewest rows, or even loads, and which micro-batch and
+device takes which row.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,21 @@ import itertools
 
 import numpy as np
 
-Placed = tuple[np.ndarray, np.ndarray]  # the row of each bundle, and the order in which bundles came into their rows
+# the row of each bundle, and the order in which bundles came into their rows
+Placed = tuple[np.ndarray, np.ndarray]
 
 
-def of_sequences(bundle: np.ndarray, padded: np.ndarray, placed: Placed) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def of_sequences(
+    bundle: np.ndarray, padded: np.ndarray, placed: Placed
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The row, the slot and the start of each sequence."""
     row = placed[0][bundle]
     rank = np.argsort(placed[1])[bundle]
     by_place = np.lexsort((rank, row))
-    first = np.searchsorted(row[by_place], row[by_place])  # the index in `by_place` of each row's first sequence
-    before = np.cumsum(padded[by_place]) - padded[by_place]  # padded lengths of all earlier sequences, summed
+    # the index in `by_place` of each row's first sequence
+    first = np.searchsorted(row[by_place], row[by_place])
+    # padded lengths of all earlier sequences, summed
+    before = np.cumsum(padded[by_place]) - padded[by_place]
     slot = np.empty_like(row)
     slot[by_place] = np.arange(len(row)) - first
     start = np.empty_like(row)
@@ -25,12 +32,20 @@ def of_sequences(bundle: np.ndarray, padded: np.ndarray, placed: Placed) -> tupl
 
 
 def spread(
-    lengths: np.ndarray, counts: np.ndarray, costs: np.ndarray, row_length: int, most: int, rows: int
+    lengths: np.ndarray,
+    counts: np.ndarray,
+    costs: np.ndarray,
+    row_length: int,
+    most: int,
+    rows: int,
 ) -> Placed | None:
-    """Bundles, longest first, each in the row of least cost that it fits; None where a bundle then fits no row."""
+    """Bundles, longest first, each in the row of least cost that it fits; None where a bundle
+    then fits no row.
+    """
     row_of = np.zeros(len(lengths), np.int32)
     order = np.lexsort((-costs, -lengths))
-    least = [(0.0, 0, row, 0) for row in range(rows)]  # a heap of costs, lengths, rows and numbers of sequences
+    # a heap of costs, lengths, rows and numbers of sequences
+    least = [(0.0, 0, row, 0) for row in range(rows)]
     for i in order.tolist():
         length = int(lengths[i])
         sequences = int(counts[i])
@@ -46,11 +61,14 @@ def spread(
     return row_of, order
 
 
-def first_fit_decreasing(lengths: np.ndarray, counts: np.ndarray, row_length: int, most: float) -> Placed:
+def first_fit_decreasing(
+    lengths: np.ndarray, counts: np.ndarray, row_length: int, most: float
+) -> Placed:
     """The fewest rows, about: bundles, longest first, take the first bin that they fit.
 
-    Lengths only fall, so a bin that fits one bundle fits all later ones until it takes one. `fitting` holds such bins
-    by their number, `full` the others by their free places. A bin with too few slots for a bundle stays in `fitting`.
+    Lengths only fall, so a bin that fits one bundle fits all later ones until it takes one.
+    `fitting` holds such bins by their number, `full` the others by their free places. A bin with
+    too few slots for a bundle stays in `fitting`.
     """
     free = [row_length] * len(lengths)
     held = [0] * len(lengths)
@@ -78,7 +96,9 @@ def first_fit_decreasing(lengths: np.ndarray, counts: np.ndarray, row_length: in
 
 
 def deal(bins: np.ndarray, costs: np.ndarray, rows: int, count: int, data: int) -> np.ndarray:
-    """The row of each bin: micro-batches take as many, of similar cost; the least loaded device the next heaviest."""
+    """The row of each bin: micro-batches take as many, of similar cost; the least loaded device
+    the next heaviest.
+    """
     loads = np.bincount(bins, costs, rows * count)
     held = np.bincount(bins, minlength=rows * count)
     row_of = np.empty(rows * count, np.int32)

@@ -23,24 +23,27 @@ def shard_call(
     specs: Callable[[ParallelMesh], tuple[Sequence[Any], Any]],
     static: Hashable = None,
 ) -> Any:
-    """Runs the per-shard `fn(axes, *args.values())` on one device, in the caller's `shard_map`, or on a mesh.
+    """Runs the per-shard `fn(axes, *args.values())` on one device, in the caller's `shard_map`, or
+    on a mesh.
 
-    The call is jitted where the caller does not jit: with a module-level `fn`, a second call with equal `static` and
-    arrays of the same shapes compiles nothing. In a caller's `jit` the call is not jitted again: JAX would first trace
-    all of it without gradients.
+    The call is jitted where the caller does not jit: with a module-level `fn`, a second call with
+    equal `static` and arrays of the same shapes compiles nothing. In a caller's `jit` the call is
+    not jitted again: JAX would first trace all of it without gradients.
 
     Args:
       name: the public function's name, for errors.
-      fn: takes `ShardAxes`, `static` where it is not None, then the arguments as this device holds them.
+      fn: takes `ShardAxes`, `static` where it is not None, then the arguments as this device holds
+        them.
       parallel: None (one device), `ShardAxes` (already inside a `shard_map`), or `ParallelMesh`.
       args: arrays or pytrees of them by argument name; None stays None.
-      specs: maps the mesh to (one PartitionSpec or pytree prefix of them for each argument, the same for the results).
+      specs: maps the mesh to (one PartitionSpec or pytree prefix of them for each argument, the
+        same for the results).
       static: the static argument of `fn`, hashable; None for none.
 
     Raises:
       TypeError: `parallel` is of another type.
-      ValueError: a dimension that the mesh does not divide, an array that was put on other devices, a surrounding
-        `shard_map` with `check_vma=False`, a mesh inside a `shard_map`.
+      ValueError: a dimension that the mesh does not divide, an array that was put on other devices,
+        a surrounding `shard_map` with `check_vma=False`, a mesh inside a `shard_map`.
 
     Example:
       >>> mesh = make_parallel_mesh("dp=1,cp=1,tp=1", devices=jax.devices()[:1])
@@ -60,8 +63,9 @@ def shard_call(
         return run_alone(fn, ShardAxes(), static, *arrays)
     if manual := jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
-            f"parallel: got ParallelMesh in {name} inside a shard_map or pmap over {manual}, expected ShardAxes inside "
-            "a shard_map over all axes of the mesh, or ParallelMesh outside of it"
+            f"parallel: got ParallelMesh in {name} inside a shard_map or pmap over {manual},"
+            " expected ShardAxes inside a shard_map over all axes of the mesh, or ParallelMesh"
+            " outside of it"
         )
     in_specs, out_specs = specs(parallel)
     for (what, arg), spec in zip(args.items(), in_specs, strict=True):
@@ -114,7 +118,9 @@ def by_leaf(fn: Callable[[P, Any], Any], spec: Any, arg: Any) -> Any:
 
 
 def _named(what: str, arg: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (name for errors, value, spec): of the argument, or of each field of a NamedTuple, nested ones too."""
+    """Yields (name for errors, value, spec): of the argument, or of each field of a NamedTuple,
+    nested ones too.
+    """
     if not hasattr(arg, "_fields") or isinstance(spec, P):
         yield what, arg, spec
         return
@@ -124,20 +130,24 @@ def _named(what: str, arg: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _check(name: str, what: str, parallel: ParallelMesh, spec: P, x: Any) -> None:
-    """Raises where the mesh lacks an axis of the spec, does not divide an array by it, or lacks the array's devices."""
+    """Raises where the mesh lacks an axis of the spec, does not divide an array by it, or lacks
+    the array's devices.
+    """
     shape = jnp.shape(x)
     for dim, entry in enumerate(spec[: len(shape)]):
         names = axis_names(entry)
         if not set(names) <= set(parallel.mesh.shape):
             raise ValueError(
-                f"{what}: got spec {spec} in {name}, expected axes of the mesh, {tuple(parallel.mesh.shape)}"
+                f"{what}: got spec {spec} in {name}, expected axes of the mesh,"
+                f" {tuple(parallel.mesh.shape)}"
             )
         if shape[dim] % parallel.size(names):
             raise ValueError(
-                f"{what}: got shape {shape} in {name}, expected dimension {dim} to be a multiple of "
-                f"{parallel.size(names)}, the size of mesh axes {names}"
+                f"{what}: got shape {shape} in {name}, expected dimension {dim} to be a multiple of"
+                f" {parallel.size(names)}, the size of mesh axes {names}"
             )
-    # an array that was restored without a sharding; within the caller's `jit` JAX itself raises, when it is called
+    # an array that was restored without a sharding; within the caller's `jit` JAX itself raises,
+    # when it is called
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
         _check_devices(name, what, parallel, x)
 
@@ -148,6 +158,7 @@ def _check_devices(name: str, what: str, parallel: ParallelMesh, x: jax.Array) -
     if held_by != expected:
         where = ", ".join(map(str, sorted(device.id for device in held_by)))
         raise ValueError(
-            f"{what}: got an array on device {where} in {name}, expected all {len(expected)} devices of the mesh; "
-            "jax.device_put(x, parallel.sharding(spec)) places it, and replicates it for the spec P()"
+            f"{what}: got an array on device {where} in {name}, expected all {len(expected)}"
+            " devices of the mesh; jax.device_put(x, parallel.sharding(spec)) places it, and"
+            " replicates it for the spec P()"
         )

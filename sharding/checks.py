@@ -19,7 +19,9 @@ def check_int(name: str, value: SupportsIndex, least: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:  # JAX's errors about traced values are TypeErrors too
-        raise TypeError(f"{name}: got {value!r}, expected a static integer of at least {least}") from None
+        raise TypeError(
+            f"{name}: got {value!r}, expected a static integer of at least {least}"
+        ) from None
     if number < least:
         raise ValueError(f"{name}: got {value}, expected at least {least}")
     return number

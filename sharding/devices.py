@@ -20,9 +20,10 @@ class Device:
       hertz: cycles a second.
       bandwidth: bytes a second to and from its memory.
       memory: bytes of memory.
-      link: bytes a second over one link to a neighbour, one way; for a GPU over all its links to the switch.
-      wraps: how many chips along an axis form a ring rather than a line: 16, or 4 in a slice of whole 4x4x4 cubes. 0
-        for a GPU.
+      link: bytes a second over one link to a neighbour, one way; for a GPU over all its links to
+        the switch.
+      wraps: how many chips along an axis form a ring rather than a line: 16, or 4 in a slice of
+        whole 4x4x4 cubes. 0 for a GPU.
       devices: the number of JAX devices on a chip, for clients that do not say.
     """
 
@@ -48,11 +49,12 @@ class Device:
 
 
 # Peak and memory: https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. Links and rings:
-# https://jax-ml.github.io/scaling-book/tpus, whose links are a tenth slower than the advertised 100e9 (v5p, v6e) and
-# 50e9 (v5e); it has no tpu7x, which is advertised with v5p's links. The clock follows from the peak, which is two
-# operations of each cell of the matrix units in a cycle: 2 * 4 * 128**2 cells (v4, v5p), 4 * 128**2 (v5e),
-# 4 * 256**2 (v6e), 2 * 4 * 256**2 (tpu7x). GPUs are the SXM boards of https://www.nvidia.com/en-us/data-center/{h100,
-# h200,dgx-b200}, dense bf16 without sparsity, with as many cells as 132 * 2048 (H100, H200), 148 * 4096 (B200).
+# https://jax-ml.github.io/scaling-book/tpus, whose links are a tenth slower than the advertised
+# 100e9 (v5p, v6e) and 50e9 (v5e); it has no tpu7x, which is advertised with v5p's links. The clock
+# follows from the peak, which is two operations of each cell of the matrix units in a cycle: 2 * 4
+# * 128**2 cells (v4, v5p), 4 * 128**2 (v5e), 4 * 256**2 (v6e), 2 * 4 * 256**2 (tpu7x). GPUs are the
+# SXM boards of https://www.nvidia.com/en-us/data-center/{h100, h200,dgx-b200}, dense bf16 without
+# sparsity, with as many cells as 132 * 2048 (H100, H200), 148 * 4096 (B200).
 DEVICES = (
     Device("v4", ("TPU v4",), 275e12, 1.05e9, 1200e9, 32 * GIB, 45e9, 4),
     Device("v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 1.5e9, 819e9, 16 * GIB, 45e9, 16),
@@ -79,7 +81,10 @@ def known_device(kind: str) -> Device | None:
 
 
 def device_of(device: Any) -> Device | None:
-    """The figures of a device, real or described; its client tells how many share a chip. None for unknown kinds."""
+    """The figures of a device, real or described; its client tells how many share a chip.
+
+    None for unknown kinds.
+    """
     chip = _chip(getattr(device, "device_kind", ""))
     if chip is None:
         return None

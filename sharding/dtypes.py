@@ -12,7 +12,8 @@ from numpy.typing import DTypeLike
 def wider_dtype(*given: ArrayLike | DTypeLike) -> np.dtype:
     """JAX's common dtype of arrays, Python numbers or dtypes.
 
-    Under `jax_numpy_dtype_promotion="strict"`, `jnp.result_type` raises for floats of two widths; this does not.
+    Under `jax_numpy_dtype_promotion="strict"`, `jnp.result_type` raises for floats of two widths;
+    this does not.
 
     Example:
       >>> wider_dtype(jnp.bfloat16, jnp.float16)

@@ -31,21 +31,25 @@ _BY_TRAFFIC = ("data", "fsdp", "context", "tensor")  # from the least to the mos
 class ParallelMesh:
     """A `jax.sharding.Mesh` and the role of each of its axes; axis names are the caller's.
 
-    A role takes a name, a tuple of names, or None for no axis. A role that is not given takes the axes of its usual
-    names, except those given to another role. Axes of size 1 have no role. Axes may be Auto or Explicit.
+    A role takes a name, a tuple of names, or None for no axis. A role that is not given takes the
+    axes of its usual names, except those given to another role. Axes of size 1 have no role. Axes
+    may be Auto or Explicit.
 
     Args:
       mesh: the device mesh (`jax.make_mesh`).
-      data: axes that shard the rows of a batch; dp, data, replica. Axes of `fsdp` that are not in `context` are added.
+      data: axes that shard the rows of a batch; dp, data, replica. Axes of `fsdp` that are not in
+        `context` are added.
       context: axes that shard the positions of a row; cp, context, sequence, sp.
       tensor: axes that shard the vocabulary; tp, tensor, model.
       fsdp: axes over which a head kernel is sharded beside `tensor`; fsdp.
       replicated: axes along which every device does the same work.
       sequence_parallel: hidden states arrive with positions sharded over `tensor` too.
-      context_layout: "contiguous", "zigzag", "zigzag_per_segment", "striped", or one that was registered.
+      context_layout: "contiguous", "zigzag", "zigzag_per_segment", "striped", or one that was
+        registered.
 
     Raises:
-      ValueError: an axis that the mesh lacks or that has two roles, one of size above 1 without a role, a bad layout.
+      ValueError: an axis that the mesh lacks or that has two roles, one of size above 1 without a
+        role, a bad layout.
 
     Example:
       >>> parallel = ParallelMesh(jax.make_mesh((1, jax.device_count()), ("fsdp", "tp")))  # as Tunix has them
@@ -75,20 +79,39 @@ class ParallelMesh:
     ) -> None:
         if not isinstance(mesh, Mesh):
             raise TypeError(f"mesh: got {type(mesh).__name__}, expected jax.sharding.Mesh")
-        roles = {"data": data, "context": context, "tensor": tensor, "fsdp": fsdp, "replicated": replicated}
-        given = {role: axis_names(value, role) for role, value in roles.items() if not isinstance(value, EllipsisType)}
+        roles = {
+            "data": data,
+            "context": context,
+            "tensor": tensor,
+            "fsdp": fsdp,
+            "replicated": replicated,
+        }
+        given = {
+            role: axis_names(value, role)
+            for role, value in roles.items()
+            if not isinstance(value, EllipsisType)
+        }
         for role, names in given.items():
             for name in names:
                 if name not in mesh.shape:
-                    raise ValueError(f"{role}: got axis {name!r}, expected one of the mesh's axes {tuple(mesh.shape)}")
-        axes = ShardAxes(**_roles_of(mesh, given), sequence_parallel=sequence_parallel, context_layout=context_layout)
+                    raise ValueError(
+                        f"{role}: got axis {name!r}, expected one of the mesh's axes"
+                        f" {tuple(mesh.shape)}"
+                    )
+        axes = ShardAxes(
+            **_roles_of(mesh, given),
+            sequence_parallel=sequence_parallel,
+            context_layout=context_layout,
+        )
         vars(self).update(mesh=mesh, **vars(axes))  # the class is frozen
-        if lost := [name for name, size in mesh.shape.items() if size > 1 and name not in axes.used]:
+        if lost := [
+            name for name, size in mesh.shape.items() if size > 1 and name not in axes.used
+        ]:
             described = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
             raise ValueError(
-                f"mesh: got axes {described}, expected a role for each; {', '.join(map(repr, lost))} has none. Pass "
-                f"data=, context=, tensor= or fsdp=, or replicated={tuple(lost)} for the same work on each device "
-                "along it"
+                f"mesh: got axes {described}, expected a role for each;"
+                f" {', '.join(map(repr, lost))} has none. Pass data=, context=, tensor= or fsdp=,"
+                f" or replicated={tuple(lost)} for the same work on each device along it"
             )
 
     @classmethod
@@ -105,24 +128,26 @@ class ParallelMesh:
         sequence_parallel: bool = False,
         context_layout: str = "contiguous",
     ) -> ParallelMesh:
-        """A `ParallelMesh` with the roles that logical axis rules imply: MaxText's `logical_axis_rules`, Flax's rules.
+        """A `ParallelMesh` with the roles that logical axis rules imply: MaxText's
+        `logical_axis_rules`, Flax's rules.
 
         As in Flax, the first rule whose axes no other dimension of the same array uses applies.
 
         Args:
           mesh: the device mesh.
-          rules: pairs of a logical name and its mesh axes: a name, several, or None. Axes that the mesh lacks, or
-            has in size 1, are left out.
-          batch: the logical name of rows; by default the first of activation_embed_and_logits_batch, activation_batch
-            and batch that has a rule.
+          rules: pairs of a logical name and its mesh axes: a name, several, or None. Axes that the
+            mesh lacks, or has in size 1, are left out.
+          batch: the logical name of rows; by default the first of
+            activation_embed_and_logits_batch, activation_batch and batch that has a rule.
           length: the logical name of positions; by default activation_length or length.
           embed: the logical name of a head kernel's H; by default embed_vocab or embed.
           vocab: the logical name of its V; by default vocab.
           replicated, sequence_parallel, context_layout: see `ParallelMesh`.
 
         Raises:
-          ValueError: rules that are not pairs, a name without a rule, an axis that shards both tokens and the
-            vocabulary, an axis that shards a kernel's rows but no tokens, an axis of size above 1 without a role.
+          ValueError: rules that are not pairs, a name without a rule, an axis that shards both
+            tokens and the vocabulary, an axis that shards a kernel's rows but no tokens, an axis of
+            size above 1 without a role.
 
         Example:
           >>> mesh = jax.make_mesh((jax.device_count(), 1), ("fsdp", "tensor"))
@@ -189,9 +214,11 @@ class ParallelMesh:
         return P(self.tensor, self.fsdp)
 
     def sharding(self, spec: P) -> NamedSharding:
-        """The NamedSharding of a spec, in the form in which `jax.jit` returns it: on Auto axes without None at its end.
+        """The NamedSharding of a spec, in the form in which `jax.jit` returns it: on Auto axes
+        without None at its end.
 
-        With the other form, `jit` would compile a step a second time when it is given its own results.
+        With the other form, `jit` would compile a step a second time when it is given its own
+        results.
         """
         entries = list(spec)
         while entries and entries[-1] is None and not self.is_explicit:
@@ -210,7 +237,10 @@ def check_parallel(parallel: object, expected: str = "ParallelMesh, ShardAxes or
 
 
 def _roles_of(mesh: Mesh, given: Mapping[str, Names]) -> dict[str, Names]:
-    """The axes of each role: those given, else those with the usual names. Axes of size 1 are left out."""
+    """The axes of each role: those given, else those with the usual names.
+
+    Axes of size 1 are left out.
+    """
     # one axis may shard both tokens and a kernel, so fsdp takes no axis away from other roles
     claimed = {name for role, names in given.items() if role != "fsdp" for name in names}
     roles: dict[str, Names] = {}
@@ -224,9 +254,13 @@ def _roles_of(mesh: Mesh, given: Mapping[str, Names]) -> dict[str, Names]:
     if "data" in given:
         roles["data"] += tuple(name for name in fsdp_rows if name not in roles["data"])
     else:
-        roles["data"] = tuple(name for name in mesh.axis_names if name in (*roles["data"], *fsdp_rows))
+        roles["data"] = tuple(
+            name for name in mesh.axis_names if name in (*roles["data"], *fsdp_rows)
+        )
     roles["replicated"] = given.get("replicated", ())
-    return {role: tuple(name for name in names if mesh.shape[name] > 1) for role, names in roles.items()}
+    return {
+        role: tuple(name for name in names if mesh.shape[name] > 1) for role, names in roles.items()
+    }
 
 
 def make_parallel_mesh(
@@ -237,9 +271,11 @@ def make_parallel_mesh(
     explicit: bool = False,
     sequence_parallel: bool = False,
 ) -> ParallelMesh:
-    """A `ParallelMesh` from text such as "dp=2,cp=2,tp=2", whatever the order of its axes and the shape of the slice.
+    """A `ParallelMesh` from text such as "dp=2,cp=2,tp=2", whatever the order of its axes and the
+    shape of the slice.
 
-    Tensor axes take the fastest links, then context axes; data axes span slices. `links` tells which each axis has.
+    Tensor axes take the fastest links, then context axes; data axes span slices. `links` tells
+    which each axis has.
 
     Args:
       description: comma-separated `axis=size`, with the usual names of axes: see `ParallelMesh`.
@@ -248,7 +284,8 @@ def make_parallel_mesh(
       explicit: make the axes Explicit rather than Auto.
 
     Raises:
-      ValueError: unreadable text, an unknown axis, sizes whose product is not the number of devices, uneven slices.
+      ValueError: unreadable text, an unknown axis, sizes whose product is not the number of
+        devices, uneven slices.
 
     Example:
       >>> make_parallel_mesh("dp=1,cp=1,tp=1", devices=jax.devices()[:1]).tokens_spec == P(None, None)
@@ -266,9 +303,13 @@ def make_parallel_mesh(
     total = math.prod(sizes.values())
     if total != len(devices):
         product = "*".join(map(str, sizes.values()))
-        raise ValueError(f"mesh: got sizes {product}={total} in {description!r}, expected {len(devices)} devices")
+        raise ValueError(
+            f"mesh: got sizes {product}={total} in {description!r}, expected {len(devices)} devices"
+        )
     traffic = [name for role in _BY_TRAFFIC for name in sizes if name in _CONVENTION[role]]
-    placed = place([sizes[name] for name in traffic], devices).transpose([traffic.index(name) for name in sizes])
+    placed = place([sizes[name] for name in traffic], devices).transpose(
+        [traffic.index(name) for name in sizes]
+    )
     kind = AxisType.Explicit if explicit else AxisType.Auto
     mesh = Mesh(placed, tuple(sizes), axis_types=(kind,) * len(sizes))
     return ParallelMesh(mesh, sequence_parallel=sequence_parallel, context_layout=context_layout)
@@ -281,7 +322,9 @@ def _sizes(description: str) -> dict[str, int]:
     for part in description.split(","):
         name, _, size = (piece.strip() for piece in part.partition("="))
         if not name or not size.isdecimal() or int(size) < 1 or name in sizes:
-            raise ValueError(f"mesh: got {part!r} in {description!r}, expected text like 'dp=2,cp=2,tp=2'")
+            raise ValueError(
+                f"mesh: got {part!r} in {description!r}, expected text like 'dp=2,cp=2,tp=2'"
+            )
         if name not in usual:
             raise ValueError(f"mesh: got axis {name!r}, expected one of {', '.join(usual)}")
         sizes[name] = int(size)

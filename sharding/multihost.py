@@ -1,4 +1,6 @@
-"""Several processes: starting them, agreeing on sizes, and global arrays from what each host holds."""
+"""Several processes: starting them, agreeing on sizes, and global arrays from what each host
+holds.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def start(
     """`jax.distributed.initialize`, once; call it before anything else uses JAX.
 
     Args:
-      coordinator: "host:port" of process 0; None where JAX finds the cluster itself (TPU pods, Slurm, MPI).
+      coordinator: "host:port" of process 0; None where JAX finds the cluster itself (TPU pods,
+        Slurm, MPI).
       num_processes: how many processes there are; for 1 this does nothing.
       process_id: the number of this process, from 0.
       heartbeat_timeout_s: how long a process may be silent before the others end.
@@ -49,17 +52,20 @@ def start(
 
 
 def exchange(what: str, mine: bytes) -> list[bytes]:
-    """The bytes of all processes, in their order. All must call this, in the same order and from one thread.
+    """The bytes of all processes, in their order.
+
+    All must call this, in the same order and from one thread.
 
     The bytes travel through JAX's coordinator, so this does not wait for a running step.
 
     Args:
-      what: the name of this exchange. Processes compare it, so that a process at another call is noticed.
+      what: the name of this exchange. Processes compare it, so that a process at another call is
+        noticed.
       mine: the bytes of this process.
 
     Raises:
-      RuntimeError: several processes without `start`, a process that does not arrive within ten minutes, or processes
-        at different calls.
+      RuntimeError: several processes without `start`, a process that does not arrive within ten
+        minutes, or processes at different calls.
 
     Example:
       >>> exchange("sizes", b"3")
@@ -75,7 +81,10 @@ def exchange(what: str, mine: bytes) -> list[bytes]:
     me = jax.process_index()
     client.key_value_set_bytes(f"jaxppo/{number}/{me}", what.encode() + b"\0" + mine)
     client.wait_at_barrier(f"jaxppo/{number}", 1000 * EXCHANGE_TIMEOUT_S)
-    brought = {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get_bytes(f"jaxppo/{number}")}
+    brought = {
+        int(key.rsplit("/", 1)[1]): value
+        for key, value in client.key_value_dir_get_bytes(f"jaxppo/{number}")
+    }
     if number:  # all processes are at this exchange, so all have read the one before
         client.key_value_delete(f"jaxppo/{number - 1}/{me}")
     calls = []
@@ -86,7 +95,9 @@ def exchange(what: str, mine: bytes) -> list[bytes]:
         everyone.append(sent)
     if len(set(calls)) > 1:
         named = ", ".join(f"{call} on process {process}" for process, call in enumerate(calls))
-        raise RuntimeError(f"exchange: got processes at different calls, {named}, expected the same")
+        raise RuntimeError(
+            f"exchange: got processes at different calls, {named}, expected the same"
+        )
     return everyone
 
 
@@ -101,7 +112,8 @@ def agree(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def gather(rows: Num[np.ndarray, "N ..."]) -> list[Num[np.ndarray, "N ..."]]:
-    """The rows of every process, which may have different numbers of them; every process must call this.
+    """The rows of every process, which may have different numbers of them; every process must call
+    this.
 
     Example:
       >>> [x.tolist() for x in gather(np.array([[1, 2]]))]
@@ -115,8 +127,8 @@ def gather(rows: Num[np.ndarray, "N ..."]) -> list[Num[np.ndarray, "N ..."]]:
 def together(parallel: ParallelMesh | None) -> Iterator[None]:
     """Raises one process's error on all processes of the mesh, and names that process and its host.
 
-    Every process must enter the block, and must not exchange anything inside it. On a mesh of one process, the error
-    is raised unchanged.
+    Every process must enter the block, and must not exchange anything inside it. On a mesh of one
+    process, the error is raised unchanged.
 
     Raises:
       TypeError, ValueError: the error itself; any other type is raised as ValueError.
@@ -135,7 +147,8 @@ def together(parallel: ParallelMesh | None) -> Iterator[None]:
         yield
     except Exception as error:
         raised, text = error, f"{type(error).__name__}\0{socket.gethostname()}\0{error}"
-    # a path may hold bytes that are not UTF-8: an error here would leave the other processes waiting
+    # a path may hold bytes that are not UTF-8: an error here would leave the other processes
+    # waiting
     for process, brought in enumerate(exchange("errors", text.encode(errors="backslashreplace"))):
         if brought:
             kind, host, message = brought.decode().split("\0", 2)
@@ -154,7 +167,8 @@ def spans_processes(parallel: ParallelMesh) -> bool:
 
 
 def numbers_before(parallel: ParallelMesh, count: int) -> int:
-    """The sum of `count` over the processes whose data shards come before this process's; all must call this.
+    """The sum of `count` over the processes whose data shards come before this process's; all must
+    call this.
 
     Processes with the same data shards hold the same rows, and are counted once.
     """
@@ -164,31 +178,41 @@ def numbers_before(parallel: ParallelMesh, count: int) -> int:
 
 
 def check_equal(what: str, value: object) -> None:
-    """Raises on every process unless `repr(value)` is the same on all of them; every process must call this."""
+    """Raises on every process unless `repr(value)` is the same on all of them; every process
+    must call this.
+    """
     texts = [sent.decode() for sent in exchange(f"comparison of {what}", repr(value).encode())]
     for process, other in enumerate(texts):
         if other != texts[0]:
-            raise ValueError(f"{what}: got {texts[0]} on process 0 and {other} on process {process}, expected the same")
+            raise ValueError(
+                f"{what}: got {texts[0]} on process 0 and {other} on process {process}, expected"
+                " the same"
+            )
 
 
 def check_equal_rows(what: str, arrays: Mapping[str, np.ndarray], parallel: ParallelMesh) -> None:
-    """Raises on every process if two with the same data shards pass different arrays; all must call this."""
+    """Raises on every process if two with the same data shards pass different arrays; all must
+    call this.
+    """
     mine = local_data_shards(parallel)
     prints = {name: zlib.crc32(np.ascontiguousarray(x).tobytes()) for name, x in arrays.items()}
     first: dict[str, tuple[int, dict[str, int]]] = {}
-    for process, sent in enumerate(exchange(f"rows of {what}", json.dumps([mine, prints]).encode())):
+    for process, sent in enumerate(
+        exchange(f"rows of {what}", json.dumps([mine, prints]).encode())
+    ):
         shards, received = json.loads(sent)
         other, expected = first.setdefault(str(shards), (process, received))
         differ = [name for name in expected if received.get(name) != expected[name]]
         if differ:
             raise ValueError(
-                f"{what}: got other {', '.join(differ)} on process {process} than on process {other}, expected the "
-                f"same: both hold data shards {shards}"
+                f"{what}: got other {', '.join(differ)} on process {process} than on process"
+                f" {other}, expected the same: both hold data shards {shards}"
             )
 
 
 def local_data_shards(parallel: ParallelMesh) -> list[int]:
-    """The data shards that have a device in this process, by their place in the order of `parallel.data`.
+    """The data shards that have a device in this process, by their place in the order of
+    `parallel.data`.
 
     Example:
       >>> local_data_shards(make_parallel_mesh("dp=1", devices=jax.devices()[:1]))
@@ -200,11 +224,13 @@ def local_data_shards(parallel: ParallelMesh) -> list[int]:
 
 
 def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
-    """Makes global arrays from each host's rows: those of its own data shards, in full along other dimensions.
+    """Makes global arrays from each host's rows: those of its own data shards, in full along other
+    dimensions.
 
     Args:
       tree: a pytree of arrays, such as a `RolloutBatch` of this host's rows; None leaves stay None.
-      specs: the PartitionSpecs, or a pytree prefix of them. The data axes mark the dimension of the rows.
+      specs: the PartitionSpecs, or a pytree prefix of them. The data axes mark the dimension of the
+        rows.
       parallel: the mesh.
 
     Returns:
@@ -222,16 +248,20 @@ def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
             dim = names.index(parallel.data)
             shards = len(local_data_shards(parallel))
             if shape[dim] % shards:
-                raise ValueError(f"tree: got {shape[dim]} rows on this host, expected a multiple of {shards}")
+                raise ValueError(
+                    f"tree: got {shape[dim]} rows on this host, expected a multiple of {shards}"
+                )
             shape[dim] = shape[dim] // shards * parallel.data_size
         return jax.make_array_from_process_local_data(parallel.sharding(spec), local, tuple(shape))
 
-    with jax.transfer_guard_host_to_device("allow"):  # the guard takes this function's transfers for implicit ones
+    # the guard takes this function's transfers for implicit ones
+    with jax.transfer_guard_host_to_device("allow"):
         return by_leaf(place, specs, tree)
 
 
 def to_local(tree: Any, parallel: ParallelMesh) -> Any:
-    """The rows of this host's data shards, from global arrays `[R, ...]`; inverts `to_global`, and all must call this.
+    """The rows of this host's data shards, from global arrays `[R, ...]`; inverts `to_global`, and
+    all must call this.
 
     Example:
       >>> parallel = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
@@ -249,7 +279,8 @@ def to_local(tree: Any, parallel: ParallelMesh) -> Any:
 
 
 def whole(tree: Any) -> Any:
-    """Gathers arrays that are spread over processes, so that each process has them in full; all must call this.
+    """Gathers arrays that are spread over processes, so that each process has them in full; all
+    must call this.
 
     Example:
       >>> whole(np.ones(3)).shape

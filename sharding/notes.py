@@ -11,8 +11,8 @@ import jax
 def note(text: str) -> AbstractContextManager[None]:
     """A context whose operations carry a note for `audit` in their names, which costs nothing.
 
-    A note that begins with "rarely" marks a `cond` that almost always takes its shorter branch: flops and time count
-    that branch alone.
+    A note that begins with "rarely" marks a `cond` that almost always takes its shorter branch:
+    flops and time count that branch alone.
 
     Example:
       >>> def double(x):

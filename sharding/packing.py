@@ -1,4 +1,6 @@
-"""Sequences of any length packed into static `[rows, length]` rows on the host, in any context layout, and back."""
+"""Sequences of any length packed into static `[rows, length]` rows on the host, in any context
+layout, and back.
+"""
 
 from __future__ import annotations
 
@@ -52,21 +54,28 @@ class Packed:
         dtype: DTypeLike | None = None,
         starts: Sequence[int] | None = None,
     ) -> Shaped[np.ndarray, "*K R T ..."]:
-        """The rows that hold values[i], `[lengths[i], ...]`, at the places of sequence i, and fill elsewhere.
+        """The rows that hold values[i], `[lengths[i], ...]`, at the places of sequence i, and fill
+        elsewhere.
 
         Args:
           values: one array for each sequence.
           fill: the value of all other places.
           dtype: the dtype of the rows; by default one that holds all values.
-          starts: the place in its sequence where each value begins; then values may be shorter than their sequences.
+          starts: the place in its sequence where each value begins; then values may be shorter than
+            their sequences.
 
         Raises:
-          ValueError: a value whose length is not its sequence's, or that reaches beyond the end of its sequence.
+          ValueError: a value whose length is not its sequence's, or that reaches beyond the end of
+            its sequence.
         """
         arrays = [np.asarray(value) for value in values]
         sizes = np.array([len(array) if array.ndim else -1 for array in arrays], np.int64)
         begins = np.zeros_like(sizes) if starts is None else np.asarray(starts, np.int64)
-        fits = sizes == self.lengths if starts is None else (sizes >= 0) & (begins + sizes <= self.lengths)
+        fits = (
+            sizes == self.lengths
+            if starts is None
+            else (sizes >= 0) & (begins + sizes <= self.lengths)
+        )
         if not fits.all():
             i = int(np.argmin(fits))
             most = f"at most {self.lengths[i] - begins[i]} numbers"
@@ -74,13 +83,18 @@ class Packed:
             raise ValueError(f"values[{i}]: got shape {arrays[i].shape}, expected {expected}")
         shape = (*self.order.shape, *next((array.shape[1:] for array in arrays), ()))
         dtype = dtype or (np.result_type(*arrays) if arrays else np.int32)
-        rows = np.full(shape, fill, dtype) if fill else np.zeros(shape, dtype)  # zeros leaves memory untouched
+        # zeros leaves memory untouched
+        rows = np.full(shape, fill, dtype) if fill else np.zeros(shape, dtype)
         begins = self.start + begins
-        for array, row, begin, end in zip(arrays, self.row, begins.tolist(), (begins + sizes).tolist(), strict=True):
+        for array, row, begin, end in zip(
+            arrays, self.row, begins.tolist(), (begins + sizes).tolist(), strict=True
+        ):
             rows[row, begin:end] = array
         return self._split(in_physical_order(rows, self.order))
 
-    def place_segments(self, values: Sequence[Any], fill: float, dtype: DTypeLike) -> Num[np.ndarray, "*K R S"]:
+    def place_segments(
+        self, values: Sequence[Any], fill: float, dtype: DTypeLike
+    ) -> Num[np.ndarray, "*K R S"]:
         """One number for each sequence, `[R, S]`, and fill where a row has no such segment."""
         rows = np.full((self.order.shape[0], self.num_segments), fill, dtype)
         rows[self.row, self.slot] = np.asarray(values, dtype)
@@ -88,7 +102,10 @@ class Packed:
 
     @property
     def segment_ids(self) -> Int[np.ndarray, "*K R T"]:
-        ids = [np.broadcast_to(slot + 1, length) for slot, length in zip(self.slot, self.lengths, strict=True)]
+        ids = [
+            np.broadcast_to(slot + 1, length)
+            for slot, length in zip(self.slot, self.lengths, strict=True)
+        ]
         return self.place(ids, 0, np.int32)
 
     @property
@@ -97,13 +114,21 @@ class Packed:
         return self.place([longest[:length] for length in self.lengths], 0, np.int32)
 
     def _split(self, rows: np.ndarray) -> np.ndarray:
-        return rows if self.micro_batches is None else rows.reshape(self.micro_batches, self.rows, *rows.shape[1:])
+        return (
+            rows
+            if self.micro_batches is None
+            else rows.reshape(self.micro_batches, self.rows, *rows.shape[1:])
+        )
 
 
 def in_physical_order(rows: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """y[r, p] = rows[r, order[r, p]] for rows `[R, T, ...]`; `rows` itself where that is the same."""
+    """y[r, p] = rows[r, order[r, p]] for rows `[R, T, ...]`; `rows` itself where that is the
+    same.
+    """
     if order.strides[0]:  # each row has its own order
-        return np.take_along_axis(rows, order.reshape(*order.shape, *(1,) * (rows.ndim - 2)), axis=1)
+        return np.take_along_axis(
+            rows, order.reshape(*order.shape, *(1,) * (rows.ndim - 2)), axis=1
+        )
     return rows if (order[0] == np.arange(order.shape[1])).all() else rows[:, order[0]]
 
 
@@ -120,26 +145,34 @@ def pack(
     loads: Sequence[float] | None = None,
     bundles: Sequence[int] | None = None,
 ) -> Packed:
-    """Packs sequences into static rows, first-fit-decreasing, and spreads them so that devices have even loads.
+    """Packs sequences into static rows, first-fit-decreasing, and spreads them so that devices have
+    even loads.
 
     Args:
       sequences: anything with a length, 0 included.
       row_length: T; a multiple of what the mesh's context layout needs.
-      parallel: the mesh whose data axes share the rows, and whose layout orders the positions. On several hosts, each
-        host packs for the data shards of its own devices, all hosts call this together, and they agree on the sizes
-        that the options leave open. Hosts that hold the same data shards must pack the same sequences.
-      rows: R, the rows of the batch, or of each micro-batch; by default the fewest that the data axes divide.
-      buckets: values of R. The smallest that is large enough is taken, so that batches share few compiled programs.
+      parallel: the mesh whose data axes share the rows, and whose layout orders the positions. On
+        several hosts, each host packs for the data shards of its own devices, all hosts call this
+        together, and they agree on the sizes that the options leave open. Hosts that hold the same
+        data shards must pack the same sequences.
+      rows: R, the rows of the batch, or of each micro-batch; by default the fewest that the data
+        axes divide.
+      buckets: values of R. The smallest that is large enough is taken, so that batches share few
+        compiled programs.
       micro_batches: K, the number of micro-batches; with max_tokens, the least number of them.
-      max_tokens: the most positions of a micro-batch on one device, padding included; R and K follow from it.
-      num_segments: S, the most sequences in a row; by default the power of two that holds the fullest row.
+      max_tokens: the most positions of a micro-batch on one device, padding included; R and K
+        follow from it.
+      num_segments: S, the most sequences in a row; by default the power of two that holds the
+        fullest row.
       loads: the cost of each sequence, such as its loss tokens; by default its length.
-      bundles: the number of each sequence's bundle, 0, 1, ... without gaps. The sequences of a bundle stay in one row,
-        next to each other and in their order. By default each sequence is its own bundle.
+      bundles: the number of each sequence's bundle, 0, 1, ... without gaps. The sequences of a
+        bundle stay in one row, next to each other and in their order. By default each sequence is
+        its own bundle.
 
     Raises:
-      ValueError: a sequence or a bundle that no row can hold, rows or buckets that are too small or that the data axes
-        do not divide, options that exclude each other, a row length that the layout cannot divide.
+      ValueError: a sequence or a bundle that no row can hold, rows or buckets that are too small or
+        that the data axes do not divide, options that exclude each other, a row length that the
+        layout cannot divide.
 
     Example:
       >>> packed = pack([[5, 6, 7], [8], [9, 9]], row_length=4)
@@ -165,7 +198,9 @@ def pack(
         _check_options(options, data)
         if max_tokens is not None:
             rows = _rows_of_tokens(max_tokens, row_length, mesh.shards) * data
-        to_pack = _Sequences.of(sequences, loads, bundles, segment_multiple(mesh.layout, mesh.shards), row_length)
+        to_pack = _Sequences.of(
+            sequences, loads, bundles, segment_multiple(mesh.layout, mesh.shards), row_length
+        )
         most = num_segments or math.inf
         size, held = _bundles(to_pack.bundle, to_pack.padded, row_length, most)
         placed = first_fit_decreasing(size, held, row_length, most)
@@ -173,10 +208,15 @@ def pack(
     used = int(placed[0].max(initial=-1)) + 1
     each = -(-used // data)  # rows for each data shard
     if parallel is not None and spans_processes(parallel):
-        by_shard = {"rows": rows and rows / data, "buckets": [bucket / data for bucket in buckets or ()]}
+        by_shard = {
+            "rows": rows and rows / data,
+            "buckets": [bucket / data for bucket in buckets or ()],
+        }
         each, fullest = _agreed({"row_length": row_length, **options, **by_shard}, each, fullest)
     _check_num_segments(options, size, held, row_length, each * data)
-    rows, count = _rows_and_count(each * data, rows, buckets, micro_batches or 1, max_tokens is not None, data)
+    rows, count = _rows_and_count(
+        each * data, rows, buckets, micro_batches or 1, max_tokens is not None, data
+    )
     if used < rows * count:
         loads_of_bundles = np.bincount(to_pack.bundle, to_pack.costs)
         placed = spread(size, held, loads_of_bundles, row_length, fullest, rows * count) or placed
@@ -190,7 +230,10 @@ def pack(
 
 
 def _agreed(options: Mapping[str, Any], each: int, fullest: int) -> tuple[int, int]:
-    """The most rows of a data shard and sequences of a row on any host. Raises unless the hosts have equal options."""
+    """The most rows of a data shard and sequences of a row on any host.
+
+    Raises unless the hosts have equal options.
+    """
     check_equal("pack", {name: value for name, value in options.items() if value})
     each, fullest = agree((each, fullest))
     return each, fullest
@@ -199,7 +242,9 @@ def _agreed(options: Mapping[str, Any], each: int, fullest: int) -> tuple[int, i
 def _dealt(
     sequences: _Sequences, placed: tuple[np.ndarray, np.ndarray], rows: int, count: int, data: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The row, slot and start of each sequence, with rows of even loads in each micro-batch and on each data shard."""
+    """The row, slot and start of each sequence, with rows of even loads in each micro-batch and
+    on each data shard.
+    """
     row, slot, start = of_sequences(sequences.bundle, sequences.padded, placed)
     if len(row):
         row = deal(row, sequences.costs, rows, count, data)[row]
@@ -249,9 +294,16 @@ class _Sequences(NamedTuple):
 
 
 def _order(
-    mesh: _Mesh, row: np.ndarray, slot: np.ndarray, lengths: np.ndarray, shape: tuple[int, int], fullest: int
+    mesh: _Mesh,
+    row: np.ndarray,
+    slot: np.ndarray,
+    lengths: np.ndarray,
+    shape: tuple[int, int],
+    fullest: int,
 ) -> np.ndarray:
-    """The logical position at each physical place of rows of this shape, in which `fullest` sequences fit a row."""
+    """The logical position at each physical place of rows of this shape, in which `fullest`
+    sequences fit a row.
+    """
     sizes = np.zeros((shape[0], fullest), np.int64)
     sizes[row, slot] = lengths
     return np.broadcast_to(logical_positions(mesh.layout, shape[1], mesh.shards, sizes), shape)
@@ -267,7 +319,8 @@ def _rows_of_tokens(max_tokens: int, row_length: int, shards: int) -> int:
 
 
 def unpack(array: Shaped[Array | np.ndarray, "*K R T ..."], packed: Packed) -> list[np.ndarray]:
-    """Splits an array `[R, T, ...]` or `[K, R, T, ...]` into one array for each sequence; inverts `Packed.place`.
+    """Splits an array `[R, T, ...]` or `[K, R, T, ...]` into one array for each sequence; inverts
+    `Packed.place`.
 
     Raises:
       ValueError: an array whose rows are not those of `packed`.
@@ -284,7 +337,9 @@ def unpack(array: Shaped[Array | np.ndarray, "*K R T ..."], packed: Packed) -> l
     leading = () if packed.micro_batches is None else (packed.micro_batches,)
     expected = (*leading, packed.rows, packed.order.shape[1])
     if array.shape[: len(expected)] != expected:
-        raise ValueError(f"array: got shape {array.shape}, expected {expected} and trailing dimensions")
+        raise ValueError(
+            f"array: got shape {array.shape}, expected {expected} and trailing dimensions"
+        )
     flat = array.reshape(*packed.order.shape, *array.shape[len(expected) :])
     places = np.argsort(packed.order, axis=1)
     spans = zip(packed.row, packed.start, packed.lengths, strict=True)
@@ -302,13 +357,20 @@ def _check_options(options: Mapping[str, Any], data: int) -> None:
         for size in value if name == "buckets" else (value,):
             check_int(name, size, 1)
             if name in ("rows", "buckets") and size % data:
-                raise ValueError(f"{name}: got {size}, expected a multiple of {data}, the size of the data axes")
+                raise ValueError(
+                    f"{name}: got {size}, expected a multiple of {data}, the size of the data axes"
+                )
 
 
 def _check_sequences(sequences: Sequence[Sized]) -> None:
-    """Raises unless these are sequences: a text has a length too, and its letters would be tokens."""
+    """Raises unless these are sequences: a text has a length too, and its letters would be
+    tokens.
+    """
     expected = "a sequence of sequences"
-    for name, x in [("sequences", sequences), *((f"sequences[{i}]", x) for i, x in enumerate(_entries(sequences)))]:
+    for name, x in [
+        ("sequences", sequences),
+        *((f"sequences[{i}]", x) for i, x in enumerate(_entries(sequences))),
+    ]:
         if isinstance(x, (str, bytes)) or not hasattr(x, "__len__"):
             raise TypeError(f"{name}: got {type(x).__name__}, expected {expected}")
         expected = "anything with a length, but no text"
@@ -322,20 +384,24 @@ def _costs(loads: Sequence[float] | None, lengths: np.ndarray) -> np.ndarray:
     """The cost of each sequence, by default its length."""
     costs = np.asarray(lengths if loads is None else loads, np.float64)
     if costs.shape != lengths.shape:
-        raise ValueError(f"loads: got shape {costs.shape}, expected one of each of the {len(lengths)} sequences")
+        raise ValueError(
+            f"loads: got shape {costs.shape}, expected one of each of the {len(lengths)} sequences"
+        )
     if not np.isfinite(costs).all():
         raise ValueError(f"loads: got {costs[~np.isfinite(costs)][0]}, expected finite numbers")
     return costs
 
 
 def _padded(lengths: np.ndarray, unit: int, row_length: int) -> np.ndarray:
-    """The length of each sequence, padded to a multiple of `unit`; raises where one does not fit a row."""
+    """The length of each sequence, padded to a multiple of `unit`; raises where one does not fit
+    a row.
+    """
     padded = -(-lengths // unit) * unit
     if (padded > row_length).any():
         i = int(np.argmax(padded > row_length))
         raise ValueError(
-            f"sequences: got {lengths[i]} tokens ({padded[i]} with the layout's padding) in sequence {i}, expected at "
-            f"most row_length={row_length}"
+            f"sequences: got {lengths[i]} tokens ({padded[i]} with the layout's padding) in"
+            f" sequence {i}, expected at most row_length={row_length}"
         )
     return padded
 
@@ -343,16 +409,22 @@ def _padded(lengths: np.ndarray, unit: int, row_length: int) -> np.ndarray:
 def _rows_and_count(
     needed: int, rows: int | None, buckets: Sequence[int] | None, least: int, more: bool, data: int
 ) -> tuple[int, int]:
-    """The rows of a micro-batch, and the number of micro-batches: `least`, or `more` of them where rows need it."""
+    """The rows of a micro-batch, and the number of micro-batches: `least`, or `more` of them
+    where rows need it.
+    """
     count = max(least, -(-needed // rows)) if more and rows else least
     each = max(-(-needed // count), 1)
     if rows is None and buckets is None:
         rows = -(-each // data) * data
     rows = rows or min((size for size in buckets or () if size >= each), default=None)
     if rows is None:
-        raise ValueError(f"buckets: got {tuple(buckets or ())}, expected one of at least {each} rows")
+        raise ValueError(
+            f"buckets: got {tuple(buckets or ())}, expected one of at least {each} rows"
+        )
     if rows * count < needed:
-        raise ValueError(f"rows: got {rows} in each of {count} micro-batches, expected at least {needed} in all")
+        raise ValueError(
+            f"rows: got {rows} in each of {count} micro-batches, expected at least {needed} in all"
+        )
     return rows, count
 
 
@@ -372,17 +444,30 @@ def _check_num_segments(
     least = bisect.bisect_left(more, True, key=fits)
     if least < len(more):
         expected = f"at least {more[least]}, the sequences that a row then holds"
-        raise ValueError(f"num_segments: got {given}, expected {expected}, or more rows than {rows}")
+        raise ValueError(
+            f"num_segments: got {given}, expected {expected}, or more rows than {rows}"
+        )
 
 
-def _bundles(bundle: np.ndarray, padded: np.ndarray, row_length: int, most: float) -> tuple[np.ndarray, np.ndarray]:
-    """The places and the sequences of each bundle; raises where one does not fit a row, or a number has none."""
-    if bundle.shape != padded.shape or (len(bundle) and set(bundle.tolist()) != set(range(bundle.max() + 1))):
-        raise ValueError(f"bundles: got {bundle.tolist()[:8]}, expected 0, 1, ... for the {len(padded)} sequences")
+def _bundles(
+    bundle: np.ndarray, padded: np.ndarray, row_length: int, most: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The places and the sequences of each bundle; raises where one does not fit a row, or a
+    number has none.
+    """
+    if bundle.shape != padded.shape or (
+        len(bundle) and set(bundle.tolist()) != set(range(bundle.max() + 1))
+    ):
+        raise ValueError(
+            f"bundles: got {bundle.tolist()[:8]}, expected 0, 1, ... for the {len(padded)}"
+            " sequences"
+        )
     places = np.bincount(bundle, padded).astype(np.int64)
     held = np.bincount(bundle)
     for what, sizes, limit in (("tokens", places, row_length), ("sequences", held, most)):
         if (sizes > limit).any():
             i = int(np.argmax(sizes > limit))
-            raise ValueError(f"bundles: got {sizes[i]} {what} in bundle {i}, expected at most {limit}, a row's")
+            raise ValueError(
+                f"bundles: got {sizes[i]} {what} in bundle {i}, expected at most {limit}, a row's"
+            )
     return places, held

@@ -1,4 +1,6 @@
-"""Orders devices into a mesh so that the busiest axes have the fastest links, and describes each axis's links."""
+"""Orders devices into a mesh so that the busiest axes have the fastest links, and describes each
+axis's links.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,21 @@ from jax.sharding import Mesh
 
 
 def place(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
-    """The devices as an array of shape `sizes`, whose axes are ordered from the least traffic to the most.
+    """The devices as an array of shape `sizes`, whose axes are ordered from the least traffic to
+    the most.
 
-    The first axes span the slices, which a slower network connects. Within a slice `jax.experimental.mesh_utils`
-    decides. It refuses an axis that is not a product of whole dimensions of the torus; then dimensions are split here.
+    The first axes span the slices, which a slower network connects. Within a slice
+    `jax.experimental.mesh_utils` decides. It refuses an axis that is not a product of whole
+    dimensions of the torus; then dimensions are split here.
     """
     slices: dict[int, list[jax.Device]] = {}
     for device in devices:
         slices.setdefault(_coordinates(device)[0], []).append(device)
     slice_sizes = sorted({len(devices) for devices in slices.values()})
     if len(slice_sizes) > 1:
-        raise ValueError(f"devices: got slices of {slice_sizes} devices, expected slices of one size")
+        raise ValueError(
+            f"devices: got slices of {slice_sizes} devices, expected slices of one size"
+        )
     outer = []
     rest = len(slices)
     for size in sizes:
@@ -39,7 +45,8 @@ def place(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
 def _in_slice(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
     try:
         return mesh_utils.create_device_mesh(sizes, devices)
-    except (NotImplementedError, AssertionError):  # AssertionError: chips whose cores are devices of their own
+    # AssertionError: chips whose cores are devices of their own
+    except (NotImplementedError, AssertionError):
         grid = _grid(devices)
         if grid is not None:
             return _split(sizes, grid)
@@ -66,14 +73,18 @@ def _grid(devices: Sequence[jax.Device]) -> np.ndarray | None:
 
 
 def _split(sizes: Sequence[int], grid: np.ndarray) -> np.ndarray:
-    """Makes axes of `sizes` of parts of the grid's dimensions; the busiest, the last, takes neighbours if it can."""
+    """Makes axes of `sizes` of parts of the grid's dimensions; the busiest, the last, takes
+    neighbours if it can.
+    """
     left = list(grid.shape)
-    taken: list[list[tuple[int, int]]] = [[] for _ in left]  # per dimension: (axis, count), neighbours first
+    # per dimension: (axis, count), neighbours first
+    taken: list[list[tuple[int, int]]] = [[] for _ in left]
     for axis in reversed(range(len(sizes))):
         size = sizes[axis]
 
         def preference(d: int, size: int = size) -> tuple[bool, int, int]:
-            # first dimensions that `size` divides, then unsplit ones (neighbours are one hop apart), then the shortest
+            # first dimensions that `size` divides, then unsplit ones (neighbours are one hop
+            # apart), then the shortest
             return left[d] % size > 0, grid.shape[d] // left[d], left[d]
 
         for dimension in sorted(range(len(left)), key=preference):
@@ -88,18 +99,27 @@ def _split(sizes: Sequence[int], grid: np.ndarray) -> np.ndarray:
 
 
 def links(mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """The links between the devices along each axis of a mesh; none for devices without coordinates.
+    """The links between the devices along each axis of a mesh; none for devices without
+    coordinates.
 
-    "slice" is the network between slices, "x", "y" and "z" are dimensions of the torus, "core" is the link between two
-    cores of a chip.
+    "slice" is the network between slices, "x", "y" and "z" are dimensions of the torus, "core" is
+    the link between two cores of a chip.
 
     Example:
       >>> links(jax.make_mesh((1,), ("dp",), devices=jax.devices()[:1]))
       {'dp': ()}
     """
     names = np.array(["slice", "x", "y", "z", "core"])
-    places = np.array([_coordinates(device) for device in mesh.devices.flat]).reshape(*mesh.devices.shape, -1)
+    places = np.array([_coordinates(device) for device in mesh.devices.flat]).reshape(
+        *mesh.devices.shape, -1
+    )
     if places.shape[-1] < len(names):
         return dict.fromkeys(mesh.axis_names, ())
-    differ = [np.ptp(places, axis=axis).reshape(-1, len(names)).any(0) for axis in range(mesh.devices.ndim)]
-    return {name: tuple(names[along].tolist()) for name, along in zip(mesh.axis_names, differ, strict=True)}
+    differ = [
+        np.ptp(places, axis=axis).reshape(-1, len(names)).any(0)
+        for axis in range(mesh.devices.ndim)
+    ]
+    return {
+        name: tuple(names[along].tolist())
+        for name, along in zip(mesh.axis_names, differ, strict=True)
+    }

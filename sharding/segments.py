@@ -1,4 +1,6 @@
-"""Per-sequence sums, means and extremes on packed rows whose positions may be spread over context shards."""
+"""Per-sequence sums, means and extremes on packed rows whose positions may be spread over
+context shards.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from .mesh import ParallelMesh
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """The sequences of packed rows, for per-shard code: reduces per-token values by sequence, and spreads them back.
+    """The sequences of packed rows, for per-shard code: reduces per-token values by sequence, and
+    spreads them back.
 
     The order of the positions does not matter, so this is right in every context layout.
 
@@ -45,11 +48,15 @@ class Segments:
         return self.axes.psum(self._scatter(x, 0, "add"), self.axes.context)
 
     def mean(self, x: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Float[Array, "R S"]:
-        """The mean of x over each sequence's positions with mask 1, over max(count, 1); NaN elsewhere is fine."""
+        """The mean of x over each sequence's positions with mask 1, over max(count, 1); NaN
+        elsewhere is fine.
+        """
         return self.sum(jnp.where(mask > 0, x, 0) * mask) / jnp.maximum(self.sum(mask), 1)
 
     def max(self, x: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Float[Array, "R S"]:
-        """The largest x of each sequence's positions with mask 1, -inf where there is none; no gradient."""
+        """The largest x of each sequence's positions with mask 1, -inf where there is none; no
+        gradient.
+        """
         x = lax.stop_gradient(jnp.where(mask > 0, x, -jnp.inf))
         best = self._scatter(x, -jnp.inf, "max")
         if not self.axes.context:
@@ -61,9 +68,13 @@ class Segments:
         padded = jnp.concatenate([jnp.zeros_like(y[:, :1]), y], axis=1)
         return jnp.take_along_axis(padded, self.segment_ids, axis=1)
 
-    def _scatter(self, x: Num[Array, "R T"], start: float, how: Literal["add", "max"]) -> Num[Array, "R S"]:
+    def _scatter(
+        self, x: Num[Array, "R T"], start: float, how: Literal["add", "max"]
+    ) -> Num[Array, "R S"]:
         rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-        out = vary_like(jnp.full((x.shape[0], self.num_segments + 1), start, x.dtype), x, self.segment_ids)
+        out = vary_like(
+            jnp.full((x.shape[0], self.num_segments + 1), start, x.dtype), x, self.segment_ids
+        )
         return getattr(out.at[rows, self.segment_ids], how)(x)[:, 1:]
 
 
@@ -73,7 +84,8 @@ def segment_sum(
     num_segments: int,
     parallel: ParallelMesh | ShardAxes | None = None,
 ) -> Num[Array, "*K R S"]:
-    """The sum of x over each sequence of each row: y[r, s] = sum of x[r, t] over t with segment_ids[r, t] = s + 1.
+    """The sum of x over each sequence of each row: y[r, s] = sum of x[r, t] over t with
+    segment_ids[r, t] = s + 1.
 
     Args:
       x: `[R, T]` values, or `[K, R, T]`, stacked batches of rows.
@@ -85,7 +97,8 @@ def segment_sum(
       `[R, S]`, or `[K, R, S]`, in x's dtype, 0 for sequences that are absent.
 
     Raises:
-      ValueError, TypeError: shapes that differ, segment_ids that are not integers, num_segments that is not static.
+      ValueError, TypeError: shapes that differ, segment_ids that are not integers, num_segments
+        that is not static.
 
     Example:
       >>> segment_sum(jnp.array([[1.0, 2.0, 4.0]]), jnp.array([[1, 2, 2]]), 3)
@@ -95,9 +108,13 @@ def segment_sum(
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
             raise TypeError(f"{name}: got {type(array).__name__}, expected an array [R, T]")
     if x.shape != segment_ids.shape or x.ndim not in (2, 3):
-        raise ValueError(f"segment_ids: got shape {segment_ids.shape}, expected [R, T] like x, {x.shape}")
+        raise ValueError(
+            f"segment_ids: got shape {segment_ids.shape}, expected [R, T] like x, {x.shape}"
+        )
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-        raise ValueError(f"segment_ids: got {segment_ids.dtype}{segment_ids.shape}, expected integers [R, T]")
+        raise ValueError(
+            f"segment_ids: got {segment_ids.dtype}{segment_ids.shape}, expected integers [R, T]"
+        )
     check_int("num_segments", num_segments, 0)
 
     def specs(p: ParallelMesh) -> tuple[list[P], P]:
@@ -108,7 +125,9 @@ def segment_sum(
     return shard_call("segment_sum", _segment_sum, parallel, args, specs, num_segments)
 
 
-def _segment_sum(axes: ShardAxes, num_segments: int, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
+def _segment_sum(
+    axes: ShardAxes, num_segments: int, x: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
     rows = (-1, x.shape[-1])
     sums = Segments(segment_ids.reshape(rows), num_segments, axes).sum(x.reshape(rows))
     return sums.reshape(*x.shape[:-1], num_segments)

@@ -1,4 +1,6 @@
-"""Emulated devices, meshes to try, and one assertion: a function's numbers do not depend on the mesh."""
+"""Emulated devices, meshes to try, and one assertion: a function's numbers do not depend on the
+mesh.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,16 @@ from .mesh import ParallelMesh, make_parallel_mesh
 
 
 def emulate_devices(count: int = 8) -> None:
-    """Makes the CPU appear as `count` devices; raises RuntimeError where JAX already runs with other devices."""
+    """Makes the CPU appear as `count` devices; raises RuntimeError where JAX already runs with
+    other devices.
+    """
     with contextlib.suppress(RuntimeError):  # raised once devices exist; then their number decides
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_platforms", "cpu")
     if jax.device_count() != count:
-        raise RuntimeError(f"count: got {jax.device_count()} devices already in use, expected {count}")
+        raise RuntimeError(
+            f"count: got {jax.device_count()} devices already in use, expected {count}"
+        )
 
 
 def factorings(count: int = 8) -> list[str]:
@@ -30,7 +36,12 @@ def factorings(count: int = 8) -> list[str]:
       ['dp=1,cp=1,tp=2', 'dp=1,cp=2,tp=1', 'dp=2,cp=1,tp=1']
     """
     sizes = [n for n in range(1, count + 1) if count % n == 0]
-    return [f"dp={dp},cp={cp},tp={count // dp // cp}" for dp in sizes for cp in sizes if count // dp % cp == 0]
+    return [
+        f"dp={dp},cp={cp},tp={count // dp // cp}"
+        for dp in sizes
+        for cp in sizes
+        if count // dp % cp == 0
+    ]
 
 
 def assert_mesh_invariant(
@@ -41,12 +52,14 @@ def assert_mesh_invariant(
     atol: float = 1e-6,
     equal_nan: bool = False,
 ) -> Any:
-    """Checks that jitted `fn(parallel, *args)` gives on every mesh what it gives with `parallel=None`.
+    """Checks that jitted `fn(parallel, *args)` gives on every mesh what it gives with
+    `parallel=None`.
 
     Args:
       fn: returns a pytree of arrays; put gradients into it to have them checked too.
       *args: arrays.
-      meshes: ParallelMeshes or descriptions; every dp x cp x tp factoring of the devices by default.
+      meshes: ParallelMeshes or descriptions; every dp x cp x tp factoring of the devices by
+        default.
       rtol, atol: tolerances; atol is a share of each array's largest magnitude.
       equal_nan: whether the function may give NaN, which must then be NaN on every mesh.
 
@@ -78,7 +91,8 @@ def assert_trees_close(
     *,
     equal_nan: bool = False,
 ) -> None:
-    """Like `chex.assert_trees_all_close`, but `atol` is a share of each array's largest magnitude, and NaN is refused.
+    """Like `chex.assert_trees_all_close`, but `atol` is a share of each array's largest magnitude,
+    and NaN is refused.
 
     |got - expected| <= rtol |expected| + atol max |expected|. Integers and bools must be equal.
 
@@ -86,8 +100,9 @@ def assert_trees_close(
       got, expected: pytrees of arrays, or of numbers.
       rtol, atol: tolerances for floats.
       context: how the error begins.
-      equal_nan: whether NaN may be expected, and equals NaN. Without it, an array that expects NaN, or has no finite
-        number to compare with, is an error: two broken functions would agree on it.
+      equal_nan: whether NaN may be expected, and equals NaN. Without it, an array that expects NaN,
+        or has no finite number to compare with, is an error: two broken functions would agree on
+        it.
 
     Raises:
       AssertionError: names the leaf, with the largest error and its place.
@@ -104,7 +119,14 @@ def assert_trees_close(
         raise AssertionError(f"{context}: got a tree {got_tree}, expected {tree}")
     for (path, a), b in zip(got_leaves, leaves, strict=True):
         place = jax.tree_util.keystr(path) or "the result"
-        _assert_close(_widened(a), _widened(b), rtol, atol, f"{context} at {place}".strip(), equal_nan=equal_nan)
+        _assert_close(
+            _widened(a),
+            _widened(b),
+            rtol,
+            atol,
+            f"{context} at {place}".strip(),
+            equal_nan=equal_nan,
+        )
 
 
 def _widened(x: Any) -> np.ndarray[Any, Any]:
@@ -138,14 +160,19 @@ def _assert_close(
         error = np.where(bad, np.abs(got.astype(np.float64) - expected.astype(np.float64)), 0)
         worst = np.unravel_index(np.argmax(error), error.shape)
         raise AssertionError(
-            f"{where}: {bad.sum()} of {bad.size} differ, most at {tuple(map(int, worst))}: got {got[worst]}, "
-            f"expected {expected[worst]} (off by {error[worst]:.3g}, rtol {rtol}, atol {atol} of {scale:.3g})"
+            f"{where}: {bad.sum()} of {bad.size} differ, most at {tuple(map(int, worst))}: got"
+            f" {got[worst]}, expected {expected[worst]} (off by {error[worst]:.3g}, rtol {rtol},"
+            f" atol {atol} of {scale:.3g})"
         )
 
 
 def _assert_tells(expected: np.ndarray[Any, Any], where: str) -> None:
     """Raises if an expected array holds NaN, or nothing but infinities."""
     if np.isnan(expected).any():
-        raise AssertionError(f"{where}: got an expectation of NaN, expected numbers, or equal_nan=True")
+        raise AssertionError(
+            f"{where}: got an expectation of NaN, expected numbers, or equal_nan=True"
+        )
     if expected.size and not np.isfinite(expected).any():
-        raise AssertionError(f"{where}: got an expectation without a finite number, expected one, or equal_nan=True")
+        raise AssertionError(
+            f"{where}: got an expectation without a finite number, expected one, or equal_nan=True"
+        )

@@ -21,12 +21,17 @@ import pytest
 
 programs.start_devices(8)
 comparisons.forbid_silent_nan()
-STRICT = {"jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "raise", "jax_legacy_prng_key": "error"}
+STRICT = {
+    "jax_numpy_dtype_promotion": "strict",
+    "jax_numpy_rank_promotion": "raise",
+    "jax_legacy_prng_key": "error",
+}
 JAX_AS_IT_COMES = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
 JAX_AS_IT_COMES |= {"jax_legacy_prng_key": "allow"}
 OPTAX = "optax raises a float to a power that is an array of integers"
 TUNIX = "Tunix multiplies positions, masks and logits of other dtypes and ranks"
-EXCUSED = {  # modules or single tests that run other packages' code, which promotes dtypes; and the reason
+# modules or single tests that run other packages' code, which promotes dtypes; and the reason
+EXCUSED = {
     "test_adapters::test_adapters_alone_learn_are_saved_and_are_loaded": OPTAX,
     "test_example": OPTAX,
     "test_faults": OPTAX,
@@ -61,27 +66,48 @@ def set_options(options):
 
 
 set_options(STRICT)
-gc.set_threshold(50_000, 20, 100)  # millions of objects, little garbage: collecting took 6% of a run
+# millions of objects, little garbage: collecting took 6% of a run
+gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_addoption(parser):
     parser.addoption("--nightly", action="store_true", help="run the full tables too")
-    parser.addoption("--search-seed", type=int, help="of a night's searches and kills, to repeat them")
-    parser.addoption("--golden", default=str(Path(__file__).parent / "golden"), help="folder of reference vectors")
+    parser.addoption(
+        "--search-seed", type=int, help="of a night's searches and kills, to repeat them"
+    )
+    parser.addoption(
+        "--golden",
+        default=str(Path(__file__).parent / "golden"),
+        help="folder of reference vectors",
+    )
 
 
 def pytest_configure(config):
-    """Sets the examples of searches: by day 40 that never change, at night 600 new ones; each test takes its share."""
-    if config.option.search_seed is None and hasattr(config, "workerinput"):  # of the process that hands out tests
+    """Sets the examples of searches: by day 40 that never change, at night 600 new ones; each
+    test takes its share.
+    """
+    # of the process that hands out tests
+    if config.option.search_seed is None and hasattr(config, "workerinput"):
         config.option.search_seed = int(os.environ["SEARCH_SEED"])
     elif config.option.search_seed is None:
-        config.option.search_seed = random.SystemRandom().randrange(2**31) if config.getoption("--nightly") else 0
+        config.option.search_seed = (
+            random.SystemRandom().randrange(2**31) if config.getoption("--nightly") else 0
+        )
     os.environ["SEARCH_SEED"] = str(config.option.search_seed)
     checks = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
-    common = {"deadline": None, "database": None, "suppress_health_check": checks, "print_blob": True}
+    common = {
+        "deadline": None,
+        "database": None,
+        "suppress_health_check": checks,
+        "print_blob": True,
+    }
     found, shrunk = hypothesis.Phase.generate, hypothesis.Phase.shrink
-    hypothesis.settings.register_profile("slice", max_examples=40, derandomize=True, phases=[found], **common)
-    hypothesis.settings.register_profile("nightly", max_examples=600, phases=[found, shrunk], **common)
+    hypothesis.settings.register_profile(
+        "slice", max_examples=40, derandomize=True, phases=[found], **common
+    )
+    hypothesis.settings.register_profile(
+        "nightly", max_examples=600, phases=[found, shrunk], **common
+    )
     hypothesis.settings.load_profile("nightly" if config.getoption("--nightly") else "slice")
 
 
@@ -129,9 +155,13 @@ def pytest_testnodedown(node):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Runs the excused tests with JAX's default settings, in the whole process, since some of them start threads."""
+    """Runs the excused tests with JAX's default settings, in the whole process, since some of
+    them start threads.
+    """
     module = item.path.stem
-    set_options(JAX_AS_IT_COMES if {module, f"{module}::{item.originalname}"} & set(EXCUSED) else STRICT)
+    set_options(
+        JAX_AS_IT_COMES if {module, f"{module}::{item.originalname}"} & set(EXCUSED) else STRICT
+    )
     try:
         return (yield)
     finally:
@@ -143,7 +173,9 @@ def pytest_runtest_teardown():
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Prints each folder's seconds, added up over workers, the slowest first; and how many cases ran of how many."""
+    """Prints each folder's seconds, added up over workers, the slowest first; and how many cases
+    ran of how many.
+    """
     seconds = Counter()
     cases = set()
     for reports in terminalreporter.stats.values():
@@ -156,7 +188,9 @@ def pytest_terminal_summary(terminalreporter, config):
     for folder, of_folder in seconds.most_common():
         terminalreporter.write_line(f"{of_folder:8.1f}  {folder}")
     if left_out := config.stash.get(LEFT_OUT, 0):
-        terminalreporter.write_line(f"{len(cases)} of {len(cases) + left_out} cases ran; --nightly runs the others too")
+        terminalreporter.write_line(
+            f"{len(cases)} of {len(cases) + left_out} cases ran; --nightly runs the others too"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -167,7 +201,9 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def nothing_is_read_that_was_not_written():
-    """Fills arrays that start uninitialised on accelerators with NaN; on CPUs they would be zeros."""
+    """Fills arrays that start uninitialised on accelerators with NaN; on CPUs they would be
+    zeros.
+    """
     with pytest.MonkeyPatch.context() as patch:
         jax.clear_caches()
         patch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))

@@ -1,4 +1,7 @@
-"""Described H100s, so that XLA compiles for them on a machine without a GPU. It needs the extra gpu-aot."""
+"""Described H100s, so that XLA compiles for them on a machine without a GPU.
+
+It needs the extra gpu-aot.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ gpu_device_info {
 }
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 patch: 0 } device_description_str: "NVIDIA H100 80GB HBM3"
 """
-NO_SEARCH = {"xla_gpu_autotune_level": "0"}  # no search for the fastest kernels: there is no card to time them on
+# no search for the fastest kernels: there is no card to time them on
+NO_SEARCH = {"xla_gpu_autotune_level": "0"}
 
 
 def described_gpus(count: int) -> Sequence[Any]:
@@ -29,4 +33,6 @@ def described_gpus(count: int) -> Sequence[Any]:
     import jax_cuda12_plugin  # noqa: F401  without it JAX's own error is a page long
 
     topology = f"1x1x{count}"  # slices, hosts, devices of a host
-    return topologies.get_topology_desc("", platform="cuda", topology=topology, target_config=H100).devices
+    return topologies.get_topology_desc(
+        "", platform="cuda", topology=topology, target_config=H100
+    ).devices

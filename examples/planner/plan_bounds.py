@@ -1,7 +1,8 @@
-"""Lower bounds of a training step's memory and time on a device: which plans cannot fit, or cannot be the best.
+"""Lower bounds of a training step's memory and time on a device: which plans cannot fit, or cannot
+be the best.
 
-The step is that of `pod_step.TrainStep`. The bounds never leave out a plan that fits or that is among the best.
-`expected` is a guess. It decides what to compile first.
+The step is that of `pod_step.TrainStep`. The bounds never leave out a plan that fits or that is
+among the best. `expected` is a guess. It decides what to compile first.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from typing import Any
 
 from examples.planner.pod_sizes import ModelSizes
 
-_RECOMPUTED = 4  # products for each product of a layer: forward, the same recomputed, and two in the backward
-_OF_ATTENTION = 9  # the two products of attention together: scores five times, weighted values four times
+# products for each product of a layer: forward, the same recomputed, and two in the backward
+_RECOMPUTED = 4
+# the two products of attention together: scores five times, weighted values four times
+_OF_ATTENTION = 9
 _OF_HEAD = 3
-_BYTES_A_SCORE = 100  # bytes that plain attention moves for each score in a step, by the TPU compiler's estimate
-_SLOWDOWN = 1.3  # time of products and elementwise work, divided by that of products at the chip's peak
+# bytes that plain attention moves for each score in a step, by the TPU compiler's estimate
+_BYTES_A_SCORE = 100
+# time of products and elementwise work, divided by that of products at the chip's peak
+_SLOWDOWN = 1.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +52,9 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One plan: the sizes of mesh axes, K micro-batches, GiB for the head (None: its default), and trees or not."""
+    """One plan: the sizes of mesh axes, K micro-batches, GiB for the head (None: its default),
+    and trees or not.
+    """
 
     dp: int = 1
     fsdp: int = 1
@@ -73,7 +80,10 @@ class Candidate:
 
 
 def candidates(work: Work) -> Iterator[Candidate]:
-    """Every mesh that divides the model, with every K that divides its rows. The head has its default memory."""
+    """Every mesh that divides the model, with every K that divides its rows.
+
+    The head has its default memory.
+    """
     for tp in _divisors(work.devices):
         for cp in _divisors(work.devices // tp):
             for fsdp in _divisors(work.devices // tp // cp):
@@ -92,10 +102,19 @@ def _divisors(n: int) -> list[int]:
 def _divides(work: Work, c: Candidate) -> bool:
     sizes = work.sizes
     shards = {None: 1, "fsdp": c.fsdp, "tensor": c.tp}
-    if sizes.heads % c.tp or sizes.kv_heads % c.tp or work.row_length % c.cp or c.dp * c.fsdp > work.rows:
+    if (
+        sizes.heads % c.tp
+        or sizes.kv_heads % c.tp
+        or work.row_length % c.cp
+        or c.dp * c.fsdp > work.rows
+    ):
         return False
     parameters = sizes.parameters.values()
-    return all(size % shards[role] == 0 for shape, roles in parameters for size, role in zip(shape, roles, strict=True))
+    return all(
+        size % shards[role] == 0
+        for shape, roles in parameters
+        for size, role in zip(shape, roles, strict=True)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +125,8 @@ class Bound:
       held: bytes of parameters, moments and batch, which are exact.
       gradients: bytes of gradients.
       activations: bytes of the inputs of all layers, kept for the backward.
-      compute: milliseconds of products at the chip's peak, and of the optimiser at its memory's bandwidth.
+      compute: milliseconds of products at the chip's peak, and of the optimiser at its memory's
+        bandwidth.
       collectives: milliseconds of the sums and gathers that every plan with this mesh needs.
       expected: milliseconds of the whole step. A guess, not a bound.
     """

@@ -28,8 +28,8 @@ class Found:
 
     Args:
       candidate: the plan.
-      needed: bytes that a device needs for parameters, moments, batch and temporaries. None if the compiler refused the
-        program for another reason than memory.
+      needed: bytes that a device needs for parameters, moments, batch and temporaries. None if the
+        compiler refused the program for another reason than memory.
       times: milliseconds by kind, as in `jaxppo.sharding.Time`; empty if the program does not fit.
       refused: why the compiler refused the program, if it did.
       seconds: how long it took to compile.
@@ -49,7 +49,9 @@ class Found:
 
 
 class Compilers:
-    """Processes that compile, one for each candidate: one that crashes or is stopped does not affect the others."""
+    """Processes that compile, one for each candidate: one that crashes or is stopped does not
+    affect the others.
+    """
 
     def __init__(self, work: Work, workers: int) -> None:
         self._work = work
@@ -81,7 +83,9 @@ class Compilers:
             self._running[ours] = c, process
 
     def done(self, seconds: float) -> Iterator[tuple[Candidate, Found | int]]:
-        """Waits for processes to end: each candidate with its figures, or with the exit code of a failed process."""
+        """Waits for processes to end: each candidate with its figures, or with the exit code of
+        a failed process.
+        """
         for end in wait(list(self._running), timeout=None if math.isinf(seconds) else seconds):
             assert isinstance(end, Connection)
             c, process = self._running.pop(end)
@@ -106,26 +110,36 @@ def compile_candidate(work: Work, c: Candidate) -> dict[str, Any]:
 
     start = time.monotonic()
     jax.config.update("jax_platforms", "cpu")  # do not take a real TPU of this machine
-    jax.config.update("jax_enable_compilation_cache", False)  # a cached program has no estimates of time
+    # a cached program has no estimates of time
+    jax.config.update("jax_enable_compilation_cache", False)
     memory = None if c.memory is None else int(c.memory * GIB)
     tokens = work.row_length // c.cp
     rows = c.rows(work)
     try:
         parallel = pod_head.described_mesh(c.mesh, work.topology)
-        parts, found = held(TrainStep(work.sizes, tokens, parallel, rows, c.micro_batches, memory, c.trees))
+        parts, found = held(
+            TrainStep(work.sizes, tokens, parallel, rows, c.micro_batches, memory, c.trees)
+        )
     except (ValueError, jax.errors.JaxRuntimeError) as error:
         return {"needed": None, "times": {}, "refused": str(error).splitlines()[0]}
     times = {}
     if found and found.time:
         times = {kind: getattr(found.time, kind) for kind in (*KINDS, "overlapped")}
     refused = "" if found else "out of memory"
-    return {"needed": sum(parts.values()), "times": times, "refused": refused, "seconds": time.monotonic() - start}
+    return {
+        "needed": sum(parts.values()),
+        "times": times,
+        "refused": refused,
+        "seconds": time.monotonic() - start,
+    }
 
 
 class Kept:
-    """The file `plans.jsonl` of a folder: a line for each candidate, with a digest of all that its figures depend on.
+    """The file `plans.jsonl` of a folder: a line for each candidate, with a digest of all that its
+    figures depend on.
 
-    Lines of other searches are kept. A last line that is incomplete, because the process was killed, is ignored.
+    Lines of other searches are kept. A last line that is incomplete, because the process was
+    killed, is ignored.
     """
 
     def __init__(self, folder: Path, work: Work) -> None:
@@ -162,7 +176,9 @@ class Kept:
                     yield Found(candidate, **record)
 
     def add(self, found: Found) -> None:
-        self._file.write(json.dumps({"key": self.key(found.candidate)} | dataclasses.asdict(found)) + "\n")
+        self._file.write(
+            json.dumps({"key": self.key(found.candidate)} | dataclasses.asdict(found)) + "\n"
+        )
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -172,7 +188,9 @@ def _source_digest() -> str:
     import jaxppo
     import sharding
 
-    files = [Path(__file__).with_name(name) for name in ("pod_step.py", "pod_sizes.py", "pod_head.py")]
+    files = [
+        Path(__file__).with_name(name) for name in ("pod_step.py", "pod_sizes.py", "pod_head.py")
+    ]
     for package in (jaxppo, sharding):
         files += sorted(Path(package.__path__[0]).rglob("*.py"))
     digest = hashlib.sha256()

@@ -26,14 +26,16 @@ def search(args: argparse.Namespace) -> int:
     """`plan_pod --search`: searches, prints the table, draws the picture.
 
     Raises:
-      ValueError: libtpu does not know the topology, the chip's figures are unknown, or no plan fits.
+      ValueError: libtpu does not know the topology, the chip's figures are unknown, or no plan
+        fits.
       ModuleNotFoundError: libtpu is not installed.
     """
     work = work_of(args)
     found = Search(work, _MEMORIES if args.memory is None else args.memory or BUDGETS)
     if not found.fitting:
         raise ValueError(
-            f"topology: got {args.topology!r}, where no plan of {found.considered} fits, expected more chips"
+            f"topology: got {args.topology!r}, where no plan of {found.considered} fits, expected"
+            " more chips"
         )
     with contextlib.suppress(KeyboardInterrupt):  # print what was found so far
         run(found, args.cache, minutes=args.search_minutes, workers=args.workers)
@@ -49,16 +51,27 @@ def work_of(args: argparse.Namespace) -> Work:
     """The work that the arguments describe."""
     if args.topology.startswith("h100"):
         raise ValueError(
-            f"topology: got {args.topology!r}, expected TPUs: a search takes links between them into account"
+            f"topology: got {args.topology!r}, expected TPUs: a search takes links between them"
+            " into account"
         )
     devices = described_devices(args.topology)
     chip = known_device(devices[0].device_kind)
     if chip is None:
         raise ValueError(
-            f"topology: got {args.topology!r} of {devices[0].device_kind}, expected a chip of known figures"
+            f"topology: got {args.topology!r} of {devices[0].device_kind}, expected a chip of known"
+            " figures"
         )
     rows = args.step_tokens // args.row_length
-    return Work(args.model, MODELS[args.model], args.topology, chip, len(devices), rows, args.row_length, args.trees)
+    return Work(
+        args.model,
+        MODELS[args.model],
+        args.topology,
+        chip,
+        len(devices),
+        rows,
+        args.row_length,
+        args.trees,
+    )
 
 
 def limits(search: Search, found: Found) -> str:
@@ -86,22 +99,28 @@ def table(search: Search) -> str:
     too_large = sum(not search.fits(f) for f in tried)
     lines = [
         f"{work.model}, {work.rows} rows of {work.row_length} tokens per step, {work.topology}",
-        f"{search.considered} plans: {search.considered - search.fitting} cannot fit, {len(tried)} compiled, "
-        f"{too_large} of which do not fit",
+        (
+            f"{search.considered} plans: {search.considered - search.fitting} cannot fit,"
+            f" {len(tried)} compiled, {too_large} of which do not fit"
+        ),
     ]
     lines += sorted({f"refused: {f.refused}" for f in tried if f.needed is None})
     if to_compile:
         lines.append(f"the search is not finished: {len(to_compile)} plans may be faster")
     if unlikely:
         lines.append(f"not compiled: {len(unlikely)} plans that are expected to be slower")
-    lines += ["", "ms / step  products  elementwise  copies   sums  beside   GiB   free  limited by"]
+    lines += [
+        "",
+        "ms / step  products  elementwise  copies   sums  beside   GiB   free  limited by",
+    ]
     for f in search.best:
         t = f.times
         copies = f.times["copies"] + f.times["kernels"]
         lines.append(f"{f.candidate}")
         lines.append(
-            f"{f.ms:9.0f} {t['products']:9.0f} {t['elementwise']:12.0f} {copies:7.0f} {t['collectives']:6.0f} "
-            f"{t['overlapped']:7.0f} {(f.needed or 0) / GIB:5.1f} {_free(search, f):6.1f}  {limits(search, f)}"
+            f"{f.ms:9.0f} {t['products']:9.0f} {t['elementwise']:12.0f} {copies:7.0f}"
+            f" {t['collectives']:6.0f} {t['overlapped']:7.0f} {(f.needed or 0) / GIB:5.1f}"
+            f" {_free(search, f):6.1f}  {limits(search, f)}"
         )
     return "\n".join(lines)
 
@@ -111,11 +130,18 @@ def draw(search: Search, path: Path) -> None:
     matplotlib.use("Agg")
     best = search.best
     fitting = [f for f in search.found.values() if search.fits(f)]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4), width_ratios=(3, 2), layout="constrained")
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(12, 4), width_ratios=(3, 2), layout="constrained"
+    )
     at: Any = [0.0] * len(best)
     for kind in KINDS:
         ms = [f.times[kind] for f in best]
-        left.barh(range(len(best)), ms, left=at, label="sums over devices" if kind == "collectives" else kind)
+        left.barh(
+            range(len(best)),
+            ms,
+            left=at,
+            label="sums over devices" if kind == "collectives" else kind,
+        )
         at = [a + b for a, b in zip(at, ms, strict=True)]
     left.set_yticks(range(len(best)), [str(f.candidate) for f in best])
     left.invert_yaxis()
@@ -126,7 +152,9 @@ def draw(search: Search, path: Path) -> None:
     right.axvline(search.work.device.memory / GIB, color="gray", linestyle="--")
     right.set_xlabel("GiB a device needs; dashed: what it has")
     right.set_ylabel("ms per step")
-    figure.suptitle(f"{search.work.model}, {search.work.topology}: {len(fitting)} plans compiled that fit")
+    figure.suptitle(
+        f"{search.work.model}, {search.work.topology}: {len(fitting)} plans compiled that fit"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

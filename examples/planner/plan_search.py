@@ -1,4 +1,6 @@
-"""A search for the best plan: compiles candidates, the likeliest first, until no other can be among the best."""
+"""A search for the best plan: compiles candidates, the likeliest first, until no other can be
+among the best.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ BEST = 5
 class Search:
     """What to compile next, from what has been compiled.
 
-    Candidates are compiled in the order of a guess of their time: `Bound.expected`, times the smallest ratio of
-    compiled time to `expected` so far. The ratio is that of plans with the same cp, tp and trees, if one was compiled.
-    A candidate is left out if its bound or its guess is above the time of the fifth best. Budgets of the head are tried
-    last, on the five best.
+    Candidates are compiled in the order of a guess of their time: `Bound.expected`, times the
+    smallest ratio of compiled time to `expected` so far. The ratio is that of plans with the same
+    cp, tp and trees, if one was compiled. A candidate is left out if its bound or its guess is
+    above the time of the fifth best. Budgets of the head are tried last, on the five best.
     """
 
     def __init__(self, work: Work, memories: Iterable[float] = ()) -> None:
@@ -30,7 +32,9 @@ class Search:
         self.memories = tuple(memories)
         bounds = {c: bound(work, c) for c in candidates(work)}
         self.considered = len(bounds)
-        self._order = sorted((c for c in bounds if self._may_fit(bounds[c])), key=lambda c: bounds[c].expected)
+        self._order = sorted(
+            (c for c in bounds if self._may_fit(bounds[c])), key=lambda c: bounds[c].expected
+        )
         self._bounds = {c: bounds[c] for c in self._order}
         self.found: dict[Candidate, Found] = {}
 
@@ -52,7 +56,11 @@ class Search:
             self.found[found.candidate] = found
 
     def fits(self, found: Found) -> bool:
-        return bool(found.times) and found.needed is not None and found.needed <= self.work.device.memory
+        return (
+            bool(found.times)
+            and found.needed is not None
+            and found.needed <= self.work.device.memory
+        )
 
     @property
     def best(self) -> list[Found]:
@@ -69,7 +77,9 @@ class Search:
         return best[-1].ms if len(best) == BEST else math.inf
 
     def open(self) -> tuple[list[Candidate], list[Candidate]]:
-        """Candidates that are not compiled: those to compile next, and those that only the guess leaves out."""
+        """Candidates that are not compiled: those to compile next, and those that only the guess
+        leaves out.
+        """
         limit = self.limit
         ratios = self._ratios()
         any_plan = min(ratios.values(), default=1.0)
@@ -78,7 +88,8 @@ class Search:
             for c in self._variants()
             if c not in self.found and self.bound(c).ms < limit
         }
-        order = sorted(left, key=lambda c: (c.memory is not None, left[c]))  # meshes first, which matter more
+        # meshes first, which matter more
+        order = sorted(left, key=lambda c: (c.memory is not None, left[c]))
         likely = [c for c in order if c.memory is not None or left[c] < limit]
         return likely, [c for c in order if c.memory is None and left[c] >= limit]
 
@@ -93,7 +104,9 @@ class Search:
         return found
 
     def _variants(self) -> list[Candidate]:
-        return self._order + [dataclasses.replace(f.candidate, memory=m) for f in self.best for m in self.memories]
+        return self._order + [
+            dataclasses.replace(f.candidate, memory=m) for f in self.best for m in self.memories
+        ]
 
 
 def _any_memory(c: Candidate) -> Candidate:
@@ -106,7 +119,8 @@ def _shares(c: Candidate) -> tuple[int, int, bool]:
 
 
 def run(search: Search, folder: Path, *, minutes: float = math.inf, workers: int = 1) -> None:
-    """Compiles candidates, `workers` at a time, and keeps the figures of each in a file of the folder.
+    """Compiles candidates, `workers` at a time, and keeps the figures of each in a file of the
+    folder.
 
     Returns when nothing is left to compile, or after `minutes`. Unfinished compilations are lost.
     """

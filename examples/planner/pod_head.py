@@ -1,4 +1,6 @@
-"""The costs of a head's gradients on a described pod, computed in three ways, each with its memory."""
+"""The costs of a head's gradients on a described pod, computed in three ways, each with its
+memory.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from jaxppo.sharding import Audit, audit, known_device
 GIB = 2**30
 
 
-def head_of(sizes: HeadSizes, kernel: jax.Array, spec: jax.sharding.PartitionSpec | None = None) -> Head:
+def head_of(
+    sizes: HeadSizes, kernel: jax.Array, spec: jax.sharding.PartitionSpec | None = None
+) -> Head:
     """The head of these sizes with this kernel."""
     return Head(kernel, layout=sizes.layout, softcap=sizes.softcap, spec=spec)
 
@@ -47,7 +51,9 @@ def plain_stats(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def best_plain_stats(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The fastest plain version on TPUs: the maximum is a constant, and the target is found by comparing columns."""
+    """The fastest plain version on TPUs: the maximum is a constant, and the target is found by
+    comparing columns.
+    """
     d = logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
     e = jnp.exp(d)
     s = e.sum(axis=-1)
@@ -84,7 +90,9 @@ class Step:
 
     @property
     def roles(self) -> ParallelMesh:
-        """The mesh for the kernel, which each device holds whole if the tensor axis does not divide the vocabulary."""
+        """The mesh for the kernel, which each device holds whole if the tensor axis does not
+        divide the vocabulary.
+        """
         parallel = self.parallel
         if self.sizes.vocab_size % parallel.tensor_size == 0:
             return parallel
@@ -97,15 +105,26 @@ class Step:
         sizes = self.sizes
         shape = (parallel.data_size, self.tokens * parallel.context_size)
 
-        def described(dims: tuple[int, ...], dtype: Any, spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
+        def described(
+            dims: tuple[int, ...], dtype: Any, spec: jax.sharding.PartitionSpec
+        ) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(dims, dtype, sharding=parallel.sharding(spec))
 
         hidden = described((*shape, sizes.hidden_size), self.dtype, parallel.hidden_spec)
         kernel = described(sizes.kernel_shape, self.dtype, self.kernel_spec)
-        ids, x = (described(shape, dtype, parallel.tokens_spec) for dtype in (jnp.int32, jnp.float32))
+        ids, x = (
+            described(shape, dtype, parallel.tokens_spec) for dtype in (jnp.int32, jnp.float32)
+        )
         one = described((shape[0], 1), jnp.int32, parallel.rows_spec)
-        layout = {"context_layout": parallel.context_layout, "context_shards": parallel.context_size}
-        return hidden, kernel, RolloutBatch(ids, ids, ids, ids, x, one, advantages=x, old_log_probs=x, **layout)
+        layout = {
+            "context_layout": parallel.context_layout,
+            "context_shards": parallel.context_size,
+        }
+        return (
+            hidden,
+            kernel,
+            RolloutBatch(ids, ids, ids, ids, x, one, advantages=x, old_log_probs=x, **layout),
+        )
 
     @property
     def kernel_spec(self) -> jax.sharding.PartitionSpec:
@@ -114,12 +133,22 @@ class Step:
     def head(self, kernel: jax.Array) -> Head:
         return head_of(self.sizes, kernel, self.kernel_spec)
 
-    def one_pass(self, hidden: Any, kernel: Any, batch: RolloutBatch, **options: Unpack[HeadOptions]) -> Any:
+    def one_pass(
+        self, hidden: Any, kernel: Any, batch: RolloutBatch, **options: Unpack[HeadOptions]
+    ) -> Any:
         """`policy_loss_from_hidden`, in one pass if memory allows it."""
-        return policy_loss_from_hidden(hidden, self.head(kernel), batch, CONFIG, parallel=self.parallel, **options)[0]
+        return policy_loss_from_hidden(
+            hidden, self.head(kernel), batch, CONFIG, parallel=self.parallel, **options
+        )[0]
 
     def two_passes(
-        self, hidden: Any, kernel: Any, batch: RolloutBatch, *, where: bool = False, **options: Unpack[HeadOptions]
+        self,
+        hidden: Any,
+        kernel: Any,
+        batch: RolloutBatch,
+        *,
+        where: bool = False,
+        **options: Unpack[HeadOptions],
     ) -> Any:
         """Log-probs, and then a loss of them. With `where`, log-probs of unmasked tokens only."""
         of_call: Any = {"parallel": self.parallel, "entropy": "bonus", **options}
@@ -128,21 +157,29 @@ class Step:
         stats = log_probs_from_hidden(hidden, self.head(kernel), batch.targets, **of_call)
         return policy_loss(stats, batch, CONFIG, parallel=self.parallel)[0]
 
-    def forward(self, hidden: Any, kernel: Any, batch: RolloutBatch, **options: Unpack[HeadOptions]) -> Any:
+    def forward(
+        self, hidden: Any, kernel: Any, batch: RolloutBatch, **options: Unpack[HeadOptions]
+    ) -> Any:
         """Log-probs and entropy of an old, reference or teacher policy."""
         of_call: Any = {"parallel": self.parallel, "entropy": "metric", **options}
         found = log_probs_from_hidden(hidden, self.head(kernel), batch.targets, **of_call)
         return found.log_probs, found.entropy
 
-    def plain(self, hidden: Any, kernel: Any, batch: RolloutBatch, *, stats: Any = plain_stats) -> Any:
+    def plain(
+        self, hidden: Any, kernel: Any, batch: RolloutBatch, *, stats: Any = plain_stats
+    ) -> Any:
         """The same loss, computed from logits in memory."""
         logits = plain_logits(hidden, kernel, self.sizes)
-        logits = jax.lax.with_sharding_constraint(logits, self.parallel.sharding(self.roles.logits_spec))
+        logits = jax.lax.with_sharding_constraint(
+            logits, self.parallel.sharding(self.roles.logits_spec)
+        )
         found = TokenStats(*stats(logits, batch.targets))
         return policy_loss(found, batch, CONFIG, parallel=self.parallel)[0]
 
     def program(self, loss: Callable[..., Any], **options: Any) -> Any:
-        """A jitted function of `arguments`: the gradients of one of these losses, or the values of `forward`."""
+        """A jitted function of `arguments`: the gradients of one of these losses, or the values
+        of `forward`.
+        """
         if loss == self.forward:
             return jax.jit(functools.partial(loss, **options))
         hidden, kernel, _ = self.arguments
@@ -156,7 +193,9 @@ class Step:
             return found
         # the plain program has global shapes: the compiler divides its products among the devices
         sharers = self.parallel.data_size * self.parallel.context_size * self.roles.tensor_size
-        flops = dataclasses.replace(found.flops, low=found.flops.low / sharers, high=found.flops.high / sharers)
+        flops = dataclasses.replace(
+            found.flops, low=found.flops.low / sharers, high=found.flops.high / sharers
+        )
         return dataclasses.replace(found, flops=flops)
 
 
@@ -174,7 +213,9 @@ def _cost_or_refusal(step: Step, loss: Callable[..., Any], **options: Any) -> Au
 
 
 def plan(step: Step) -> dict[str, Audit | str]:
-    """Audits three versions of the head's loss. Flops are those of one device. One that does not fit gives a text.
+    """Audits three versions of the head's loss.
+
+    Flops are those of one device. One that does not fit gives a text.
 
     Raises:
       ValueError: the mesh does not divide the hidden size or the number of tokens.
@@ -184,8 +225,9 @@ def plan(step: Step) -> dict[str, Audit | str]:
 
 
 def curve(step: Step, budgets: Sequence[float]) -> list[tuple[float, Audit | str]]:
-    """Audits `policy_loss_from_hidden` with each budget in GiB. A budget that is too small, or that does not fit the
-    device, gives a text."""
+    """Audits `policy_loss_from_hidden` with each budget in GiB. A budget that is too small, or that
+    does not fit the device, gives a text.
+    """
     found: list[tuple[float, Audit | str]] = []
     for gib in budgets:
         try:
@@ -222,7 +264,9 @@ def table(found: dict[str, Audit | str]) -> str:
     }
     lines = [f"{'per device':<16}" + "".join(f"{name:>32}" for name in found)]
     for what, cells in rows.items():
-        lines.append(f"{what:<16}" + "".join(f"{cells.get(name, 'does not fit'):>32}" for name in found))
+        lines.append(
+            f"{what:<16}" + "".join(f"{cells.get(name, 'does not fit'):>32}" for name in found)
+        )
     for name, a in found.items():
         lines += ["", f"{name}: {a}"] if isinstance(a, str) else ["", *_collective_lines(name, a)]
     return "\n".join(lines)
@@ -253,13 +297,19 @@ def curve_table(found: list[tuple[float, Audit | str]]) -> str:
             if cost.time is None
             else (f"{cost.time.compute:10.2f} ms {cost.time.collectives:11.2f} ms")
         )
-        lines.append(f"{gib:8.3f} GiB {cost.temp_bytes / GIB:10.3f} GiB {time}   {'; '.join(cost.notes)}")
+        lines.append(
+            f"{gib:8.3f} GiB {cost.temp_bytes / GIB:10.3f} GiB {time}   {'; '.join(cost.notes)}"
+        )
     return "\n".join(lines)
 
 
-# Without these, libtpu looks for real TPUs on the network and prints warnings. Two processes may use it at once, since
-# it only compiles.
-_NO_TPU_HERE = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+# Without these, libtpu looks for real TPUs on the network and prints warnings. Two processes may
+# use it at once, since it only compiles.
+_NO_TPU_HERE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+}
 _NO_TPU_HERE |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
 
 
@@ -280,7 +330,9 @@ def described_devices(topology: str) -> Sequence[Any]:
         return topologies.get_topology_desc(topology, platform="tpu").devices
     except Exception as error:  # jaxlib raises several kinds
         reason = str(error).splitlines()[0]
-        raise ValueError(f"topology: got {topology!r}, expected one like v5p:8x8x8 or h100:8 ({reason})") from error
+        raise ValueError(
+            f"topology: got {topology!r}, expected one like v5p:8x8x8 or h100:8 ({reason})"
+        ) from error
 
 
 def described_mesh(mesh: str, topology: str) -> ParallelMesh:

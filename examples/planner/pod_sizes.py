@@ -1,4 +1,7 @@
-"""Sizes of published models, for plans. Nothing heavy is imported here, so that a command line may name them."""
+"""Sizes of published models, for plans.
+
+Nothing heavy is imported here, so that a command line may name them.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,10 @@ class ModelSizes:
 
     @property
     def parameters(self) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
-        """Each parameter's shape, and which axes shard its dimensions. A parameter of layers has a leading axis L."""
+        """Each parameter's shape, and which axes shard its dimensions.
+
+        A parameter of layers has a leading axis L.
+        """
         L = self.layers
         H = self.hidden_size
         D = self.head_dim

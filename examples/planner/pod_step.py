@@ -1,4 +1,6 @@
-"""A training step of a Qwen3-shaped model on described arrays, with scanned layers, as a pod would compile it."""
+"""A training step of a Qwen3-shaped model on described arrays, with scanned layers, as a pod
+would compile it.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,16 @@ CONFIG = PolicyLossConfig(entropy_coef=0.01)
 
 @dataclasses.dataclass(frozen=True)
 class TrainStep:
-    """Gradients of a PPO loss and one AdamW update: bf16 products, f32 parameters and moments, every layer recomputed.
+    """Gradients of a PPO loss and one AdamW update: bf16 products, f32 parameters and moments,
+    every layer recomputed.
 
     Args:
       sizes: the model.
       tokens: the tokens of a row on each shard of the context axes.
       parallel: the mesh, over real or described devices.
       rows: the rows of each data shard in a micro-batch.
-      micro_batches: K, the number of micro-batches that run one after the other. Their gradients are summed in f32.
+      micro_batches: K, the number of micro-batches that run one after the other. Their gradients
+        are summed in f32.
       memory: bytes that the head may take. None: its default.
       trees: whether rows share prefixes. Attention then follows the parents of segments.
     """
@@ -57,7 +61,9 @@ class TrainStep:
         tensor = self.parallel.tensor_size
         for what, size in (("heads", self.sizes.heads), ("kv_heads", self.sizes.kv_heads)):
             if size % tensor:
-                raise ValueError(f"mesh: got {tensor} tensor shards, expected a divisor of the {size} {what}")
+                raise ValueError(
+                    f"mesh: got {tensor} tensor shards, expected a divisor of the {size} {what}"
+                )
 
     def _place(self, x: jax.Array, *roles: str | None) -> jax.Array:
         return lax.with_sharding_constraint(x, self.parallel.sharding(self._spec(roles)))
@@ -72,7 +78,10 @@ class TrainStep:
     def params(self) -> dict[str, jax.ShapeDtypeStruct]:
         """f32 parameters."""
         shapes = self.sizes.parameters.items()
-        return {name: self._describe(shape, jnp.float32, self._spec(roles)) for name, (shape, roles) in shapes}
+        return {
+            name: self._describe(shape, jnp.float32, self._spec(roles))
+            for name, (shape, roles) in shapes
+        }
 
     @property
     def batch(self) -> RolloutBatch:
@@ -93,7 +102,10 @@ class TrainStep:
             given["parents"] = one
         if lead:
             given["micro_batches"] = K
-        layout = {"context_layout": parallel.context_layout, "context_shards": parallel.context_size}
+        layout = {
+            "context_layout": parallel.context_layout,
+            "context_shards": parallel.context_size,
+        }
         return RolloutBatch(ids, ids, ids, ids, x, one, **given, **layout)
 
     def hidden(self, params: dict[str, jax.Array], batch: RolloutBatch) -> jax.Array:
@@ -112,20 +124,29 @@ class TrainStep:
             p = {name: w.astype(jnp.bfloat16) for name, w in p.items()}
             x = x + self._attention(_norm(x, p["attention_norm"]), p, angles, batch)
             y = _norm(x, p["mlp_norm"])
-            gated = self._place(jax.nn.silu(y @ p["gate"]) * (y @ p["up"]), "data", "context", "tensor")
+            gated = self._place(
+                jax.nn.silu(y @ p["gate"]) * (y @ p["up"]), "data", "context", "tensor"
+            )
             return self._place(x + gated @ p["down"], "data", "context", None), None
 
         x, _ = lax.scan(layer, x, per_layer)
         return _norm(x, params["norm"].astype(jnp.bfloat16))
 
-    def _attention(self, x: jax.Array, p: dict[str, jax.Array], angles: Any, batch: RolloutBatch) -> jax.Array:
-        """Causal attention. Keys and values are gathered over the context axis, whatever its layout."""
+    def _attention(
+        self, x: jax.Array, p: dict[str, jax.Array], angles: Any, batch: RolloutBatch
+    ) -> jax.Array:
+        """Causal attention.
+
+        Keys and values are gathered over the context axis, whatever its layout.
+        """
         sizes = self.sizes
         shards = self.parallel.context_size
         R, T = x.shape[:2]
 
         def split(y):
-            return self._place(y.reshape(R, T, -1, sizes.head_dim), "data", "context", "tensor", None)
+            return self._place(
+                y.reshape(R, T, -1, sizes.head_dim), "data", "context", "tensor", None
+            )
 
         q = _rotate(_norm(split(x @ p["q"]), p["q_norm"]), angles)
         k = _rotate(_norm(split(x @ p["k"]), p["k_norm"]), angles)
@@ -133,7 +154,9 @@ class TrainStep:
         each = math.gcd(QUERIES, T // shards)
 
         def chunks(y: jax.Array, *roles: str | None) -> jax.Array:
-            """Reshapes `[R, T, ...]` to `[chunks, R, shards, each, ...]`; no token changes its context shard."""
+            """Reshapes `[R, T, ...]` to `[chunks, R, shards, each, ...]`; no token changes its
+            context shard.
+            """
             y = y.reshape(R, shards, -1, each, *y.shape[2:])
             return jnp.moveaxis(self._place(y, "data", "context", None, None, *roles), 2, 0)
 
@@ -144,8 +167,12 @@ class TrainStep:
         def attend(_: None, given: tuple[jax.Array, Paths]) -> tuple[None, jax.Array]:
             q, queries = given
             grouped = q.reshape(*q.shape[:3], sizes.kv_heads, -1, sizes.head_dim)
-            scores = jnp.einsum("rcqngd,rtnd->rcngqt", grouped, k, preferred_element_type=jnp.float32)
-            scores = jnp.where(queries.attends(keys)[:, :, None, None], scores * sizes.head_dim**-0.5, -1e30)
+            scores = jnp.einsum(
+                "rcqngd,rtnd->rcngqt", grouped, k, preferred_element_type=jnp.float32
+            )
+            scores = jnp.where(
+                queries.attends(keys)[:, :, None, None], scores * sizes.head_dim**-0.5, -1e30
+            )
             weights = jax.nn.softmax(scores, axis=-1).astype(jnp.bfloat16)
             return None, jnp.einsum("rcngqt,rtnd->rcqngd", weights, v).reshape(q.shape)
 
@@ -159,11 +186,17 @@ class TrainStep:
         kernel = params["embed" if self.sizes.tied else "head"].astype(jnp.bfloat16)
         return Head(kernel, layout=layout, spec=self.parallel.kernel_spec(layout))
 
-    def loss(self, params: dict[str, jax.Array], given: tuple[RolloutBatch, Normalizer | None]) -> tuple[Any, Any]:
-        """The loss and the metrics of a batch, or of one micro-batch with the step's denominators."""
+    def loss(
+        self, params: dict[str, jax.Array], given: tuple[RolloutBatch, Normalizer | None]
+    ) -> tuple[Any, Any]:
+        """The loss and the metrics of a batch, or of one micro-batch with the step's
+        denominators.
+        """
         batch, whole = given
         options: Any = {"parallel": self.parallel, "normalizer": whole, "memory": self.memory}
-        return policy_loss_from_hidden(self.hidden(params, batch), self.head(params), batch, CONFIG, **options)
+        return policy_loss_from_hidden(
+            self.hidden(params, batch), self.head(params), batch, CONFIG, **options
+        )
 
     def gradients(self, params: dict[str, jax.Array], batch: RolloutBatch) -> tuple[jax.Array, Any]:
         """The step's loss and its gradients."""
@@ -175,7 +208,10 @@ class TrainStep:
         return loss, found
 
     def __call__(self, params: Any, moments: Any, batch: RolloutBatch) -> Any:
-        """Returns new parameters, new moments and the loss. `moments` is (first, second), each like the parameters."""
+        """Returns new parameters, new moments and the loss.
+
+        `moments` is (first, second), each like the parameters.
+        """
         loss, gradients = self.gradients(params, batch)
         first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments[0], gradients)
         second = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, moments[1], gradients)
@@ -188,14 +224,18 @@ class TrainStep:
     @property
     def bytes_held(self) -> dict[str, int]:
         """Bytes of parameters, moments and batch on one device."""
-        params, moments, batch = (sum(map(_shard_bytes, jax.tree.leaves(x))) for x in self.arguments)
+        params, moments, batch = (
+            sum(map(_shard_bytes, jax.tree.leaves(x))) for x in self.arguments
+        )
         return {"parameters, f32": params, "AdamW's moments, f32": moments, "batch": batch}
 
     @property
     def jitted(self) -> Callable[..., Any]:
         """The step as a trainer compiles it: the new state is written over the old one."""
         shardings = jax.tree.map(lambda x: x.sharding, self.params)
-        return jax.jit(self, donate_argnums=(0, 1), out_shardings=(shardings, (shardings, shardings), None))
+        return jax.jit(
+            self, donate_argnums=(0, 1), out_shardings=(shardings, (shardings, shardings), None)
+        )
 
     @property
     def arguments(self) -> tuple[Any, Any, RolloutBatch]:
@@ -216,7 +256,8 @@ class Fit:
 
     Args:
       parts: bytes by what they are for.
-      needed: their sum. If the compiler refused the step for lack of memory, it holds the compiler's own figure.
+      needed: their sum. If the compiler refused the step for lack of memory, it holds the
+        compiler's own figure.
       available: bytes of the device; None if unknown.
       step: audit of the whole step; None if the compiler refused it.
       loss: audit of the loss alone, with its gradients.
@@ -247,9 +288,14 @@ class Fit:
         part = self.loss.time
         if whole and part:
             for what, time in (("the whole step", whole), ("the loss on its own, of it", part)):
-                lines.append(f"{what:<44}{time.compute:9.2f} ms computing, {time.collectives:.2f} ms in collectives")
+                lines.append(
+                    f"{what:<44}{time.compute:9.2f} ms computing, {time.collectives:.2f} ms in"
+                    " collectives"
+                )
         lines += [f"the loss: {note}" for note in self.loss.notes]
-        for c, times in sorted(Counter(self.loss.collectives).items(), key=lambda item: -item[0].bytes):
+        for c, times in sorted(
+            Counter(self.loss.collectives).items(), key=lambda item: -item[0].bytes
+        ):
             over = "unknown axes" if c.axes is None else ", ".join(c.axes)
             each = " each turn of a loop" if c.in_loop else ""
             lines.append(f"  {times} x {c.op} over {over}, {c.bytes / 2**20:.3f} MiB{each}")
@@ -257,7 +303,9 @@ class Fit:
 
 
 def refused_bytes(error: jax.errors.JaxRuntimeError) -> int | None:
-    """The bytes of temporaries for which the TPU compiler refused a program; None where it had another reason."""
+    """The bytes of temporaries for which the TPU compiler refused a program; None where it had
+    another reason.
+    """
     found = re.search(r"required for HLO temporaries \(([\d.]+)([GT])\) exceeds", str(error))
     if found is None:
         return None
@@ -265,7 +313,9 @@ def refused_bytes(error: jax.errors.JaxRuntimeError) -> int | None:
 
 
 def held(step: TrainStep) -> tuple[dict[str, int], Audit | None]:
-    """Bytes that a device must hold, by what they are for, and the audit of the step, None if it does not fit."""
+    """Bytes that a device must hold, by what they are for, and the audit of the step, None if it
+    does not fit.
+    """
     parts = step.bytes_held
     rest = "activations, gradients and other temporaries"
     try:
@@ -279,8 +329,12 @@ def held(step: TrainStep) -> tuple[dict[str, int], Audit | None]:
 
 
 def fit(step: TrainStep, loss: Audit) -> Fit:
-    """Compiles the step and adds up what a device must hold. `loss`: the audit of the loss alone."""
-    device = known_device(step.parallel.mesh.devices.flat[0].device_kind)  # described ones do not report their memory
+    """Compiles the step and adds up what a device must hold.
+
+    `loss`: the audit of the loss alone.
+    """
+    # described ones do not report their memory
+    device = known_device(step.parallel.mesh.devices.flat[0].device_kind)
     parts, found = held(step)
     return Fit(parts, sum(parts.values()), device and device.memory, found, loss)
 

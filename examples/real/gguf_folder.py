@@ -1,9 +1,10 @@
-"""Turns a GGUF file into the folder that `train_grpo --model` reads: config.json, tokenizer.json, safetensors.
+"""Turns a GGUF file into the folder that `train_grpo --model` reads: config.json, tokenizer.json,
+safetensors.
 
     python -m examples.real.gguf_folder FILE.gguf FOLDER
 
-It knows the Llama architecture and the tokenizer of SmolLM2; others are refused. Quantised weights become float32.
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+It knows the Llama architecture and the tokenizer of SmolLM2; others are refused. Quantised weights
+become float32. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -47,13 +48,18 @@ def convert(path: Path, folder: Path) -> None:
     if kind != "llama":
         raise ValueError(f"path: got {path} of the architecture {kind!r}, expected 'llama'")
     tokenizer, settings = tokenizer_of(fields)  # which may refuse, before the work of the weights
-    heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
+    heads = {
+        "attn_q": fields["llama.attention.head_count"],
+        "attn_k": fields["llama.attention.head_count_kv"],
+    }
     tensors = dict(_published(tensor, heads) for tensor in reader.tensors)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "config.json").write_text(json.dumps(config_of(fields, "lm_head.weight" not in tensors), indent=1))
+    (folder / "config.json").write_text(
+        json.dumps(config_of(fields, "lm_head.weight" not in tensors), indent=1)
+    )
 
 
 def _published(tensor: Any, heads: Mapping[str, int]) -> tuple[str, np.ndarray]:
@@ -73,7 +79,9 @@ def _published(tensor: Any, heads: Mapping[str, int]) -> tuple[str, np.ndarray]:
 
 
 def halves(weights: np.ndarray, heads: int) -> np.ndarray:
-    """Rows for rotations of (x_i, x_(i + D/2)) from rows for those of neighbours, (x_2i, x_(2i + 1)), of each head."""
+    """Rows for rotations of (x_i, x_(i + D/2)) from rows for those of neighbours, (x_2i, x_(2i +
+    1)), of each head.
+    """
     pairs = weights.reshape(heads, weights.shape[0] // heads // 2, 2, -1)
     return pairs.swapaxes(1, 2).reshape(weights.shape)
 
@@ -99,7 +107,8 @@ def config_of(fields: Mapping[str, Any], tied: bool) -> dict[str, Any]:
         "head_dim": fields.get("llama.rope.dimension_count", width // heads),
         "max_position_embeddings": of("context_length"),
         "rope_theta": float(fields.get("llama.rope.freq_base", 10000.0)),
-        "rms_norm_eps": float(f"{of('attention.layer_norm_rms_epsilon'):.6g}"),  # a float32 in the file
+        # a float32 in the file
+        "rms_norm_eps": float(f"{of('attention.layer_norm_rms_epsilon'):.6g}"),
         "tie_word_embeddings": tied,
         "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
         "torch_dtype": "float32",
@@ -112,7 +121,10 @@ def tokenizer_of(fields: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
     kind = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if kind != ("gpt2", "smollm"):
-        raise ValueError(f"path: got a tokenizer {kind}, expected ('gpt2', 'smollm'), which splits as SmolLM2 does")
+        raise ValueError(
+            f"path: got a tokenizer {kind}, expected ('gpt2', 'smollm'), which splits as SmolLM2"
+            " does"
+        )
     tokens = fields["tokenizer.ggml.tokens"]
     kinds = fields["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
@@ -122,7 +134,9 @@ def tokenizer_of(fields: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     made.pre_tokenizer = pre_tokenizers.Sequence([digits, letters])
     made.decoder = decoders.ByteLevel()
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    made.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
     settings = {
         "chat_template": fields.get("tokenizer.chat_template"),
         "bos_token": tokens[fields["tokenizer.ggml.bos_token_id"]],
@@ -132,7 +146,9 @@ def tokenizer_of(fields: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("path", type=Path, help="the GGUF file")
     parser.add_argument("folder", type=Path, help="made, and written to")
     args = parser.parse_args(arguments)

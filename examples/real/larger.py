@@ -1,4 +1,6 @@
-"""A task for `train_grpo --task`: which of two numbers is larger. They have two digits, and other tens.
+"""A task for `train_grpo --task`: which of two numbers is larger.
+
+They have two digits, and other tens.
 
 The base model answers about every other question rightly, which is chance.
 """
@@ -10,14 +12,19 @@ from typing import Any
 
 
 def question(i: int) -> dict[str, Any]:
-    """The i-th question. Both orders of two numbers count as one, so that neither is trained on if the other is held
-    out."""
+    """The i-th question. Both orders of two numbers count as one, so that neither is trained on if
+    the other is held out.
+    """
     draw = random.Random(i)
     a = draw.randint(10, 99)
     b = draw.randint(10, 99)
     while a // 10 == b // 10:
         b = draw.randint(10, 99)
-    return {"question": f"Which is larger, {a} or {b}?", "answer": str(max(a, b)), "id": (min(a, b), max(a, b))}
+    return {
+        "question": f"Which is larger, {a} or {b}?",
+        "answer": str(max(a, b)),
+        "id": (min(a, b), max(a, b)),
+    }
 
 
 def score(text: str, entry: dict[str, Any]) -> float:

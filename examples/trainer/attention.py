@@ -17,10 +17,18 @@ from jaxppo.batch.trees import Paths
 
 
 class Attend(Protocol):
-    """Attention of queries to keys and values, as far as the rows allow it: see `attention` for the options."""
+    """Attention of queries to keys and values, as far as the rows allow it: see `attention` for
+    the options.
+    """
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None, scale: float | None = None
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
     ) -> jax.Array: ...
 
 
@@ -34,9 +42,11 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Float[Array, "R Q N D"]:
-    """Causal attention along paths, for keys in any order: arrays that travel with the tokens say who sees whom.
+    """Causal attention along paths, for keys in any order: arrays that travel with the tokens say
+    who sees whom.
 
-    Each of the M key heads serves N / M query heads that follow one another. Scores and their softmax are in f32.
+    Each of the M key heads serves N / M query heads that follow one another. Scores and their
+    softmax are in f32.
 
     Args:
       q: queries.
@@ -44,7 +54,8 @@ def attention(
       v: values.
       queries: the paths of the queries.
       keys: those of the keys.
-      window: a query sees so many tokens of its path, the last of them itself; None for all up to itself.
+      window: a query sees so many tokens of its path, the last of them itself; None for all up to
+        itself.
       scale: of the scores, D^-0.5 by default.
     """
     seen = queries.attends(keys)
@@ -72,15 +83,21 @@ def _mixed(
 def context_attention(paths: Paths, parallel: ParallelMesh) -> Attend:
     """`attend(q, k, v)` on `[R, T, heads, D]` arrays sharded over data, context and (heads) tensor.
 
-    Each context shard keeps its queries and gathers the keys and values of the whole row, so that it works in every
-    context layout: causality comes from the `paths` of a batch, which travel with the tokens.
+    Each context shard keeps its queries and gathers the keys and values of the whole row, so that
+    it works in every context layout: causality comes from the `paths` of a batch, which travel with
+    the tokens.
     """
     axes = parallel.axes
     heads = P(*parallel.tokens_spec, parallel.logits_spec[2], None)
     whole_row = P(parallel.tokens_spec[0], None)
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None, scale: float | None = None
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
     ) -> jax.Array:
         def per_shard(q, k, v, queries, keys):
             if axes.context:
@@ -95,11 +112,13 @@ def context_attention(paths: Paths, parallel: ParallelMesh) -> Attend:
 
 
 def ordered_attention(queries: Paths, keys: Paths, slots: int, parallel: ParallelMesh) -> Attend:
-    """`attend(q, k, v)` of these queries to these keys, with the same bits however rows are packed; see `chunks`.
+    """`attend(q, k, v)` of these queries to these keys, with the same bits however rows are packed;
+    see `chunks`.
 
-    Each query has its keys in a row of its own, in the order of their positions: the key of position p in slot p. Slots
-    beyond its keys have weight 0. So a sum over keys has the same terms in the same places, in a packed row as in a
-    cache. A query that sees more keys than there are slots gets NaN: part of them would be a wrong number.
+    Each query has its keys in a row of its own, in the order of their positions: the key of
+    position p in slot p. Slots beyond its keys have weight 0. So a sum over keys has the same terms
+    in the same places, in a packed row as in a cache. A query that sees more keys than there are
+    slots gets NaN: part of them would be a wrong number.
 
     Args:
       queries: their paths.
@@ -124,7 +143,12 @@ def ordered_attention(queries: Paths, keys: Paths, slots: int, parallel: Paralle
     rows = jnp.broadcast_to(jnp.arange(sees.shape[0], dtype=jnp.int32)[:, None], sees.shape[:2])
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None, scale: float | None = None
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
     ) -> jax.Array:
         near = sees_slot
         if window is not None:

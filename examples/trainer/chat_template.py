@@ -18,7 +18,8 @@ from examples.trainer.files import read_text
 _FILE = "chat_template.jinja"
 _CONFIG = "tokenizer_config.json"
 _WORKER = Path(__file__).with_name("render_template.py")
-_PATIENCE_S = 120  # the worker's own limit is of the processor's time: this one is for a worker that never gets any
+# the worker's own limit is of the processor's time: this one is for a worker that never gets any
+_PATIENCE_S = 120
 
 
 Worked = tuple[str, str]  # a question and its answer, as an example of how to answer
@@ -26,14 +27,16 @@ Ask = Callable[..., str]  # ask(question, worked)
 
 
 class Renderer:
-    """Renders one template, in a process of its own with limits of time and memory, which serves all renderings.
+    """Renders one template, in a process of its own with limits of time and memory, which serves
+    all renderings.
 
-    A template is a program from a stranger: without limits, a few characters of it fill the memory or never end.
+    A template is a program from a stranger: without limits, a few characters of it fill the memory
+    or never end.
     """
 
     def __init__(self, template: str):
-        # its own group, so that Ctrl-C in a terminal is this process's matter; -P since its folder has modules named as
-        # others are
+        # its own group, so that Ctrl-C in a terminal is this process's matter; -P since its folder
+        # has modules named as others are
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER)],
             stdin=subprocess.PIPE,
@@ -71,7 +74,8 @@ class Renderer:
             if not select.select([self._process.stdout], [], [], _PATIENCE_S)[0]:
                 self._process.kill()
             return dict(json.loads(self._process.stdout.readline()))
-        except (BrokenPipeError, json.JSONDecodeError):  # the process is gone, and half a line may be left of it
+        # the process is gone, and half a line may be left of it
+        except (BrokenPipeError, json.JSONDecodeError):
             return {"error": _FATES.get(-self._process.wait(), "its process came to an end")}
 
 
@@ -91,12 +95,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
-def asked_as(folder: Path, ends: Sequence[str], read_json: Callable[[Path], dict[str, Any]]) -> tuple[Ask, str]:
-    """A function from a question to the text of the prompt, up to where the answer begins; and what ends an answer.
+def asked_as(
+    folder: Path, ends: Sequence[str], read_json: Callable[[Path], dict[str, Any]]
+) -> tuple[Ask, str]:
+    """A function from a question to the text of the prompt, up to where the answer begins; and what
+    ends an answer.
 
-    Templates that know `enable_thinking` are told not to think: answers are short here. A base model may come with the
-    template of its chat model: if no answer of it ends with one of the model's `ends` of text, questions are asked as
-    they are, and a line says so.
+    Templates that know `enable_thinking` are told not to think: answers are short here. A base
+    model may come with the template of its chat model: if no answer of it ends with one of the
+    model's `ends` of text, questions are asked as they are, and a line says so.
 
     Raises:
       ValueError: a template that does not render a question and its answer.
@@ -117,7 +124,9 @@ def asked_as(folder: Path, ends: Sequence[str], read_json: Callable[[Path], dict
         turns = [turn for pair in worked for turn in zip(("user", "assistant"), pair, strict=True)]
         messages = [{"role": role, "content": text} for role, text in [*turns, ("user", question)]]
         try:
-            return render(messages=messages, add_generation_prompt=True, enable_thinking=False, **tokens)
+            return render(
+                messages=messages, add_generation_prompt=True, enable_thinking=False, **tokens
+            )
         except ValueError as error:
             raise refused(error) from error
 
@@ -126,13 +135,20 @@ def asked_as(folder: Path, ends: Sequence[str], read_json: Callable[[Path], dict
     behind = rendered[rendered.find("is five") :]
     found = [end for end in ends if end in behind]
     if not found:
-        print(f"--model: the chat template in {path} is not used: no answer in it ends with {' or '.join(ends)}")
+        print(
+            f"--model: the chat template in {path} is not used: no answer in it ends with"
+            f" {' or '.join(ends)}"
+        )
         return plainly, ends[0]
     return ask, min(found, key=behind.index)
 
 
-def _template_of(folder: Path, read_json: Callable[[Path], dict[str, Any]]) -> tuple[Any, Path, dict[str, Any]]:
-    """The template, the file that has it, and the special tokens that it may name; None where there is none."""
+def _template_of(
+    folder: Path, read_json: Callable[[Path], dict[str, Any]]
+) -> tuple[Any, Path, dict[str, Any]]:
+    """The template, the file that has it, and the special tokens that it may name; None where
+    there is none.
+    """
     path = folder / _CONFIG
     config = read_json(path) if path.exists() else {}
     template = config.get("chat_template")
@@ -146,7 +162,11 @@ def _template_of(folder: Path, read_json: Callable[[Path], dict[str, Any]]) -> t
     def text_of(token: Any) -> Any:
         return token.get("content") if isinstance(token, dict) else token
 
-    return template, path, {name: text_of(config.get(name)) or "" for name in ("bos_token", "eos_token")}
+    return (
+        template,
+        path,
+        {name: text_of(config.get(name)) or "" for name in ("bos_token", "eos_token")},
+    )
 
 
 def plainly(question: str, worked: Sequence[Worked] = ()) -> str:

@@ -20,7 +20,9 @@ WINDOW = 10  # each point of a curve is the mean over so many steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path, help="the --out folders of runs")
     parser.add_argument("--out", type=Path, default=Path("reward_curves.png"))
     args = parser.parse_args(argv)
@@ -33,20 +35,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Draws a curve for each run. Lines that are no records, such as one that a kill cut, are told of and left out.
+    """Draws a curve for each run.
+
+    Lines that are no records, such as one that a kill cut, are told of and left out.
 
     Raises:
-      ValueError: a run has too few steps with a finite reward, or the picture's name has no known ending.
+      ValueError: a run has too few steps with a finite reward, or the picture's name has no known
+        ending.
       OSError: the picture could not be written.
     """
     matplotlib.use("agg")
     figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for run in runs:
         if run.left_out:
-            print(f"compare_runs: {run.name}: {run.left_out} lines of metrics.jsonl are no records", file=sys.stderr)
-        found = np.array([(record["step"], record["reward"]) for record in run.numbers if "reward" in record])
+            print(
+                f"compare_runs: {run.name}: {run.left_out} lines of metrics.jsonl are no records",
+                file=sys.stderr,
+            )
+        found = np.array(
+            [(record["step"], record["reward"]) for record in run.numbers if "reward" in record]
+        )
         if len(found) < WINDOW:
-            raise ValueError(f"runs: got {run.name} with {len(found)} rewards, expected {WINDOW} or more")
+            raise ValueError(
+                f"runs: got {run.name} with {len(found)} rewards, expected {WINDOW} or more"
+            )
         means = np.convolve(found[:, 1], np.ones(WINDOW) / WINDOW, mode="valid")
         axis.plot(found[WINDOW - 1 :, 0], means, label=plain(run.name))
     axis.set(xlabel="GRPO step", ylabel=f"reward, mean of {WINDOW} steps")

@@ -1,4 +1,6 @@
-"""What a browser may do with a page that shows texts of others: run the page's own script, and load nothing."""
+"""What a browser may do with a page that shows texts of others: run the page's own script, and
+load nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ import html
 
 
 def policy_tag(style: str, script: str | None = None, style_attributes: bool = False) -> str:
-    """The element for a page's head that lets a browser use this style element and run this script, and no others.
+    """The element for a page's head that lets a browser use this style element and run this script,
+    and no others.
 
     Args:
       style: the text of the page's style element.
@@ -17,7 +20,12 @@ def policy_tag(style: str, script: str | None = None, style_attributes: bool = F
 
     Content Security Policy Level 3, https://www.w3.org/TR/CSP3/
     """
-    rules = ["default-src 'none'", "base-uri 'none'", "form-action 'none'", f"style-src-elem {_digest(style)}"]
+    rules = [
+        "default-src 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        f"style-src-elem {_digest(style)}",
+    ]
     if style_attributes:
         rules.append("style-src-attr 'unsafe-inline'")
     if script is not None:

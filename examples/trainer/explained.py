@@ -1,4 +1,6 @@
-"""A few samples of each step, and what the loss does with each of their tokens: the lines of tokens.jsonl."""
+"""A few samples of each step, and what the loss does with each of their tokens: the lines of
+tokens.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,13 @@ class Chosen:
     batch: RolloutBatch
 
 
-def choose(found: ExplainedTokens, batch: RolloutBatch, count: int, step: Any, parallel: ParallelMesh) -> Chosen:
-    """`count` samples, evenly spaced among those of a step; each step begins with the next one. Within a jit."""
+def choose(
+    found: ExplainedTokens, batch: RolloutBatch, count: int, step: Any, parallel: ParallelMesh
+) -> Chosen:
+    """`count` samples, evenly spaced among those of a step; each step begins with the next one.
+
+    Within a jit.
+    """
     total = jnp.sum(batch.sample_ids >= 0)
     ids = (jnp.arange(count) * total // count + step) % total
     rows = jnp.argmax((batch.sample_ids == ids[:, None, None]).any(axis=-1), axis=-1)
@@ -47,22 +54,30 @@ def choose(found: ExplainedTokens, batch: RolloutBatch, count: int, step: Any, p
     def take(arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
         # together, as every array of its own would be one more collective
         some = jnp.take(jnp.stack(list(arrays.values())), rows, axis=1)
-        return dict(zip(arrays, lax.with_sharding_constraint(some, parallel.sharding(P())), strict=True))
+        return dict(
+            zip(arrays, lax.with_sharding_constraint(some, parallel.sharding(P())), strict=True)
+        )
 
     whole = take({"reason": found.reason} | {name: getattr(batch, name) for name in _OF_TOKENS})
     floats = take({"loss_mask": batch.loss_mask.astype(jnp.float32)} | found.arrays)
     of_samples = take({"sample_ids": batch.sample_ids, "group_ids": batch.group_ids})
     of_samples["sample_ids"] = jnp.where(of_samples["sample_ids"] == ids[:, None], ids[:, None], -1)
     rewards = take({"rewards": batch.rewards})
-    found = ExplainedTokens({name: floats[name] for name in found.arrays}, whole.pop("reason"), found.reasons)
-    return Chosen(found, RolloutBatch(**whole, **of_samples, **rewards, loss_mask=floats["loss_mask"]))
+    found = ExplainedTokens(
+        {name: floats[name] for name in found.arrays}, whole.pop("reason"), found.reasons
+    )
+    return Chosen(
+        found, RolloutBatch(**whole, **of_samples, **rewards, loss_mask=floats["loss_mask"])
+    )
 
 
-def records(chosen: Chosen | None, step: int, tokenizer: Tokenizer | FolderTokenizer) -> list[dict[str, Any]]:
+def records(
+    chosen: Chosen | None, step: int, tokenizer: Tokenizer | FolderTokenizer
+) -> list[dict[str, Any]]:
     """A record of each chosen sample, for JSON, on the host; none for None.
 
-    The names are those of `jaxppo.losses.explain.write_tokens`. "text" has the text of each of "tokens", and "before"
-    that of the token before the first of them.
+    The names are those of `jaxppo.losses.explain.write_tokens`. "text" has the text of each of
+    "tokens", and "before" that of the token before the first of them.
     """
     if chosen is None:
         return []

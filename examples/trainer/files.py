@@ -1,4 +1,6 @@
-"""Reads files that others may have put there: a pipe in the place of a file is refused, and not waited for."""
+"""Reads files that others may have put there: a pipe in the place of a file is refused, and not
+waited for.
+"""
 
 from __future__ import annotations
 

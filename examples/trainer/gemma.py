@@ -1,8 +1,9 @@
 """Gemma 3 that reads text, in Flax NNX (https://arxiv.org/abs/2503.19786).
 
-It differs from the Llama kind in this: embeddings are multiplied by sqrt(H), each layer has four norms, norms scale by
-1 + w, queries and keys have norms too, the gate of the MLP is a GELU, and five of six layers are local. A local layer
-sees a window of tokens, and turns queries and keys at rates of its own.
+It differs from the Llama kind in this: embeddings are multiplied by sqrt(H), each layer has four
+norms, norms scale by 1 + w, queries and keys have norms too, the gate of the MLP is a GELU, and
+five of six layers are local. A local layer sees a window of tokens, and turns queries and keys at
+rates of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Norm(nnx.Module):
 
 
 class SelfAttention(nnx.Module):
-    def __init__(self, config: GemmaConfig, window: int | None, parallel: ParallelMesh, rngs: nnx.Rngs):
+    def __init__(
+        self, config: GemmaConfig, window: int | None, parallel: ParallelMesh, rngs: nnx.Rngs
+    ):
         queries = config.heads * config.head_dim
         keys = config.kv_heads * config.head_dim
         given = (False, config, parallel, rngs)
@@ -52,7 +55,10 @@ class SelfAttention(nnx.Module):
 
     def project(self, x: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values."""
-        q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x)))
+        q, k, v = (
+            y.reshape(*y.shape[:2], -1, self.head_dim)
+            for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
         return rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles), v
 
     def output(self, mixed: jax.Array) -> jax.Array:
@@ -71,7 +77,9 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    def __init__(self, config: GemmaConfig, window: int | None, parallel: ParallelMesh, rngs: nnx.Rngs):
+    def __init__(
+        self, config: GemmaConfig, window: int | None, parallel: ParallelMesh, rngs: nnx.Rngs
+    ):
         def norm() -> Norm:
             return Norm(config.width, config.norm_eps)
 
@@ -120,14 +128,23 @@ class Gemma(nnx.Module):
         return self.embed_tokens
 
     def embed(self, tokens: Int[Array, "R T"]) -> Float[Array, "R T H"]:
-        """Embeddings times sqrt(H), both in the dtype of the model: sqrt(640) is 25.25 in bfloat16."""
-        embedding = jnp.take(self.embed_tokens.embedding[...], tokens, axis=0).astype(self.config.dtype)
+        """Embeddings times sqrt(H), both in the dtype of the model: sqrt(640) is 25.25 in
+        bfloat16.
+        """
+        embedding = jnp.take(self.embed_tokens.embedding[...], tokens, axis=0).astype(
+            self.config.dtype
+        )
         return embedding * jnp.asarray(self.config.width**0.5, self.config.dtype)
 
     def __call__(
-        self, tokens: Int[Array, "R T"], positions: Int[Array, "R T"], attend: Attend | Sequence[Attend]
+        self,
+        tokens: Int[Array, "R T"],
+        positions: Int[Array, "R T"],
+        attend: Attend | Sequence[Attend],
     ) -> Float[Array, "R T H"]:
-        """Final hidden states. `attend` is one function, or one for each layer (each with its own cache).
+        """Final hidden states.
+
+        `attend` is one function, or one for each layer (each with its own cache).
 
         With one function, as in a loss, the backward computes each layer's activations again.
         """

@@ -51,7 +51,9 @@ class GemmaConfig(Sizes):
 
     @classmethod
     def read(cls, folder: Path) -> GemmaConfig:
-        """Reads config.json. Every column of the head counts as a token until `with_tokens` says how many there are.
+        """Reads config.json.
+
+        Every column of the head counts as a token until `with_tokens` says how many there are.
 
         Raises:
           ValueError: no config.json, one of another architecture, or one that lacks a setting.

@@ -1,4 +1,6 @@
-"""A run of train_grpo.py, from its arguments to its last line: set up, supervised steps, GRPO steps, checkpoints."""
+"""A run of train_grpo.py, from its arguments to its last line: set up, supervised steps, GRPO
+steps, checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ class Run:
 
     def stops(self) -> bool:
         """Whether a process of the run was asked to stop: all stop after the same step."""
-        mine = self.asked[0] if self.asked else ""  # a signal that comes at this moment is seen after the next step
+        # a signal that comes at this moment is seen after the next step
+        mine = self.asked[0] if self.asked else ""
         told = max(multihost.exchange("a wish to stop", mine.encode())).decode()
         self.asked[:] = [told] if told else []
         return bool(told)
@@ -75,16 +78,22 @@ class Run:
         self.checkpoints.save(saved, self.step, {name: getattr(self, name) for name in NOTES})
 
     def load(self, step: int | None) -> None:
-        """Goes back to a checkpoint, the newest for None; raises ValueError if there is no good one."""
+        """Goes back to a checkpoint, the newest for None; raises ValueError if there is no good
+        one.
+        """
         frozen = self.state.frozen
-        learned, self.step, notes = self.checkpoints.load(dataclasses.replace(self.state, frozen=None), step)
+        learned, self.step, notes = self.checkpoints.load(
+            dataclasses.replace(self.state, frozen=None), step
+        )
         self.state = dataclasses.replace(learned, frozen=frozen)
         for name in NOTES:
             setattr(self, name, notes[name])
 
 
 def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None) -> Run:
-    """Everything up to the first step, a checkpoint loaded if `--resume` asks for it; raises on any bad argument."""
+    """Everything up to the first step, a checkpoint loaded if `--resume` asks for it; raises on
+    any bad argument.
+    """
     resume = args.resume
     anew = args.overwrite
     if args.restartable:  # all processes see the same, since none has saved a checkpoint yet
@@ -100,8 +109,12 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
     graphdef, params, frozen = _learning(args, config, parallel, graphdef, params)
     lengths = task.prompt_length, task.response_length
     sampler = make_sampler(graphdef, config, parallel, *lengths, task.tokenizer.ends, task.common)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate, b2=0.95))
-    learner = Learner(graphdef, config, parallel, loss, optimizer, args.updates, min(args.explain, batch_size))
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate, b2=0.95)
+    )
+    learner = Learner(
+        graphdef, config, parallel, loss, optimizer, args.updates, min(args.explain, batch_size)
+    )
     identity = _identity(args, config, frozen)
     rollouts = Rollouts(task, sampler, parallel, batch_size)
     if anew:
@@ -109,7 +122,9 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
     checkpoints = Checkpoints(args.out / "checkpoints", identity)
     pack = Packer(parallel, batch_size, task, args.samples if args.share_prefixes else None)
     spikes = Spikes(args.out / "spikes", args.spike_deviations)
-    run = Run(task, rollouts, pack, learner, checkpoints, learner.start(params, args.seed, frozen), spikes)
+    run = Run(
+        task, rollouts, pack, learner, checkpoints, learner.start(params, args.seed, frozen), spikes
+    )
     if resume is not None:
         run.load(None if resume == NEWEST else resume)
     return run
@@ -118,8 +133,17 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
 def _identity(args: argparse.Namespace, config: Config, frozen: nnx.State | None) -> dict[str, Any]:
     """What a checkpoint must have been saved with, so that this run may go on from it."""
     # with fewer questions held out, the run would go on to train on some of them
-    identity = {"task": args.task, "shots": args.shots, "seed": args.seed, "held_out": args.held_out}
-    identity |= {"train_layers": args.train_layers, "reference": args.kl_coef > 0, **dataclasses.asdict(config)}
+    identity = {
+        "task": args.task,
+        "shots": args.shots,
+        "seed": args.seed,
+        "held_out": args.held_out,
+    }
+    identity |= {
+        "train_layers": args.train_layers,
+        "reference": args.kl_coef > 0,
+        **dataclasses.asdict(config),
+    }
     identity |= {name: getattr(args, name) for name in ("lora_rank", "lora_alpha", "lora_targets")}
     if frozen is not None:
         identity["frozen"] = fingerprint(frozen)
@@ -131,7 +155,9 @@ def _devices(args: argparse.Namespace) -> Sequence[jax.Device]:
     if args.devices is None:
         return found
     if args.devices > len(found):
-        raise ValueError(f"--devices: got {args.devices}, expected at most the {len(found)} that there are")
+        raise ValueError(
+            f"--devices: got {args.devices}, expected at most the {len(found)} that there are"
+        )
     return found[: args.devices]
 
 
@@ -157,21 +183,30 @@ def _mesh(args: argparse.Namespace, devices: Sequence[jax.Device], heads: int) -
 
 
 def _learning(
-    args: argparse.Namespace, config: Config, parallel: ParallelMesh, graphdef: nnx.GraphDef, params: nnx.State
+    args: argparse.Namespace,
+    config: Config,
+    parallel: ParallelMesh,
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
 ) -> tuple[nnx.GraphDef, nnx.State, nnx.State | None]:
     """The model's structure, the parameters that learn, and the others, None for none."""
     layers = args.train_layers
     if layers is None:
         layers = config.layers
     if layers > config.layers:
-        raise ValueError(f"--train-layers: got {layers}, expected at most the {config.layers} layers of the model")
+        raise ValueError(
+            f"--train-layers: got {layers}, expected at most the {config.layers} layers of the"
+            " model"
+        )
     if args.lora_rank is not None:
         return _adapted(args, config, parallel, graphdef, params, layers)
     if args.train_layers is None:
         return graphdef, params, None
 
     def learns(path: tuple[Any, ...], _: Any) -> bool:
-        return path[0] == "norm" or (path[0] in ("layers", "blocks") and int(path[1]) >= config.layers - layers)
+        return path[0] == "norm" or (
+            path[0] in ("layers", "blocks") and int(path[1]) >= config.layers - layers
+        )
 
     return nnx.split(nnx.merge(graphdef, params), learns, ...)
 
@@ -184,8 +219,11 @@ def _adapted(
     params: nnx.State,
     layers: int,
 ) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-    """The structure with adapters in the last layers, the adapters, which learn, and the parameters of the model."""
-    from examples.trainer.lora import LoraConfig, add_adapters  # with the model of a folder, see _load
+    """The structure with adapters in the last layers, the adapters, which learn, and the
+    parameters of the model.
+    """
+    # with the model of a folder, see _load
+    from examples.trainer.lora import LoraConfig, add_adapters
 
     lora = LoraConfig(args.lora_rank, args.lora_alpha, tuple(args.lora_targets), layers)
     return *add_adapters(graphdef, params, config, lora, parallel, args.seed), params
@@ -207,8 +245,8 @@ def _check_no_run(folder: Path) -> None:
     if steps or (folder / "metrics.jsonl").exists():
         found = f"checkpoints {', '.join(map(str, steps))}" if steps else "no checkpoint yet"
         raise ValueError(
-            f"--out: got {folder}, where a run is ({found}), expected --resume, to go on from it, or --overwrite, to "
-            "delete it"
+            f"--out: got {folder}, where a run is ({found}), expected --resume, to go on from it,"
+            " or --overwrite, to delete it"
         )
 
 
@@ -245,13 +283,17 @@ def _load(args: argparse.Namespace, devices: Sequence[jax.Device]) -> _Model:
     tokenizer = FolderTokenizer(args.model, config.ends)
     task = Task(args.task, args.seed, args.held_out, tokenizer, args.shots, args.response_length)
     longest = task.prompt_length + task.response_length
-    config = dataclasses.replace(config.with_tokens(tokenizer.size, longest), **_numerics(args, longest))
+    config = dataclasses.replace(
+        config.with_tokens(tokenizer.size, longest), **_numerics(args, longest)
+    )
     parallel = _mesh(args, devices, config.kv_heads)
     return task, config, parallel, *load_model(args.model, config, parallel)
 
 
 def _numerics(args: argparse.Namespace, longest: int) -> dict[str, Any]:
-    """The fields of a config that say how sampler and trainer round, for sequences of at most so many tokens."""
+    """The fields of a config that say how sampler and trainer round, for sequences of at most so
+    many tokens.
+    """
     found: dict[str, Any] = {"logits_dtype": args.logits_dtype}
     if args.same_bits:
         found["slots"] = max(longest, CHECKED)
@@ -262,13 +304,20 @@ def supervised(run: Run, args: argparse.Namespace) -> None:
     """A short imitation of right answers, and the accuracy that GRPO starts from."""
     skipped = []
     steps = range(run.sft_done, args.sft_steps)
-    shown: Any = {"initial": run.sft_done, "total": args.sft_steps, "disable": not processes.is_first()}
+    shown: Any = {
+        "initial": run.sft_done,
+        "total": args.sft_steps,
+        "disable": not processes.is_first(),
+    }
     for _ in tqdm(steps, desc="sft", unit="step", dynamic_ncols=True, **shown):
         if run.stops():
             return
         questions, run.position = run.task.take(run.position, run.rollouts.batch_size)
-        # nothing here waits for the step before: the host packs this batch while devices run that step
-        run.state, metrics = run.learner.sft_step(run.state, run.pack(run.rollouts.own(answers(questions))))
+        # nothing here waits for the step before: the host packs this batch while devices run that
+        # step
+        run.state, metrics = run.learner.sft_step(
+            run.state, run.pack(run.rollouts.own(answers(questions)))
+        )
         skipped.append(metrics["skipped"])
         run.sft_done += 1
     if skipped and (lost := int(sum(jax.device_get(skipped)))):
@@ -286,31 +335,40 @@ def _before(args: argparse.Namespace) -> str:
 def grpo_step(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     """Samples, scores, packs and learns once; returns the numbers to report.
 
-    Each transfer between host and device is explicit: prompts, responses, the packed batch, the metrics.
+    Each transfer between host and device is explicit: prompts, responses, the packed batch, the
+    metrics.
     """
     began = time.perf_counter()
     questions, run.position = run.task.take(run.position, args.prompts)
     with jax.transfer_guard("disallow"):
         key = run.learner.sampling_key(run.state)
-        samples = run.rollouts.sample(run.state.variables, questions, args.samples, key, TEMPERATURE)
+        samples = run.rollouts.sample(
+            run.state.variables, questions, args.samples, key, TEMPERATURE
+        )
         batch = run.pack(samples)
         run.state, metrics, run.explained = run.learner.grpo_step(run.state, batch)
         numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
     run.step += 1
     run.sampled = samples
     if path := run.spikes.look(run.step, numbers["loss"], batch):
-        tqdm.write(f"step {run.step}: loss {numbers['loss']:.3g} stands out; its batch is in {path}")
+        tqdm.write(
+            f"step {run.step}: loss {numbers['loss']:.3g} stands out; its batch is in {path}"
+        )
     run.skipped_in_a_row = run.skipped_in_a_row + 1 if numbers["skipped"] else 0
     rewards, tokens = scores(samples)
     numbers |= {"reward": rewards.mean(), "accuracy": (rewards == 1).mean()}
-    return numbers | {"tokens_per_second": tokens.sum() / (time.perf_counter() - began), "memory_gib": memory_gib()}
+    return numbers | {
+        "tokens_per_second": tokens.sum() / (time.perf_counter() - began),
+        "memory_gib": memory_gib(),
+    }
 
 
 def train(run: Run, args: argparse.Namespace) -> None:
     """The whole run from the state it is in, or as much of it as there is time for.
 
     Raises:
-      FloatingPointError: `--max-skipped` steps in a row had a loss or a gradient that was not finite.
+      FloatingPointError: `--max-skipped` steps in a row had a loss or a gradient that was not
+        finite.
       OSError: a file could not be written.
     """
     if run.accuracy_after_sft is None:
@@ -320,7 +378,9 @@ def train(run: Run, args: argparse.Namespace) -> None:
     settings = settings_of(run.learner.parallel, vars(args), run.learner.model)
     first = processes.is_first()
     explains = args.explain > 0
-    with Report(args.out, args.steps, run.step, settings, explains) if first else processes.Silent() as report:
+    with (
+        Report(args.out, args.steps, run.step, settings, explains) if first else processes.Silent()
+    ) as report:
         while run.step < args.steps and not run.stops():
             numbers = grpo_step(run, args)
             if run.step % args.evaluate_every == 0:
@@ -330,7 +390,8 @@ def train(run: Run, args: argparse.Namespace) -> None:
             if run.skipped_in_a_row == args.max_skipped:
                 run.checkpoints.wait()  # the process ends now
                 raise FloatingPointError(
-                    f"step {run.step}: loss or gradient not finite in {args.max_skipped} steps in a row, expected fewer"
+                    f"step {run.step}: loss or gradient not finite in {args.max_skipped} steps in a"
+                    " row, expected fewer"
                 )
             if run.step % args.checkpoint_every == 0:
                 run.save()
@@ -370,13 +431,22 @@ def _begin_to_end(args: argparse.Namespace, asked: list[str]) -> int:
         run.learner.check_packing(run.state.variables)
     train(run, args)
     if asked and run.step < args.steps:
-        print(f"stopped by {asked[0]} after step {run.step} of {args.steps} and saved; --resume goes on")
+        print(
+            f"stopped by {asked[0]} after step {run.step} of {args.steps} and saved; --resume"
+            " goes on"
+        )
         return TRY_AGAIN if args.restartable else 0
     before = run.accuracy_after_sft
     after = run.rollouts.held_out_accuracy(run.state.variables)
     assert before is not None
-    print(f"held-out accuracy: {before:.1%} {_before(args)}, {after:.1%} after GRPO ({after - before:+.1%})")
-    print(f"{time.perf_counter() - began:.0f} s; metrics.jsonl, reward.png and checkpoints in {args.out}")
+    print(
+        f"held-out accuracy: {before:.1%} {_before(args)}, {after:.1%} after GRPO"
+        f" ({after - before:+.1%})"
+    )
+    print(
+        f"{time.perf_counter() - began:.0f} s; metrics.jsonl, reward.png and checkpoints in"
+        f" {args.out}"
+    )
     return 0
 
 

@@ -17,12 +17,15 @@ from examples.trainer.arguments import TRY_AGAIN
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _POLL_S = 0.1
-_SETTLE_S = 2.0  # a killed process frees its memory before it counts as ended; one that misses it may end sooner
+# a killed process frees its memory before it counts as ended; one that misses it may end sooner
+_SETTLE_S = 2.0
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _with_parent() -> None:
-    """In a process that is started: it gets SIGTERM when the launcher ends, however that ends; on Linux."""
+    """In a process that is started: it gets SIGTERM when the launcher ends, however that ends;
+    on Linux.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -43,18 +46,34 @@ def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> in
     If one ends with an error, it is named and the others are killed: they wait for it.
 
     Returns:
-      0, or an exit code. If a signal ended a process, it is 128 plus the signal's number, since the others then fail
-      because that process is gone. Otherwise it is the exit code of the first process that failed. It is 2 where one
-      refused an argument or a file and JAX aborted another for want of it.
+      0, or an exit code. If a signal ended a process, it is 128 plus the signal's number, since the
+      others then fail because that process is gone. Otherwise it is the exit code of the first
+      process that failed. It is 2 where one refused an argument or a file and JAX aborted another
+      for want of it.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", module, *arguments, "--coordinator", f"127.0.0.1:{port}", "--process-id"]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    # each in its own process group: a terminal then sends Ctrl-C to this process alone, which passes it on once
+    command = [
+        sys.executable,
+        "-m",
+        module,
+        *arguments,
+        "--coordinator",
+        f"127.0.0.1:{port}",
+        "--process-id",
+    ]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    # each in its own process group: a terminal then sends Ctrl-C to this process alone, which
+    # passes it on once
     running = [
-        subprocess.Popen([*command, str(i)], env=environment, process_group=0, preexec_fn=_with_parent)
+        subprocess.Popen(
+            [*command, str(i)], env=environment, process_group=0, preexec_fn=_with_parent
+        )
         for i in range(args.processes)
     ]
 
@@ -82,11 +101,13 @@ def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> in
 
 
 def _blame(running: Sequence[subprocess.Popen[bytes]], ended: Sequence[int | None]) -> int:
-    """Names the process that failed, or that the others waited for; returns the exit code of the run.
+    """Names the process that failed, or that the others waited for; returns the exit code of the
+    run.
 
-    That is one that a signal ended, if there is one. But JAX aborts a process that waits for one that is gone, so one
-    that refused an argument or a file (exit code 2) is named before one that was aborted. Where several had ended with
-    the same exit code before the first look at them, nothing tells which was first: all are named.
+    That is one that a signal ended, if there is one. But JAX aborts a process that waits for one
+    that is gone, so one that refused an argument or a file (exit code 2) is named before one that
+    was aborted. Where several had ended with the same exit code before the first look at them,
+    nothing tells which was first: all are named.
 
     Args:
       running: the processes.
@@ -95,14 +116,17 @@ def _blame(running: Sequence[subprocess.Popen[bytes]], ended: Sequence[int | Non
     time.sleep(_SETTLE_S)
     statuses = {i: process.poll() or 0 for i, process in enumerate(running)}
     rank = {2: 1, -signal.SIGABRT: 2}
-    failed = min(statuses, key=lambda i: (rank.get(statuses[i], 0 if statuses[i] < 0 else 3), not ended[i]))
+    failed = min(
+        statuses, key=lambda i: (rank.get(statuses[i], 0 if statuses[i] < 0 else 3), not ended[i])
+    )
     status = statuses[failed]
     how = f"exit code {status}" if status > 0 else signal.Signals(-status).name
     alike = [i for i, code in enumerate(ended) if code == status > 0] or [failed]
     whose = f"process {failed}" if len(alike) == 1 else f"processes {', '.join(map(str, alike))}"
     rest = "the others are ended"
     for i, process in enumerate(running):
-        if process.poll() is None and _is_stopped(process):  # JAX ends the others, which have done nothing wrong
+        # JAX ends the others, which have done nothing wrong
+        if process.poll() is None and _is_stopped(process):
             rest = f"process {i} (pid {process.pid}) is stopped and was not heard of"
     print(f"{whose} of {len(running)} ended with {how}; {rest}", file=sys.stderr)
     return status if status > 0 else 128 - status

@@ -37,9 +37,23 @@ from jaxppo.step.entropy import entropy_metrics
 Metrics = dict[str, jax.Array]
 _OF_CLIPS = ("clip_fraction", "clip_fraction_positive", "clip_fraction_negative")
 _OF_RATIOS = (*_OF_CLIPS, "ppo_kl", "ratio_min", "ratio_mean", "ratio_max")
-_OF_SAMPLER = ("kl", "k3_kl", "reverse_k3_kl", "log_prob_abs_diff", "chi2_sequence", "jensen_shannon")
-_OF_SAMPLER += ("token_mult_prob_error", "weight_std", "weight_min", "weight_max", "sequence_effective_sample_size")
-_PLACES = (0, 2)  # entropies are averaged over places 0 and 1, and over 2 and more: responses are a few tokens
+_OF_SAMPLER = (
+    "kl",
+    "k3_kl",
+    "reverse_k3_kl",
+    "log_prob_abs_diff",
+    "chi2_sequence",
+    "jensen_shannon",
+)
+_OF_SAMPLER += (
+    "token_mult_prob_error",
+    "weight_std",
+    "weight_min",
+    "weight_max",
+    "sequence_effective_sample_size",
+)
+# entropies are averaged over places 0 and 1, and over 2 and more: responses are a few tokens
+_PLACES = (0, 2)
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +69,10 @@ class TrainState:
     key: Any
     step: Any
     frozen: Any = None
-    """The other parameters, None where all learn. They stay what the run began with, and no checkpoint holds them."""
+    """The other parameters, None where all learn.
+
+    They stay what the run began with, and no checkpoint holds them.
+    """
 
     @property
     def variables(self) -> tuple[Any, ...]:
@@ -73,7 +90,8 @@ def _variables(params: Any, frozen: Any) -> tuple[Any, ...]:
 class Learner:
     """Loss and optimiser on a mesh. `updates` is how often each batch of rollouts is used.
 
-    `explain` is how many samples of each step are returned with what the loss does with their tokens.
+    `explain` is how many samples of each step are returned with what the loss does with their
+    tokens.
     """
 
     graphdef: nnx.GraphDef
@@ -96,17 +114,25 @@ class Learner:
         def make(params: nnx.State) -> TrainState:
             key = jax.random.key_data(jax.random.key(seed))
             copy = None if self.loss.kl is None else jax.tree.map(lambda x: x.copy(), params)
-            return TrainState(params, self.optimizer.init(params), copy, key, jnp.zeros((), jnp.int32))
+            return TrainState(
+                params, self.optimizer.init(params), copy, key, jnp.zeros((), jnp.int32)
+            )
 
         made = jax.jit(make, out_shardings=self.shardings(jax.eval_shape(make, params)))(params)
         return dataclasses.replace(made, frozen=frozen)
 
     def shardings(self, state: TrainState) -> TrainState:
-        """The NamedSharding of each array of the state: that of its parameter for a moment, else replicated."""
+        """The NamedSharding of each array of the state: that of its parameter for a moment, else
+        replicated.
+        """
         named = jax.tree.map(self.parallel.sharding, nnx.get_partition_spec(state.params))
         everywhere = self.parallel.sharding(P())
         moments = optax.tree_map_params(
-            self.optimizer, lambda _, spec: spec, state.optimizer, named, transform_non_params=lambda _: everywhere
+            self.optimizer,
+            lambda _, spec: spec,
+            state.optimizer,
+            named,
+            transform_non_params=lambda _: everywhere,
         )
         reference = None if state.reference is None else named
         frozen = jax.tree.map(self.parallel.sharding, nnx.get_partition_spec(state.frozen))
@@ -123,14 +149,24 @@ class Learner:
         return model(batch.tokens, batch.positions, attend), head_of(model, self.model)
 
     def check_packing(self, variables: tuple[Any, ...]) -> None:
-        """Raises AssertionError where hidden states of a sample depend on how it is packed, which no loss shows."""
+        """Raises AssertionError where hidden states of a sample depend on how it is packed,
+        which no loss shows.
+        """
         hidden = jax.jit(lambda variables, batch: self._head(variables, batch)[0])
-        jaxppo.assert_packing_invariant(hidden, variables, vocab_size=self.model.vocab_size, parallel=self.parallel)
+        jaxppo.assert_packing_invariant(
+            hidden, variables, vocab_size=self.model.vocab_size, parallel=self.parallel
+        )
 
     def token_stats(
-        self, variables: tuple[Any, ...], batch: RolloutBatch, entropy: Literal["none", "metric"] = "none"
+        self,
+        variables: tuple[Any, ...],
+        batch: RolloutBatch,
+        entropy: Literal["none", "metric"] = "none",
     ) -> TokenStats:
-        """Log-probs of the targets with loss, without logits. From equal hidden states the sampler gets equal bits."""
+        """Log-probs of the targets with loss, without logits.
+
+        From equal hidden states the sampler gets equal bits.
+        """
         return jaxppo.log_probs_from_hidden(
             *self._head(variables, batch),
             batch.targets,
@@ -143,14 +179,16 @@ class Learner:
     def _apply(
         self, loss: jax.Array, params: nnx.State, state: Any, gradients: nnx.State
     ) -> tuple[nnx.State, Any, Metrics]:
-        """The updated parameters and optimiser, or the old ones if the loss or a gradient is not finite.
+        """The updated parameters and optimiser, or the old ones if the loss or a gradient is not
+        finite.
 
         Loss and gradients are sums over the whole mesh, so all devices skip the same updates.
         """
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, updated = self.optimizer.update(gradients, state, params)
-        # the choice follows the update, and is no condition around it: every device must run the update's collectives
+        # the choice follows the update, and is no condition around it: every device must run the
+        # update's collectives
         choose = partial(jax.tree.map, partial(jnp.where, finite))
         metrics = {"gradient_norm": norm, "skipped": 1 - finite.astype(jnp.float32)}
         return choose(optax.apply_updates(params, updates), params), choose(updated, state), metrics
@@ -173,8 +211,12 @@ class Learner:
         state = self._pin(dataclasses.replace(state, params=params, optimizer=optimizer))
         return state, finalize_metrics(metrics) | more
 
-    def _explained(self, hidden: jax.Array, head: Head, batch: RolloutBatch) -> ExplainedTokens | None:
-        """The loss token by token: one more pass of the head, without gradients; None if nobody asked for it."""
+    def _explained(
+        self, hidden: jax.Array, head: Head, batch: RolloutBatch
+    ) -> ExplainedTokens | None:
+        """The loss token by token: one more pass of the head, without gradients; None if nobody
+        asked for it.
+        """
         if not self.explain:
             return None
         stats = jaxppo.log_probs_from_hidden(
@@ -187,17 +229,21 @@ class Learner:
         return explain_tokens(stats, batch, self.loss, parallel=self.parallel)
 
     @partial(jax.jit, static_argnums=0, donate_argnums=1)
-    def grpo_step(self, state: TrainState, batch: RolloutBatch) -> tuple[TrainState, Metrics, Chosen | None]:
+    def grpo_step(
+        self, state: TrainState, batch: RolloutBatch
+    ) -> tuple[TrainState, Metrics, Chosen | None]:
         """`updates` updates on rollouts that carry rewards and the sampler's log-probs.
 
-        Metrics are those of the first update. Those of ratios are of the last update, in whose name they have that: the
-        ratios of the first are 1.
-        The metric "skipped" counts the updates that were left out, since their loss or gradient was not finite.
-        The third result explains the loss of the last update, whose ratios are not all 1 if there are others.
+        Metrics are those of the first update. Those of ratios are of the last update, in whose name
+        they have that: the ratios of the first are 1.
+        The metric "skipped" counts the updates that were left out, since their loss or gradient was
+        not finite. The third result explains the loss of the last update, whose ratios are not all
+        1 if there are others.
 
-        The ratio is over the trainer's own log-probs under the parameters that sampled, which are computed here. The
-        sampler's log-probs stay in the batch, and `mismatch_*` says how far the two are apart. With a ratio to the
-        sampler's log-probs nothing is computed before the updates, and `sampler_*` says that.
+        The ratio is over the trainer's own log-probs under the parameters that sampled, which are
+        computed here. The sampler's log-probs stay in the batch, and `mismatch_*` says how far the
+        two are apart. With a ratio to the sampler's log-probs nothing is computed before the
+        updates, and `sampler_*` says that.
         """
         old = None
         if self.loss.ratio_to == "old" or self.loss.loss.selects is not None:
@@ -214,12 +260,16 @@ class Learner:
 
         def loss_of(params: nnx.State) -> Any:
             hidden, head = self._head(_variables(params, state.frozen), batch)
-            loss, metrics = jaxppo.policy_loss_from_hidden(hidden, head, batch, self.loss, parallel=self.parallel)
+            loss, metrics = jaxppo.policy_loss_from_hidden(
+                hidden, head, batch, self.loss, parallel=self.parallel
+            )
             return loss, (metrics, self._explained(hidden, head, batch))
 
         def update(carry: tuple[nnx.State, Any], _: None) -> Any:
             params, optimizer = carry
-            (loss, (metrics, explained)), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
+            (loss, (metrics, explained)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+                params
+            )
             params, optimizer, more = self._apply(loss, params, optimizer, gradients)
             return (params, optimizer), (finalize_metrics(metrics) | more, explained)
 
@@ -229,8 +279,12 @@ class Learner:
         if old is not None:
             mismatch = finalize_metrics(mismatch_metrics(batch, parallel=self.parallel))
             metrics |= {f"mismatch_{name}": mismatch[name] for name in _OF_SAMPLER}
-            metrics |= finalize_metrics(entropy_metrics(old, batch, starts=_PLACES, parallel=self.parallel))
-        metrics |= finalize_metrics(advantages.pass_rates(batch.rewards, **batch.groups, parallel=self.parallel))
+            metrics |= finalize_metrics(
+                entropy_metrics(old, batch, starts=_PLACES, parallel=self.parallel)
+            )
+        metrics |= finalize_metrics(
+            advantages.pass_rates(batch.rewards, **batch.groups, parallel=self.parallel)
+        )
         chosen = None
         if explained is not None:
             last = jax.tree.map(lambda x: x[-1], explained)
@@ -238,7 +292,9 @@ class Learner:
         state = dataclasses.replace(state, params=params, optimizer=optimizer, step=state.step + 1)
         return self._pin(state), metrics, chosen
 
-    def _with_selected(self, state: TrainState, batch: RolloutBatch, old: TokenStats) -> RolloutBatch:
+    def _with_selected(
+        self, state: TrainState, batch: RolloutBatch, old: TokenStats
+    ) -> RolloutBatch:
         """The batch with the tokens that the loss selects, if it does so."""
         if self.loss.loss.selects is None:
             return batch
@@ -252,7 +308,9 @@ class Learner:
         return self.token_stats(_variables(state.reference, state.frozen), batch).log_probs
 
     def _pin(self, state: TrainState) -> TrainState:
-        """The state with the shardings that it started with, so that the next step is not compiled again."""
+        """The state with the shardings that it started with, so that the next step is not
+        compiled again.
+        """
         return lax.with_sharding_constraint(state, self.shardings(state))
 
 

@@ -1,8 +1,9 @@
 """Dense models of the Llama kind in Flax NNX: Llama, Qwen 2 and Qwen 3.
 
 RMSNorm before attention and before a SwiGLU MLP, grouped-query attention, rotary positions
-(https://arxiv.org/abs/2302.13971). Qwen 2 has biases at queries, keys and values (https://arxiv.org/abs/2407.10671),
-Qwen 3 norms of queries and keys (https://arxiv.org/abs/2505.09388), Llama 3 slower rotations at long wavelengths.
+(https://arxiv.org/abs/2302.13971). Qwen 2 has biases at queries, keys and values
+(https://arxiv.org/abs/2407.10671), Qwen 3 norms of queries and keys
+(https://arxiv.org/abs/2505.09388), Llama 3 slower rotations at long wavelengths.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def kernel_init(spec: P, parallel: ParallelMesh) -> nnx.Initializer:
 
 
 class Projection(nnx.Module):
-    """A product with a kernel that is sharded over `fsdp`, and is gathered in the dtype of the product.
+    """A product with a kernel that is sharded over `fsdp`, and is gathered in the dtype of the
+    product.
 
     Args:
       shape: of the kernel.
@@ -100,7 +102,10 @@ class SelfAttention(nnx.Module):
 
     def project(self, x: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values."""
-        q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x)))
+        q, k, v = (
+            y.reshape(*y.shape[:2], -1, self.head_dim)
+            for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
         if self.q_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
@@ -150,14 +155,18 @@ class Llama(nnx.Module):
         self.config = config
         head: dict[str, Any] = {"dtype": config.dtype, "rngs": rngs}
         embedding = kernel_init(parallel.kernel_spec("vh"), parallel)
-        self.embed_tokens = nnx.Embed(config.padded_vocab, config.width, embedding_init=embedding, **head)
+        self.embed_tokens = nnx.Embed(
+            config.padded_vocab, config.width, embedding_init=embedding, **head
+        )
         self.layers = nnx.List([Layer(config, parallel, rngs) for _ in range(config.layers)])
         self.norm = _norm(config, config.width, rngs)
         self.chunked = chunks.mesh_of(config.slots, parallel)
         self.lm_head = nnx.data(None)
         if not config.tied:
             kernel = kernel_init(parallel.kernel_spec("hv"), parallel)
-            self.lm_head = nnx.Linear(config.width, config.padded_vocab, use_bias=False, kernel_init=kernel, **head)
+            self.lm_head = nnx.Linear(
+                config.width, config.padded_vocab, use_bias=False, kernel_init=kernel, **head
+            )
 
     @property
     def head(self) -> nnx.Linear | nnx.Embed:
@@ -167,9 +176,14 @@ class Llama(nnx.Module):
         return self.lm_head
 
     def __call__(
-        self, tokens: Int[Array, "R T"], positions: Int[Array, "R T"], attend: Attend | Sequence[Attend]
+        self,
+        tokens: Int[Array, "R T"],
+        positions: Int[Array, "R T"],
+        attend: Attend | Sequence[Attend],
     ) -> Float[Array, "R T H"]:
-        """Final hidden states. `attend` is one function, or one for each layer (each with its own cache).
+        """Final hidden states.
+
+        `attend` is one function, or one for each layer (each with its own cache).
 
         With one function, as in a loss, the backward computes each layer's activations again.
         """
@@ -196,8 +210,11 @@ def _norm(config: LlamaConfig, features: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(features, epsilon=config.norm_eps, dtype=config.dtype, rngs=rngs)
 
 
-def rotary_angles(positions: Int[Array, "R T"], head_dim: int, rope: Rope) -> Float[Array, "R T 1 D/2"]:
-    """position * rate_i, for every head the same, where rate_i = theta^(-2i/D) (https://arxiv.org/abs/2104.09864).
+def rotary_angles(
+    positions: Int[Array, "R T"], head_dim: int, rope: Rope
+) -> Float[Array, "R T 1 D/2"]:
+    """position * rate_i, for every head the same, where rate_i = theta^(-2i/D)
+    (https://arxiv.org/abs/2104.09864).
 
     Rates are constants, the same in every program.
     """
@@ -206,13 +223,16 @@ def rotary_angles(positions: Int[Array, "R T"], head_dim: int, rope: Rope) -> Fl
     if rope.kind == "linear":
         rates = rates / rope.factor
     if rope.kind == "llama3":  # https://arxiv.org/abs/2407.21783
-        turns = rope.original * rates / (2 * np.pi)  # in the context that the model was first trained with
+        # in the context that the model was first trained with
+        turns = rope.original * rates / (2 * np.pi)
         kept = np.clip((turns - rope.low) / (rope.high - rope.low), 0, 1)
         rates = rates * (kept + (1 - kept) / rope.factor)
     return (positions[..., None].astype(jnp.float32) * np.float32(rates)[None, None])[:, :, None]
 
 
-def rotate(x: Float[Array, "R T N D"], angles: Float[Array, "R T 1 D/2"]) -> Float[Array, "R T N D"]:
+def rotate(
+    x: Float[Array, "R T N D"], angles: Float[Array, "R T 1 D/2"]
+) -> Float[Array, "R T N D"]:
     """Pairs (x_i, x_(i + D/2)) turned by their angle, in float32."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos = jnp.cos(angles)

@@ -1,4 +1,6 @@
-"""Sizes and settings of a published model, and those of the Llama kind, read from its folder's config.json."""
+"""Sizes and settings of a published model, and those of the Llama kind, read from its folder's
+config.json.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ class Rope:
 
     theta: float
     kind: str = "default"
-    """"linear" divides all rates by `factor`. "llama3" divides those whose wavelength is above original / low, none
-    below original / high, and goes from one to the other in between."""
+    """"linear" divides all rates by `factor`. "llama3" divides those whose wavelength is above
+    original / low, none below original / high, and goes from one to the other in between.
+    """
     factor: float = 1.0
     low: float = 1.0
     high: float = 4.0
@@ -37,7 +40,10 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes that every model has. Columns of `padded_vocab` that belong to no token of the tokenizer are padding."""
+    """Sizes that every model has.
+
+    Columns of `padded_vocab` that belong to no token of the tokenizer are padding.
+    """
 
     vocab_size: int
     padded_vocab: int
@@ -56,7 +62,9 @@ class Sizes:
     logits_dtype: str = dataclasses.field(default="float32", kw_only=True)
     """To which the head's products are rounded, in the sampler and in the trainer."""
     slots: int | None = dataclasses.field(default=None, kw_only=True)
-    """Sampler and trainer compute the same bits, for sequences of at most so many tokens; see chunks.py."""
+    """Sampler and trainer compute the same bits, for sequences of at most so many tokens; see
+    chunks.py.
+    """
 
     def with_tokens(self, count: int, longest: int) -> Self:
         """The config with the tokenizer's number of tokens.
@@ -66,11 +74,14 @@ class Sizes:
         """
         if count > self.padded_vocab:
             raise ValueError(
-                f"--model: got vocab_size {self.padded_vocab} in config.json, expected the {count} ids of "
-                "tokenizer.json or more"
+                f"--model: got vocab_size {self.padded_vocab} in config.json, expected the {count}"
+                " ids of tokenizer.json or more"
             )
         if longest > self.max_length:
-            raise ValueError(f"--model: got max_position_embeddings {self.max_length}, expected {longest} or more")
+            raise ValueError(
+                f"--model: got max_position_embeddings {self.max_length}, expected {longest} or"
+                " more"
+            )
         return dataclasses.replace(self, vocab_size=count)
 
 
@@ -90,7 +101,9 @@ class LlamaConfig(Sizes):
 
     @classmethod
     def read(cls, folder: Path) -> LlamaConfig:
-        """Reads config.json. Every column of the head counts as a token until `with_tokens` says how many there are.
+        """Reads config.json.
+
+        Every column of the head counts as a token until `with_tokens` says how many there are.
 
         Raises:
           ValueError: no config.json, one of another architecture, or one that lacks a setting.
@@ -100,7 +113,9 @@ class LlamaConfig(Sizes):
         kind = settings.choice("model_type", KINDS)
         settings.only(_ONLY)
         kinds = settings.found.get("layer_types") or []
-        strange = [x for x in kinds if x != "full_attention"][:1] if isinstance(kinds, list) else kinds
+        strange = (
+            [x for x in kinds if x != "full_attention"][:1] if isinstance(kinds, list) else kinds
+        )
         if strange:
             raise settings.error("layer_types", strange, "'full_attention'")
         biased = settings.flag("attention_bias")
@@ -183,10 +198,16 @@ class Settings:
         return str(got)
 
     def rope(self) -> Rope:
-        """Newer files have all of it in rope_parameters, older ones have rope_theta beside rope_scaling."""
+        """Newer files have all of it in rope_parameters, older ones have rope_theta beside
+        rope_scaling.
+        """
         name = "rope_parameters" if self.found.get("rope_parameters") else "rope_scaling"
         given = self.found.get(name) or {}
-        kind = given.get("rope_type", given.get("type", "default")) if isinstance(given, dict) else None
+        kind = (
+            given.get("rope_type", given.get("type", "default"))
+            if isinstance(given, dict)
+            else None
+        )
         if kind not in ("default", "linear", "llama3"):
             raise self.error(name, given, "rope_type 'default', 'linear' or 'llama3'")
         inner = Settings(self.path, {**self.found, **given})
@@ -195,14 +216,23 @@ class Settings:
             return Rope(theta)
         if kind == "linear":
             return Rope(theta, kind, inner.number("factor"))
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        names = (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        )
         rope = Rope(theta, kind, *map(inner.number, names))
         if rope.low >= rope.high:
-            raise self.error("high_freq_factor", rope.high, f"more than the {rope.low} of low_freq_factor")
+            raise self.error(
+                "high_freq_factor", rope.high, f"more than the {rope.low} of low_freq_factor"
+            )
         return rope
 
     def ends(self) -> tuple[int, ...]:
-        """The ids of eos_token_id, one or several, here and in generation_config.json, which may have more."""
+        """The ids of eos_token_id, one or several, here and in generation_config.json, which may
+        have more.
+        """
         path = self.path.with_name(_GENERATION)
         more = read_json(path).get("eos_token_id") if path.exists() else None
         ends: list[int] = []
@@ -210,7 +240,8 @@ class Settings:
             for x in found if isinstance(found, list) else [found] * (found is not None):
                 if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**31:
                     raise ValueError(
-                        f"--model: got eos_token_id {found!r} in {given}, expected ids from 0, below 2**31"
+                        f"--model: got eos_token_id {found!r} in {given}, expected ids from 0,"
+                        " below 2**31"
                     )
                 ends += [x] * (x not in ends)
         if not ends:

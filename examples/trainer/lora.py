@@ -1,7 +1,8 @@
-"""Adapters of low rank beside the frozen kernels of a published model: y = x W + alpha / rank * (x a) b.
+"""Adapters of low rank beside the frozen kernels of a published model: y = x W + alpha / rank * (x
+a) b.
 
-Hu et al. 2021, LoRA, https://arxiv.org/abs/2106.09685. The names of targets and the start of `a` are those of peft. `b`
-starts at 0, so that the first step has the model as it was published.
+Hu et al. 2021, LoRA, https://arxiv.org/abs/2106.09685. The names of targets and the start of `a`
+are those of peft. `b` starts at 0, so that the first step has the model as it was published.
 """
 
 from __future__ import annotations
@@ -36,17 +37,21 @@ class LoraConfig:
 class Adapter(nnx.Module):
     """What is added to the product with a kernel `[I, O]`: alpha / rank * (x a) b.
 
-    `a` is `[I, rank]`, and its rows are sharded as the kernel's are; `b` is `[rank, O]`, sharded as its columns.
+    `a` is `[I, rank]`, and its rows are sharded as the kernel's are; `b` is `[rank, O]`, sharded as
+    its columns.
     """
 
-    def __init__(self, projection: Projection, lora: LoraConfig, parallel: ParallelMesh, rngs: nnx.Rngs):
+    def __init__(
+        self, projection: Projection, lora: LoraConfig, parallel: ParallelMesh, rngs: nnx.Rngs
+    ):
         def param(init: nnx.Initializer, spec: P, *shape: int) -> nnx.LoRAParam:
             placed = nnx.with_partitioning(init, tuple(spec), mesh=parallel.mesh)
             return nnx.LoRAParam(placed(rngs.params(), shape, jnp.float32))
 
         rows, columns = projection.kernel.shape
         of_rows, of_columns = projection.spec
-        uniform = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # within 1 / sqrt(I)
+        # within 1 / sqrt(I)
+        uniform = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         self.a = param(uniform, P(of_rows, None), rows, lora.rank)
         self.b = param(nnx.initializers.zeros, P(None, of_columns), lora.rank, columns)
         of_rows, of_columns = projection.gathered
@@ -63,9 +68,15 @@ class Adapter(nnx.Module):
 
 
 def add_adapters(
-    graphdef: nnx.GraphDef, params: nnx.State, config: Config, lora: LoraConfig, parallel: ParallelMesh, seed: int
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    config: Config,
+    lora: LoraConfig,
+    parallel: ParallelMesh,
+    seed: int,
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """The structure of the model with adapters, and their parameters, which learn; `params` is the rest, and is frozen.
+    """The structure of the model with adapters, and their parameters, which learn; `params` is the
+    rest, and is frozen.
 
     Args:
       graphdef: the model's structure, without adapters.
@@ -76,7 +87,8 @@ def add_adapters(
       seed: of `a`.
 
     Raises:
-      ValueError: the rank is above a side of a kernel, which then has fewer parameters than its adapter.
+      ValueError: the rank is above a side of a kernel, which then has fewer parameters than its
+        adapter.
     """
 
     def with_adapters(params: nnx.State) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
@@ -91,9 +103,13 @@ def add_adapters(
 
     adapted, abstract, _ = jax.eval_shape(with_adapters, params)
     shardings = jax.tree.map(parallel.sharding, nnx.get_partition_spec(abstract))
-    return adapted, jax.jit(lambda params: with_adapters(params)[1], out_shardings=shardings)(params)
+    return adapted, jax.jit(lambda params: with_adapters(params)[1], out_shardings=shardings)(
+        params
+    )
 
 
 def _check_rank(rank: int, name: Any, side: int) -> None:
     if rank > side:
-        raise ValueError(f"--lora-rank: got {rank}, expected at most {side}, the smaller side of {name}")
+        raise ValueError(
+            f"--lora-rank: got {rank}, expected at most {side}, the smaller side of {name}"
+        )

@@ -1,4 +1,6 @@
-"""The model interface of the loop, and a small decoder-only transformer in Flax NNX, sharded over the tensor axis."""
+"""The model interface of the loop, and a small decoder-only transformer in Flax NNX, sharded
+over the tensor axis.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from jaxppo import Head, ParallelMesh
 
 
 class Config(Protocol):
-    """Sizes of a model. Keys and values have `kv_heads`, in `dtype`. The last two are those of `Sizes`."""
+    """Sizes of a model.
+
+    Keys and values have `kv_heads`, in `dtype`. The last two are those of `Sizes`.
+    """
 
     @property
     def vocab_size(self) -> int: ...
@@ -43,7 +48,9 @@ class Model(Protocol):
 
     @property
     def head(self) -> Any: ...
-    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend | Sequence[Attend]) -> jax.Array: ...
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend | Sequence[Attend]
+    ) -> jax.Array: ...
     def logits(self, hidden: jax.Array) -> jax.Array: ...
 
 
@@ -54,7 +61,10 @@ def head_of(model: Model, config: Config) -> Head:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the decoder. `vocab_size` tokens are real; the kernels hold `padded_vocab` columns."""
+    """Sizes of the decoder.
+
+    `vocab_size` tokens are real; the kernels hold `padded_vocab` columns.
+    """
 
     vocab_size: int
     max_length: int
@@ -84,7 +94,9 @@ def _kernel(spec: P, parallel: ParallelMesh) -> nnx.Initializer:
 
 
 class Block(nnx.Module):
-    """Attention and an MLP without a gate, each behind a norm; heads and MLP columns are split over the tensor axis."""
+    """Attention and an MLP without a gate, each behind a norm; heads and MLP columns are split
+    over the tensor axis.
+    """
 
     def __init__(self, config: ModelConfig, parallel: ParallelMesh, rngs: nnx.Rngs):
         tensor = parallel.logits_spec[2]
@@ -94,14 +106,25 @@ class Block(nnx.Module):
         linear: dict[str, Any] = {"use_bias": False, "rngs": rngs}
         self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
         self.qkv = nnx.LinearGeneral(
-            width, (3, heads, head_dim), kernel_init=_kernel(P(None, None, tensor, None), parallel), **linear
+            width,
+            (3, heads, head_dim),
+            kernel_init=_kernel(P(None, None, tensor, None), parallel),
+            **linear,
         )
         self.out = nnx.LinearGeneral(
-            (heads, head_dim), width, axis=(-2, -1), kernel_init=_kernel(P(tensor, None, None), parallel), **linear
+            (heads, head_dim),
+            width,
+            axis=(-2, -1),
+            kernel_init=_kernel(P(tensor, None, None), parallel),
+            **linear,
         )
         self.mlp_norm = nnx.RMSNorm(width, rngs=rngs)
-        self.up = nnx.Linear(width, config.mlp_width, kernel_init=_kernel(P(None, tensor), parallel), **linear)
-        self.down = nnx.Linear(config.mlp_width, width, kernel_init=_kernel(P(tensor, None), parallel), **linear)
+        self.up = nnx.Linear(
+            width, config.mlp_width, kernel_init=_kernel(P(None, tensor), parallel), **linear
+        )
+        self.down = nnx.Linear(
+            config.mlp_width, width, kernel_init=_kernel(P(tensor, None), parallel), **linear
+        )
         self.chunked = chunks.mesh_of(config.slots, parallel)
 
     def __call__(self, x: Float[Array, "R T H"], attend: Attend) -> Float[Array, "R T H"]:
@@ -113,14 +136,18 @@ class Block(nnx.Module):
         """Queries, keys and values."""
         return self.qkv(self.attention_norm(x))
 
-    def after(self, x: Float[Array, "R T H"], mixed: Float[Array, "R T N D"]) -> Float[Array, "R T H"]:
+    def after(
+        self, x: Float[Array, "R T H"], mixed: Float[Array, "R T N D"]
+    ) -> Float[Array, "R T H"]:
         """What follows attention."""
         x = x + self.out(mixed)
         return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
 
 
 class Decoder(nnx.Module):
-    """Tokens to final hidden states; the head's kernel `[H, V]` is for the loss, which never makes the logits."""
+    """Tokens to final hidden states; the head's kernel `[H, V]` is for the loss, which never
+    makes the logits.
+    """
 
     def __init__(self, config: ModelConfig, parallel: ParallelMesh, rngs: nnx.Rngs):
         small = nnx.initializers.normal(0.02)
@@ -130,12 +157,20 @@ class Decoder(nnx.Module):
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
         self.chunked = chunks.mesh_of(config.slots, parallel)
         head = _kernel(parallel.kernel_spec("hv"), parallel)
-        self.head = nnx.Linear(config.width, config.padded_vocab, use_bias=False, kernel_init=head, rngs=rngs)
+        self.head = nnx.Linear(
+            config.width, config.padded_vocab, use_bias=False, kernel_init=head, rngs=rngs
+        )
 
     def __call__(
-        self, tokens: Int[Array, "R T"], positions: Int[Array, "R T"], attend: Attend | Sequence[Attend]
+        self,
+        tokens: Int[Array, "R T"],
+        positions: Int[Array, "R T"],
+        attend: Attend | Sequence[Attend],
     ) -> Float[Array, "R T H"]:
-        """Final hidden states. `attend` is one function, or one for each layer (each with its own cache)."""
+        """Final hidden states.
+
+        `attend` is one function, or one for each layer (each with its own cache).
+        """
         x = self.tokens(tokens) + self.positions(positions)
         for i, block in enumerate(self.blocks):
             x = block(x, attend if callable(attend) else attend[i])
@@ -146,11 +181,14 @@ class Decoder(nnx.Module):
         return self.head(hidden)
 
 
-def create_model(config: ModelConfig, parallel: ParallelMesh, seed: int) -> tuple[nnx.GraphDef, nnx.State]:
+def create_model(
+    config: ModelConfig, parallel: ParallelMesh, seed: int
+) -> tuple[nnx.GraphDef, nnx.State]:
     """The model's structure and its parameters, each placed on the mesh by its partition spec."""
     if config.heads % parallel.tensor_size:
         raise ValueError(
-            f"mesh: got {parallel.tensor_size} tensor shards, expected a divisor of the {config.heads} heads"
+            f"mesh: got {parallel.tensor_size} tensor shards, expected a divisor of the"
+            f" {config.heads} heads"
         )
 
     def create():

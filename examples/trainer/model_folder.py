@@ -1,4 +1,6 @@
-"""Reads the folder of a published model: config.json, tokenizer.json and safetensors, single or sharded."""
+"""Reads the folder of a published model: config.json, tokenizer.json and safetensors, single or
+sharded.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +34,28 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(read_text(path))
     except OSError as error:
-        raise ValueError(f"--model: got {path.parent} without a readable {path.name} ({error.strerror})") from None
+        raise ValueError(
+            f"--model: got {path.parent} without a readable {path.name} ({error.strerror})"
+        ) from None
     except RecursionError:
-        raise ValueError(f"--model: got {path} with lists in lists beyond all depth, expected JSON") from None
+        raise ValueError(
+            f"--model: got {path} with lists in lists beyond all depth, expected JSON"
+        ) from None
     except ValueError as error:  # from the parser of JSON, or from decoding the text
         raise ValueError(f"--model: got {path}, expected JSON ({error})") from None
     if not isinstance(found, dict):
-        raise ValueError(f"--model: got {path} with a {type(found).__name__}, expected a JSON object")
+        raise ValueError(
+            f"--model: got {path} with a {type(found).__name__}, expected a JSON object"
+        )
     return found
 
 
 class FolderTokenizer:
-    """The tokenizer of tokenizer.json, with the ends of text that config.json names, and the folder's chat template.
+    """The tokenizer of tokenizer.json, with the ends of text that config.json names, and the
+    folder's chat template.
 
-    Questions are asked as a user's turn, to be answered without thinking; in a folder without a template, as they are.
+    Questions are asked as a user's turn, to be answered without thinking; in a folder without a
+    template, as they are.
 
     Args:
       folder: the model's folder.
@@ -53,7 +63,8 @@ class FolderTokenizer:
       worked: questions with their answers that come before every question.
 
     Raises:
-      ValueError: no tokenizer.json, an unreadable one, or one without those ids; a template that does not render.
+      ValueError: no tokenizer.json, an unreadable one, or one without those ids; a template that
+        does not render.
     """
 
     def __init__(self, folder: Path, ends: Sequence[int], worked: Sequence[Worked] = ()):
@@ -63,12 +74,16 @@ class FolderTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no class of its own
-            raise ValueError(f"--model: got {path}, expected what the tokenizers library reads ({error})") from None
+            raise ValueError(
+                f"--model: got {path}, expected what the tokenizers library reads ({error})"
+            ) from None
         texts = {}
         for end in ends:
             texts[end] = self._tokenizer.id_to_token(end)
             if texts[end] is None:
-                raise ValueError(f"--model: got eos_token_id {end}, expected the id of a token in {path}")
+                raise ValueError(
+                    f"--model: got eos_token_id {end}, expected the id of a token in {path}"
+                )
         self.size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._asked, end = asked_as(folder, list(texts.values()), read_json)
         self.ends = tuple(ends)
@@ -91,11 +106,12 @@ class FolderTokenizer:
 
 
 class Weights:
-    """The tensors of a folder by name. At first only headers are read. `place` reads the parts of a tensor that this
-    process's devices hold.
+    """The tensors of a folder by name. At first only headers are read. `place` reads the parts of a
+    tensor that this process's devices hold.
 
     Raises:
-      ValueError: no safetensors, a file that is cut short or is missing, a tensor that holds no floats.
+      ValueError: no safetensors, a file that is cut short or is missing, a tensor that holds no
+        floats.
     """
 
     def __init__(self, folder: Path):
@@ -105,10 +121,14 @@ class Weights:
             if not isinstance(index, dict):
                 raise ValueError(f"--model: got {folder / _INDEX} without weight_map")
             for tensor, name in index.items():
-                if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                if (
+                    not isinstance(name, str)
+                    or Path(name).name != name
+                    or not name.endswith(".safetensors")
+                ):
                     raise ValueError(
-                        f"--model: got {name!r} for {tensor} in {folder / _INDEX}, expected the name of a safetensors "
-                        "file beside it"
+                        f"--model: got {name!r} for {tensor} in {folder / _INDEX}, expected the"
+                        " name of a safetensors file beside it"
                     )
             names = sorted(set(index.values()))
         elif (folder / _SINGLE).is_file():
@@ -120,14 +140,17 @@ class Weights:
         held = {tensor: name for name, file in files.items() for tensor in file.keys()}  # noqa: SIM118
         for tensor, name in (index or {}).items():
             if tensor not in files[name].keys():  # noqa: SIM118
-                raise ValueError(f"--model: got {folder / name} without {tensor}, which {_INDEX} says it holds")
+                raise ValueError(
+                    f"--model: got {folder / name} without {tensor}, which {_INDEX} says it holds"
+                )
         held |= index or {}
         self._slices = {tensor: files[name].get_slice(tensor) for tensor, name in held.items()}
         self.shapes = {tensor: tuple(piece.get_shape()) for tensor, piece in self._slices.items()}
         for tensor, piece in self._slices.items():
             if piece.get_dtype() not in _FLOATS:
                 raise ValueError(
-                    f"--model: got {tensor} in {piece.get_dtype()}, expected one of {', '.join(sorted(_FLOATS))}"
+                    f"--model: got {tensor} in {piece.get_dtype()}, expected one of"
+                    f" {', '.join(sorted(_FLOATS))}"
                 )
 
     def place(self, name: str, sharding: NamedSharding, transposed: bool) -> jax.Array:
@@ -163,6 +186,10 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except FileNotFoundError:
-        raise ValueError(f"--model: got {path.parent} without {path.name}, which {_INDEX} names") from None
+        raise ValueError(
+            f"--model: got {path.parent} without {path.name}, which {_INDEX} names"
+        ) from None
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"--model: got {path}, expected a whole safetensors file ({error})") from None
+        raise ValueError(
+            f"--model: got {path}, expected a whole safetensors file ({error})"
+        ) from None

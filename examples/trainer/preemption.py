@@ -1,6 +1,8 @@
-"""Stops a run between two steps: on Ctrl-C, or on SIGTERM, which schedulers send before they take a machine.
+"""Stops a run between two steps: on Ctrl-C, or on SIGTERM, which schedulers send before they take a
+machine.
 
-JAX's own service of that kind needs a coordinator, which a run of one process has not, and knows SIGTERM alone.
+JAX's own service of that kind needs a coordinator, which a run of one process has not, and knows
+SIGTERM alone.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def signals() -> Iterator[list[str]]:
-    """Yields the names of SIGTERM and SIGINT as they come within the block; a second SIGINT ends the process at once.
+    """Yields the names of SIGTERM and SIGINT as they come within the block; a second SIGINT ends
+    the process at once.
 
-    A thread counts the SIGINTs: Python's own handlers would wait for the main thread, say for a long compilation.
+    A thread counts the SIGINTs: Python's own handlers would wait for the main thread, say for a
+    long compilation.
     """
     asked: list[str] = []
     mine, theirs = socket.socketpair()
@@ -31,16 +35,22 @@ def signals() -> Iterator[list[str]]:
                 before = interrupts
                 interrupts = interrupts + found.count(signal.SIGINT)
                 if interrupts > 1:
-                    # no file that a run resumes from is half-written: each is renamed into place when it is whole
+                    # no file that a run resumes from is half-written: each is renamed into place
+                    # when it is whole
                     os._exit(128 + signal.SIGINT)
                 if interrupts > before:
                     with contextlib.suppress(OSError, ValueError):
-                        print("stops after this step and saves; Ctrl-C again ends it at once", file=sys.stderr)
+                        print(
+                            "stops after this step and saves; Ctrl-C again ends it at once",
+                            file=sys.stderr,
+                        )
 
     wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=count, daemon=True).start()
     both = (signal.SIGINT, signal.SIGTERM)
-    handlers = [signal.signal(number, lambda n, _: asked.append(signal.Signals(n).name)) for number in both]
+    handlers = [
+        signal.signal(number, lambda n, _: asked.append(signal.Signals(n).name)) for number in both
+    ]
     try:
         yield asked
     finally:

@@ -1,4 +1,6 @@
-"""What a process of a run of many does: it joins the others, the first one prints for all, and it leaves."""
+"""What a process of a run of many does: it joins the others, the first one prints for all, and
+it leaves.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,11 @@ from jaxppo.sharding import multihost
 def join(args: argparse.Namespace) -> None:
     """Joins this process to the run, with its share of the devices if they are emulated."""
     if not args.distributed:
-        with contextlib.suppress(RuntimeError):  # JAX has made its devices already: the run takes those
-            jax.config.update("jax_num_cpu_devices", (args.devices or EMULATED_DEVICES) // args.processes)
+        # JAX has made its devices already: the run takes those
+        with contextlib.suppress(RuntimeError):
+            jax.config.update(
+                "jax_num_cpu_devices", (args.devices or EMULATED_DEVICES) // args.processes
+            )
     if args.distributed:
         multihost.start(heartbeat_timeout_s=args.heartbeat_timeout)
     else:
@@ -40,7 +45,10 @@ def is_first() -> bool:
 @contextlib.contextmanager
 def one_speaks() -> Iterator[None]:
     """Within the block, only the first process prints."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if is_first() else nowhere):
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(sys.stdout if is_first() else nowhere),
+    ):
         yield
 
 
@@ -67,20 +75,31 @@ def alone_in(folder: Path) -> Iterator[None]:
                 os.ftruncate(lock, 0)
                 since = datetime.datetime.now(datetime.UTC).isoformat(" ", "seconds")
                 with contextlib.suppress(OSError):  # such as a full disk: the lock is enough
-                    os.write(lock, f"process {os.getpid()} on host {socket.gethostname()}, since {since}".encode())
+                    os.write(
+                        lock,
+                        f"process {os.getpid()} on host {socket.gethostname()}, since {since}".encode(),
+                    )
             except BlockingIOError:
                 whose = os.read(lock, 1000).decode(errors="replace")
-                problem = f"--out: got {folder}, where another run goes on, of {whose}, expected a folder of its own"
+                problem = (
+                    f"--out: got {folder}, where another run goes on, of {whose}, expected a folder"
+                    " of its own"
+                )
             except OSError as error:
                 expected = "expected a folder that can be written to, on a file system with locks"
                 problem = f"--out: got {folder}, {expected} ({error})"
-        if found := multihost.exchange("the lock of a run", problem.encode(errors="backslashreplace"))[0]:
+        if found := multihost.exchange(
+            "the lock of a run", problem.encode(errors="backslashreplace")
+        )[0]:
             raise ValueError(found.decode())
         yield
 
 
 def leave(code: int) -> int:
-    """Leaves the run; returns the exit code. A process that failed does not wait for others, which wait for it."""
+    """Leaves the run; returns the exit code.
+
+    A process that failed does not wait for others, which wait for it.
+    """
     if code not in (0, TRY_AGAIN) and jax.process_count() > 1:
         sys.stdout.flush()
         sys.stderr.flush()

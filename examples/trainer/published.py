@@ -21,19 +21,25 @@ PublishedConfig = LlamaConfig | GemmaConfig
 
 
 def read_config(folder: Path) -> PublishedConfig:
-    """Reads config.json. Every column of the head counts as a token until `with_tokens` says how many there are.
+    """Reads config.json.
+
+    Every column of the head counts as a token until `with_tokens` says how many there are.
 
     Raises:
       ValueError: no config.json, one of another architecture, or one that lacks a setting.
     """
     path = folder / "config.json"
-    kind = Settings(path, read_json(path)).choice("model_type", (*llama_config.KINDS, gemma_config.KIND))
+    kind = Settings(path, read_json(path)).choice(
+        "model_type", (*llama_config.KINDS, gemma_config.KIND)
+    )
     if kind == gemma_config.KIND:
         return GemmaConfig.read(folder)
     return LlamaConfig.read(folder)
 
 
-def describe_model(config: PublishedConfig, parallel: ParallelMesh) -> tuple[nnx.GraphDef, nnx.State]:
+def describe_model(
+    config: PublishedConfig, parallel: ParallelMesh
+) -> tuple[nnx.GraphDef, nnx.State]:
     """The model's structure and its parameters' shapes; no array is made."""
 
     def make() -> tuple[nnx.GraphDef, nnx.State]:
@@ -45,24 +51,27 @@ def describe_model(config: PublishedConfig, parallel: ParallelMesh) -> tuple[nnx
     return jax.eval_shape(make)
 
 
-def load_model(folder: Path, config: PublishedConfig, parallel: ParallelMesh) -> tuple[nnx.GraphDef, nnx.State]:
-    """The model's structure and the folder's parameters, each placed on the mesh by its partition spec.
+def load_model(
+    folder: Path, config: PublishedConfig, parallel: ParallelMesh
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """The model's structure and the folder's parameters, each placed on the mesh by its partition
+    spec.
 
     Raises:
-      ValueError: tensors that are missing, of another shape, not finite, or of a model with more parts; a mesh that
-        does not divide the model.
+      ValueError: tensors that are missing, of another shape, not finite, or of a model with more
+        parts; a mesh that does not divide the model.
     """
     if config.kv_heads % parallel.tensor_size:
         raise ValueError(
-            f"mesh: got {parallel.tensor_size} tensor shards, expected a divisor of the {config.kv_heads} key-value "
-            "heads"
+            f"mesh: got {parallel.tensor_size} tensor shards, expected a divisor of the"
+            f" {config.kv_heads} key-value heads"
         )
     weights = Weights(folder)
     layers = {name.split(".")[2] for name in weights.shapes if name.startswith("model.layers.")}
     if config.layers != len(layers):  # checked first, since describing many layers takes time
         raise ValueError(
-            f"--model: got num_hidden_layers {config.layers} in config.json, expected {len(layers)}, the layers of "
-            "the tensors"
+            f"--model: got num_hidden_layers {config.layers} in config.json, expected"
+            f" {len(layers)}, the layers of the tensors"
         )
     graphdef, abstract = describe_model(config, parallel)
     shardings = jax.tree.map(parallel.sharding, nnx.get_partition_spec(abstract))
@@ -83,11 +92,13 @@ def load_model(folder: Path, config: PublishedConfig, parallel: ParallelMesh) ->
             sharding.shard_shape(leaf.shape)
         except ValueError:
             raise ValueError(
-                f"mesh: got {dict(parallel.mesh.shape)}, expected sizes that divide {name} {leaf.shape} as "
-                f"{sharding.spec}"
+                f"mesh: got {dict(parallel.mesh.shape)}, expected sizes that divide {name}"
+                f" {leaf.shape} as {sharding.spec}"
             ) from None
     with multihost.together(parallel):  # each process reads its own part of the weights
-        arrays = [weights.place(name, sharding, transposed) for (name, transposed), _, sharding in placed]
+        arrays = [
+            weights.place(name, sharding, transposed) for (name, transposed), _, sharding in placed
+        ]
     return graphdef, jax.tree.unflatten(structure, arrays)
 
 
@@ -100,7 +111,9 @@ def _published_name(path: tuple[Any, ...]) -> tuple[str, bool]:
     return name, kind == "kernel"
 
 
-def _check_shapes(got: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], ignored: set[str]) -> None:
+def _check_shapes(
+    got: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], ignored: set[str]
+) -> None:
     def some(names: list[str]) -> str:
         listed = ", ".join(names[:3])
         if len(names) > 3:
@@ -110,7 +123,11 @@ def _check_shapes(got: dict[str, tuple[int, ...]], expected: dict[str, tuple[int
     if missing := [name for name in expected if name not in got]:
         raise ValueError(f"--model: got no tensor {some(missing)}, which config.json asks for")
     if strange := [name for name in got if name not in expected and name not in ignored]:
-        raise ValueError(f"--model: got tensors {some(strange)}, which the model of config.json does not have")
+        raise ValueError(
+            f"--model: got tensors {some(strange)}, which the model of config.json does not have"
+        )
     for name, shape in expected.items():
         if got[name] != shape:
-            raise ValueError(f"--model: got {name} of shape {list(got[name])}, expected {list(shape)}")
+            raise ValueError(
+                f"--model: got {name} of shape {list(got[name])}, expected {list(shape)}"
+            )

@@ -1,7 +1,8 @@
-"""Renders a chat template, which a stranger wrote, within limits of time and memory: a process that `Renderer` starts.
+"""Renders a chat template, which a stranger wrote, within limits of time and memory: a process that
+`Renderer` starts.
 
-It reads lines of JSON, the template and then the variables of each rendering, and answers each with a line. Nothing
-here imports JAX.
+It reads lines of JSON, the template and then the variables of each rendering, and answers each with
+a line. Nothing here imports JAX.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def _limit_time() -> None:
     """From now on: the system ends the process after so many seconds, whatever it computes."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + SECONDS, most))
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + SECONDS, most)
+    )
 
 
 def _compiled(template: str) -> Template:

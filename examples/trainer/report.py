@@ -1,4 +1,5 @@
-"""The output of a run: a progress bar, metrics.jsonl, samples.jsonl, settings.json, reward.png; on request, a page.
+"""The output of a run: a progress bar, metrics.jsonl, samples.jsonl, settings.json, reward.png; on
+request, a page.
 
 python -m examples.trainer.report runs/grpo    # report.html and tokens.html, for a browser, and events for TensorBoard
 """
@@ -34,24 +35,30 @@ _PLOTTED = {"reward": "reward", "kl": "KL to the SFT model (nats)", "entropy": "
 
 
 class Report:
-    """Writes each step's numbers to `folder/metrics.jsonl` and onto a progress bar, both open within a with block.
+    """Writes each step's numbers to `folder/metrics.jsonl` and onto a progress bar, both open
+    within a with block.
 
-    A few samples of each step go to `folder/samples.jsonl`, and what the loss does with their tokens to
-    `folder/tokens.jsonl`.
+    A few samples of each step go to `folder/samples.jsonl`, and what the loss does with their
+    tokens to `folder/tokens.jsonl`.
 
     Args:
       folder: where the files go.
       steps: the number of GRPO steps of the whole run.
-      start: the step to go on from. Records of later steps are dropped, and so are lines that a sudden end cut off.
-        0 starts new files.
+      start: the step to go on from. Records of later steps are dropped, and so are lines that a
+        sudden end cut off. 0 starts new files.
       settings: what the run was started with; written to settings.json.
-      explains: whether tokens are explained. If not, no tokens.jsonl is made; one that is there is cut like the others.
+      explains: whether tokens are explained. If not, no tokens.jsonl is made; one that is there is
+        cut like the others.
     """
 
-    def __init__(self, folder: Path, steps: int, start: int, settings: Mapping[str, Any], explains: bool):
+    def __init__(
+        self, folder: Path, steps: int, start: int, settings: Mapping[str, Any], explains: bool
+    ):
         self.folder = folder
         self.records = _records_until(folder / "metrics.jsonl", start)
-        names = ["samples.jsonl"] + ["tokens.jsonl"] * (explains or (folder / "tokens.jsonl").is_file())
+        names = ["samples.jsonl"] + ["tokens.jsonl"] * (
+            explains or (folder / "tokens.jsonl").is_file()
+        )
         replace(folder / "metrics.jsonl", "".join(map(_line, self.records)))
         for name in names:
             replace(folder / name, "".join(map(_line, _records_until(folder / name, start))))
@@ -67,18 +74,23 @@ class Report:
         samples: Sequence[Mapping[str, Any]],
         tokens: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Takes the numbers of one step, the samples to keep, and the records of samples whose tokens are explained.
+        """Takes the numbers of one step, the samples to keep, and the records of samples whose
+        tokens are explained.
 
         A number that is not finite becomes null in the file, since JSON has no NaN.
         """
         numbers = {name: float(value) for name, value in metrics.items()}
-        self.records.append({"step": step} | {n: x if math.isfinite(x) else None for n, x in numbers.items()})
+        self.records.append(
+            {"step": step} | {n: x if math.isfinite(x) else None for n, x in numbers.items()}
+        )
         lines = ([{"step": step, "samples": samples}], tokens)
         for file, some in zip(self._beside, lines, strict=False):
             _append(file, some)
         _append(self._file, self.records[-1:])
         shown = {name: f"{numbers[name]:.3f}" for name in ("reward", "loss", "entropy")}
-        self._bar.set_postfix(shown | {"tokens/s": f"{numbers['tokens_per_second']:.0f}"}, refresh=False)
+        self._bar.set_postfix(
+            shown | {"tokens/s": f"{numbers['tokens_per_second']:.0f}"}, refresh=False
+        )
         self._bar.update(step - self._bar.n)
 
     def __enter__(self) -> Report:
@@ -93,13 +105,19 @@ class Report:
     def draw(self) -> None:
         """Draws the curves."""
         matplotlib.use("agg")
-        shown = {name: label for name, label in _PLOTTED.items() if any(name in record for record in self.records)}
+        shown = {
+            name: label
+            for name, label in _PLOTTED.items()
+            if any(name in record for record in self.records)
+        }
         size = (7, 1 + 2 * len(shown))
         figure, axes = pyplot.subplots(
             max(len(shown), 1), sharex=True, squeeze=False, figsize=size, layout="constrained"
         )
         for axis, (name, label) in zip(axes[:, 0], shown.items(), strict=False):
-            self._curve(axis, name, f"each step; dark: mean of {_MEAN_OF}" if name == "reward" else "")
+            self._curve(
+                axis, name, f"each step; dark: mean of {_MEAN_OF}" if name == "reward" else ""
+            )
             axis.set_ylabel(label)
             axis.grid(alpha=0.3)
         axes[-1, 0].set_xlabel("GRPO step")
@@ -110,8 +128,12 @@ class Report:
         pyplot.close(figure)
 
     def _curve(self, axis: Any, name: str, label: str) -> None:
-        """The values of a name; with a label also their running mean, and the accuracy on held-out questions."""
-        found = [(r["step"], math.nan if r[name] is None else r[name]) for r in self.records if name in r]
+        """The values of a name; with a label also their running mean, and the accuracy on
+        held-out questions.
+        """
+        found = [
+            (r["step"], math.nan if r[name] is None else r[name]) for r in self.records if name in r
+        ]
         steps, values = np.array(found).T
         axis.plot(steps, values, color="C0", alpha=0.4 if label else 1.0, label=label)
         if not label:
@@ -121,7 +143,13 @@ class Report:
             axis.plot(steps[_MEAN_OF - 1 :], mean, color="C0")
         held_out = [(r["step"], r[_HELD_OUT]) for r in self.records if r.get(_HELD_OUT) is not None]
         if held_out:
-            axis.plot(*np.array(held_out).T, "o-", color="C1", markersize=4, label="accuracy on held-out questions")
+            axis.plot(
+                *np.array(held_out).T,
+                "o-",
+                color="C1",
+                markersize=4,
+                label="accuracy on held-out questions",
+            )
         axis.legend(fontsize="small")
 
 
@@ -136,14 +164,29 @@ def settings_of(parallel: ParallelMesh, arguments: Mapping[str, Any], model: Any
         "kind of device": devices[0].device_kind,
         "processes": jax.process_count(),
     }
-    versions = {"python": platform.python_version(), "jax": jax.__version__, "jaxppo": jaxppo.__version__}
-    return {"mesh": mesh, "arguments": dict(arguments), "model": dataclasses.asdict(model), "versions": versions}
+    versions = {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxppo": jaxppo.__version__,
+    }
+    return {
+        "mesh": mesh,
+        "arguments": dict(arguments),
+        "model": dataclasses.asdict(model),
+        "versions": versions,
+    }
 
 
 def memory_gib() -> float:
-    """The most that a device of this process has held so far; that of the process if devices do not say."""
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """The most that a device of this process has held so far; that of the process if devices do
+    not say.
+    """
+    peaks = [
+        (device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()
+    ]
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     return float(max(peaks) or host) / 2**30
 
 
@@ -168,7 +211,11 @@ def replace(path: Path, text: str) -> None:
 
 
 def _records_until(path: Path, step: int) -> list[dict[str, Any]]:
-    return [record for record in read_records(path) if record["step"] <= step] if step and path.is_file() else []
+    return (
+        [record for record in read_records(path) if record["step"] <= step]
+        if step and path.is_file()
+        else []
+    )
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -185,7 +232,9 @@ def write_events(records: Sequence[Mapping[str, Any]], folder: Path) -> None:
     from tensorboardX import SummaryWriter
 
     if folder.is_symlink():
-        raise ValueError(f"run: got {folder}, a link, expected a folder of the run or nothing there")
+        raise ValueError(
+            f"run: got {folder}, a link, expected a folder of the run or nothing there"
+        )
     for old in folder.glob("events.out.tfevents.*"):
         old.unlink()
     with SummaryWriter(str(folder)) as writer:
@@ -200,9 +249,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from examples.trainer.report_page import load_run, page, title_of
     from examples.trainer.tokens_page import load_tokens, tokens_page
 
-    parser = argparse.ArgumentParser(prog="examples.trainer.report", description="A look at a run of train_grpo.")
+    parser = argparse.ArgumentParser(
+        prog="examples.trainer.report", description="A look at a run of train_grpo."
+    )
     parser.add_argument("run", type=Path, help="the --out folder of the run")
-    parser.add_argument("--beside", type=Path, help="that of another run, whose curves are drawn dotted")
+    parser.add_argument(
+        "--beside", type=Path, help="that of another run, whose curves are drawn dotted"
+    )
     args = parser.parse_args(argv)
     folder = args.run
     try:

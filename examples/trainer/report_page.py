@@ -1,4 +1,6 @@
-"""The page of a run, as one HTML file that loads no others: curves, settings and a picture of the mesh."""
+"""The page of a run, as one HTML file that loads no others: curves, settings and a picture of
+the mesh.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,27 @@ from examples.trainer.report import read_records
 
 # title: (the text below it, patterns of the names of its curves)
 CHARTS = {
-    "Reward": ("of the task's verifier; accuracy is the share of full marks", ("reward", "accuracy")),
-    "Held-out accuracy": ("share of full marks among the likeliest responses to held-out questions", ("held_out_*",)),
-    "KL": ("nats per token: to the supervised model, and to the policy that sampled (ppo_kl)", ("kl", "ppo_kl*")),
-    "Pass rates": ("of the groups of a prompt: with all, none or a part of their samples of full marks", ("pass_*",)),
+    "Reward": (
+        "of the task's verifier; accuracy is the share of full marks",
+        ("reward", "accuracy"),
+    ),
+    "Held-out accuracy": (
+        "share of full marks among the likeliest responses to held-out questions",
+        ("held_out_*",),
+    ),
+    "KL": (
+        "nats per token: to the supervised model, and to the policy that sampled (ppo_kl)",
+        ("kl", "ppo_kl*"),
+    ),
+    "Pass rates": (
+        "of the groups of a prompt: with all, none or a part of their samples of full marks",
+        ("pass_*",),
+    ),
     "Entropy": ("of the policy, nats per token", ("entropy*",)),
-    "Clip fractions": ("share of tokens whose ratio is clipped, in the last update of a step", ("clip_fraction*",)),
+    "Clip fractions": (
+        "share of tokens whose ratio is clipped, in the last update of a step",
+        ("clip_fraction*",),
+    ),
     "Ratios": ("of the policy to the one that sampled, in the last update of a step", ("ratio_*",)),
     "Mismatch": (
         "between the log-probs of sampler and trainer",
@@ -42,14 +59,23 @@ CHARTS = {
         ),
     ),
     "Rollout weights": (
-        "the trainer's probability of a token over the sampler's, and the effective share of samples",
+        (
+            "the trainer's probability of a token over the sampler's, and the effective share of"
+            " samples"
+        ),
         ("mismatch_weight_*", "mismatch_sequence_effective_sample_size"),
     ),
     "Loss": ("of the first update of a step", ("loss", "pg_loss")),
     "Gradient norm": ("before clipping", ("gradient_norm",)),
     "Throughput": ("tokens of prompts and responses per second", ("tokens_per_second",)),
-    "Memory": ("GiB, the highest so far: of a device where it says, else of the process", ("memory_gib",)),
-    "Left out": ("updates without a finite gradient, and rules of data that were broken", ("skipped", "broken_rules")),
+    "Memory": (
+        "GiB, the highest so far: of a device where it says, else of the process",
+        ("memory_gib",),
+    ),
+    "Left out": (
+        "updates without a finite gradient, and rules of data that were broken",
+        ("skipped", "broken_rules"),
+    ),
 }
 _SAMPLE = ("reward", "prompt", "completion")
 _STEPS_SHOWN = 20
@@ -75,7 +101,8 @@ _STYLE_OF_SVG = '<style type="text/css">*{stroke-linejoin: round; stroke-linecap
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run's folder holds: records by step, the settings, and how many lines were not valid (`left_out`).
+    """What a run's folder holds: records by step, the settings, and how many lines were not valid
+    (`left_out`).
 
     `samples` are a few of each step, by step.
     """
@@ -98,14 +125,18 @@ def _is_finite(x: Any) -> bool:
 
 
 def load_run(folder: Path) -> Run:
-    """Reads a run's folder. Broken lines are counted; of two records of one step the later one is kept.
+    """Reads a run's folder.
+
+    Broken lines are counted; of two records of one step the later one is kept.
 
     Raises:
       ValueError: there are no metrics.
     """
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        raise ValueError(f"run: got {folder}, expected the --out folder of a run, with metrics.jsonl")
+        raise ValueError(
+            f"run: got {folder}, expected the --out folder of a run, with metrics.jsonl"
+        )
     lines = sum(1 for line in read_text(path, errors="replace").splitlines() if line.strip())
     found = list(read_records(path))
     by_step = {record["step"]: record for record in found if abs(record["step"]) < 1 << 53}
@@ -125,12 +156,16 @@ def load_run(folder: Path) -> Run:
 
 
 def page(run: Run, beside: Run | None = None, tokens: bool = False) -> str:
-    """The whole page, with the curves of another run drawn thin beside this run's, and a link to a page of tokens."""
+    """The whole page, with the curves of another run drawn thin beside this run's, and a link to
+    a page of tokens.
+    """
     names = sorted({name for record in run.records for name in record} - {"step"})
     shown: set[str] = set()
     charts = []
     for title, (about, wanted) in CHARTS.items():
-        curves = [name for pattern in wanted for name in names if fnmatch.fnmatchcase(name, pattern)]
+        curves = [
+            name for pattern in wanted for name in names if fnmatch.fnmatchcase(name, pattern)
+        ]
         shown |= set(curves)
         charts.append(_chart(run, title, about, curves, beside))
     charts += [_chart(run, name, "", [name], beside) for name in names if name not in shown]
@@ -155,10 +190,14 @@ def page(run: Run, beside: Run | None = None, tokens: bool = False) -> str:
             body.append(f"<h2>{html.escape(str(name).capitalize())}</h2>{_table(value)}")
     if not run.settings:
         body.append("<h2>Settings</h2><p>settings.json is not there, or cannot be read</p>")
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    )
     head += policy_tag(_STYLE, style_attributes=True)  # the curves have some
     head += f"<title>{html.escape(title)}</title><style>{_STYLE}</style>"
-    return f'<!DOCTYPE html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
+    return (
+        f'<!DOCTYPE html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
+    )
 
 
 def title_of(run: Run) -> str:
@@ -166,14 +205,18 @@ def title_of(run: Run) -> str:
     arguments = run.settings.get("arguments")
     if not isinstance(arguments, Mapping):
         return run.name
-    told = [f"{name} {_text(arguments[name])}" for name in _TELLING if arguments.get(name) is not None]
+    told = [
+        f"{name} {_text(arguments[name])}" for name in _TELLING if arguments.get(name) is not None
+    ]
     if not told:
         return run.name
     return f"{run.name}: {', '.join(told)}"
 
 
 def _series(run: Run, name: str) -> tuple[list[int], list[float], list[int]]:
-    """The steps and values of one name, with NaN for values that are not finite, and the steps of those."""
+    """The steps and values of one name, with NaN for values that are not finite, and the steps
+    of those.
+    """
     steps = []
     values = []
     lost = []
@@ -186,8 +229,13 @@ def _series(run: Run, name: str) -> tuple[list[int], list[float], list[int]]:
     return steps, values, lost
 
 
-def _chart(run: Run, title: str, about: str, names: Sequence[str], beside: Run | None = None) -> str:
-    """The curves of one chart. Those that never change are told in words: a line at 1 or 0 would only set the scale."""
+def _chart(
+    run: Run, title: str, about: str, names: Sequence[str], beside: Run | None = None
+) -> str:
+    """The curves of one chart.
+
+    Those that never change are told in words: a line at 1 or 0 would only set the scale.
+    """
     heading = f"<h3>{html.escape(title)}</h3><p>{html.escape(about)}</p>"
     if not names:
         return f"<figure>{heading}<p>not recorded in this run</p></figure>"
@@ -209,7 +257,12 @@ def _chart(run: Run, title: str, about: str, names: Sequence[str], beside: Run |
             axis.plot(other_steps, other_values, ":", color=colour, linewidth=0.9)
         # labels and titles are text that matplotlib must not read as formulas
         axis.plot(
-            steps, values, marker="." if len(steps) < 30 else None, label=plain(name), color=colour, linewidth=1.3
+            steps,
+            values,
+            marker="." if len(steps) < 30 else None,
+            label=plain(name),
+            color=colour,
+            linewidth=1.3,
         )
         for step in lost[:200]:
             axis.axvline(step, color="#b42318", linewidth=0.6, alpha=0.6)
@@ -229,7 +282,9 @@ def _note_of_lost(name: str, steps: Sequence[int]) -> list[str]:
     some = ", ".join(map(str, steps[:5]))
     if len(steps) > 5:
         some += ", ..."
-    return [f'<p class="warn">{html.escape(name)} is no finite number in {len(steps)} steps: {some}</p>']
+    return [
+        f'<p class="warn">{html.escape(name)} is no finite number in {len(steps)} steps: {some}</p>'
+    ]
 
 
 def _set_axis(axis: Any, values: Sequence[float]) -> None:
@@ -246,7 +301,9 @@ def _set_axis(axis: Any, values: Sequence[float]) -> None:
 
 
 def plain(text: str) -> str:
-    """Text that matplotlib shows as it is: a leading underscore would hide a label, a dollar begin a formula."""
+    """Text that matplotlib shows as it is: a leading underscore would hide a label, a dollar
+    begin a formula.
+    """
     return text.replace("$", r"\$").lstrip("_") or "?"
 
 
@@ -254,7 +311,9 @@ def _svg(figure: Figure, title: str) -> str:
     """The figure as an SVG element; its ids differ from those of all other figures on the page."""
     key = re.sub(r"\W", "-", title.lower())
     file = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": key, "font.family": "sans-serif"}):
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": key, "font.family": "sans-serif"}
+    ):
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     drawn = file.getvalue().replace(_STYLE_OF_SVG, "")
     drawn = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{key}-", drawn[drawn.index("<svg") :])
@@ -284,7 +343,9 @@ def _samples(samples: Mapping[int, Sequence[Any]]) -> str:
     rows = []
     for step in some:
         for sample in samples[step]:
-            told = [sample.get(name) for name in _SAMPLE] if isinstance(sample, Mapping) else [sample]
+            told = (
+                [sample.get(name) for name in _SAMPLE] if isinstance(sample, Mapping) else [sample]
+            )
             cells = (f"<td><pre>{html.escape(_text(text))}</pre></td>" for text in told)
             rows.append(f"<tr><th>{step}</th>{''.join(cells)}</tr>")
     head = "".join(f"<th>{text}</th>" for text in ("step", *_SAMPLE))
@@ -294,7 +355,9 @@ def _samples(samples: Mapping[int, Sequence[Any]]) -> str:
 
 def _table(value: Any) -> str:
     rows = value.items() if isinstance(value, Mapping) else [("", value)]
-    cells = (f"<tr><th>{html.escape(str(k))}</th><td>{html.escape(_text(v))}</td></tr>" for k, v in rows)
+    cells = (
+        f"<tr><th>{html.escape(str(k))}</th><td>{html.escape(_text(v))}</td></tr>" for k, v in rows
+    )
     return f'<div class="scroll"><table>{"".join(cells)}</table></div>'
 
 
@@ -307,7 +370,9 @@ def _text(value: Any) -> str:
 
 
 def _mesh(mesh: Any) -> str:
-    """Draws a cell for each device: rows are the first axis, columns the others, colours parts of the parameters."""
+    """Draws a cell for each device: rows are the first axis, columns the others, colours parts
+    of the parameters.
+    """
     try:
         axes = {str(name): int(size) for name, size in mesh["axes"].items()}
         devices = [str(device) for device in mesh["devices"]]
@@ -320,7 +385,10 @@ def _mesh(mesh: Any) -> str:
     colours: dict[Any, int] = {}
     (first, rows), *across = axes.items()
     columns = list(itertools.product(*(range(size) for _, size in across)))
-    heads = (" ".join(f"{name} {i}" for (name, _), i in zip(across, column, strict=True)) for column in columns)
+    heads = (
+        " ".join(f"{name} {i}" for (name, _), i in zip(across, column, strict=True))
+        for column in columns
+    )
     lines = ["<th></th>" + "".join(f"<th>{html.escape(text)}</th>" for text in heads)]
     for row in range(rows):
         cells = []
@@ -334,4 +402,7 @@ def _mesh(mesh: Any) -> str:
     told = f"devices of one colour hold the same part of the parameters, of {len(colours)}"
     picture = "".join(f"<tr>{line}</tr>" for line in lines)
     rest = {name: x for name, x in mesh.items() if name not in ("axes", "devices", "roles")} | roles
-    return f'<p>{told}</p><div class="scroll"><table class="mesh">{picture}</table></div>{_table(rest)}'
+    return (
+        f'<p>{told}</p><div class="scroll"><table'
+        f' class="mesh">{picture}</table></div>{_table(rest)}'
+    )

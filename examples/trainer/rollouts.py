@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 GREEDY = 0.0
 _SEQUENCES_PER_ROW = 4
-_ROW = 1024  # tokens of a row of trees, if two groups are not longer: attention takes the square of it
+# tokens of a row of trees, if two groups are not longer: attention takes the square of it
+_ROW = 1024
 _READABLE = 4  # samples of each step that are kept as text
 
 
@@ -44,7 +45,8 @@ class Rollouts:
         shards = self.parallel.data_size * self.parallel.context_size
         if self.batch_size % shards:
             raise ValueError(
-                f"prompts * samples: got {self.batch_size}, expected a multiple of the {shards} data and context shards"
+                f"prompts * samples: got {self.batch_size}, expected a multiple of the {shards}"
+                " data and context shards"
             )
 
     def sample(
@@ -62,7 +64,9 @@ class Rollouts:
         shards = self.parallel.data_size * self.parallel.context_size
         reads = shards // math.gcd(shards, len(questions))
         read = [question for question in questions for _ in range(reads)]
-        prompts = np.array([q.prompt + [Tokenizer.pad] * (width - len(q.prompt)) for q in read], np.int32)
+        prompts = np.array(
+            [q.prompt + [Tokenizer.pad] * (width - len(q.prompt)) for q in read], np.int32
+        )
         lengths = np.array([len(q.prompt) for q in read], np.int32)
         rows = self.parallel.sharding(rows_spec(self.parallel))
         everywhere = self.parallel.sharding(P())
@@ -79,7 +83,9 @@ class Rollouts:
                 group_id=i // copies,
                 rollout_log_probs=log_probs[mask],
             )
-            for i, tokens, log_probs, mask in zip(self.own(range(len(asked))), *responses, strict=True)
+            for i, tokens, log_probs, mask in zip(
+                self.own(range(len(asked))), *responses, strict=True
+            )
         ]
 
     def own(self, everything: Sequence[Any]) -> list[Any]:
@@ -102,14 +108,21 @@ class Rollouts:
 
 
 def scores(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Rewards and lengths of the samples of every process, in order of their ids; all must call this."""
-    mine = np.array([(sample.sample_id, sample.reward, len(sample.tokens)) for sample in samples], np.float64)
+    """Rewards and lengths of the samples of every process, in order of their ids; all must call
+    this.
+    """
+    mine = np.array(
+        [(sample.sample_id, sample.reward, len(sample.tokens)) for sample in samples], np.float64
+    )
     everyone = np.concatenate(multihost.gather(mine))
-    _, first = np.unique(everyone[:, 0], return_index=True)  # processes that share a data shard report the same samples
+    # processes that share a data shard report the same samples
+    _, first = np.unique(everyone[:, 0], return_index=True)
     return everyone[first, 1], everyone[first, 2]
 
 
-def readable(samples: Sequence[Sample], tokenizer: Tokenizer | FolderTokenizer) -> list[dict[str, Any]]:
+def readable(
+    samples: Sequence[Sample], tokenizer: Tokenizer | FolderTokenizer
+) -> list[dict[str, Any]]:
     """A few of the samples as text, evenly spaced, with their rewards."""
     some = samples[:: max(len(samples) // _READABLE, 1)][:_READABLE]
     return [
@@ -124,27 +137,34 @@ def readable(samples: Sequence[Sample], tokenizer: Tokenizer | FolderTokenizer) 
     ]
 
 
-def _place(arrays: tuple[np.ndarray, ...], shardings: tuple[NamedSharding, ...]) -> tuple[jax.Array, ...]:
+def _place(
+    arrays: tuple[np.ndarray, ...], shardings: tuple[NamedSharding, ...]
+) -> tuple[jax.Array, ...]:
     """Puts arrays that every process has onto the devices of all."""
 
     def put(x, sharding):
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-    with jax.transfer_guard_host_to_device("allow"):  # JAX counts its own callbacks as such transfers
+    # JAX counts its own callbacks as such transfers
+    with jax.transfer_guard_host_to_device("allow"):
         return tuple(map(put, arrays, shardings))
 
 
 def answers(questions: Sequence[Question]) -> list[Sample]:
     """The right answers as samples, for supervised steps."""
-    return [Sample([*q.prompt, *q.answer], response_start=len(q.prompt), sample_id=i) for i, q in enumerate(questions)]
+    return [
+        Sample([*q.prompt, *q.answer], response_start=len(q.prompt), sample_id=i)
+        for i, q in enumerate(questions)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Packer:
     """Packs samples of a task into rows whose number and length never change.
 
-    All processes together have `batch_size` samples; each process packs those of its data shards. With `copies`, so
-    many samples share a prompt, which a row then holds once, and a step has one of a few numbers of rows.
+    All processes together have `batch_size` samples; each process packs those of its data shards.
+    With `copies`, so many samples share a prompt, which a row then holds once, and a step has one
+    of a few numbers of rows.
     """
 
     parallel: ParallelMesh
@@ -155,15 +175,22 @@ class Packer:
     def __call__(self, samples: Sequence[Sample]) -> RolloutBatch:
         if self.copies is not None:
             return self._trees(samples, self.copies)
-        multiple = 2 * self.parallel.context_size  # a multiple of what any context layout needs of a row or a sequence
-        row_length = _SEQUENCES_PER_ROW * _round_up(self.task.prompt_length + self.task.response_length, multiple)
+        # a multiple of what any context layout needs of a row or a sequence
+        multiple = 2 * self.parallel.context_size
+        row_length = _SEQUENCES_PER_ROW * _round_up(
+            self.task.prompt_length + self.task.response_length, multiple
+        )
         rows = _round_up(-(-self.batch_size // _SEQUENCES_PER_ROW), self.parallel.data_size)
         rows = rows // self.parallel.data_size * len(multihost.local_data_shards(self.parallel))
         shape = {"row_length": row_length, "rows": rows, "num_segments": _SEQUENCES_PER_ROW}
-        return RolloutBatch.from_samples(samples, parallel=self.parallel, **shape).put(self.parallel)
+        return RolloutBatch.from_samples(samples, parallel=self.parallel, **shape).put(
+            self.parallel
+        )
 
     def _trees(self, samples: Sequence[Sample], copies: int) -> RolloutBatch:
-        """A row has room for whole groups: as many as there are, or as `_ROW` holds, and two at least."""
+        """A row has room for whole groups: as many as there are, or as `_ROW` holds, and two at
+        least.
+        """
         task = self.task
         each = self.batch_size // self.parallel.data_size  # samples of a shard
         common, prompt, response = (
@@ -173,13 +200,19 @@ class Packer:
         group = prompt + copies * response  # a branch begins with a copy of the token before it
         groups = max(min(-(-each // copies), (_ROW - common) // group), 2)
         row_length = _round_up(
-            max(common + groups * group, task.prompt_length + response), 2 * self.parallel.context_size
+            max(common + groups * group, task.prompt_length + response),
+            2 * self.parallel.context_size,
         )
         local = len(multihost.local_data_shards(self.parallel))
-        shape = {"row_length": row_length, "buckets": [local << i for i in range(each.bit_length() + 1)]}
+        shape = {
+            "row_length": row_length,
+            "buckets": [local << i for i in range(each.bit_length() + 1)],
+        }
         # a tree of so many samples has no more: they, and the places where they part
         shape |= {"num_segments": 2 * each, "share_prefixes": True}
-        return RolloutBatch.from_samples(samples, parallel=self.parallel, **shape).put(self.parallel)
+        return RolloutBatch.from_samples(samples, parallel=self.parallel, **shape).put(
+            self.parallel
+        )
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -1,4 +1,6 @@
-"""Sampling with a key-value cache: one compiled program for the whole response, on the same mesh as training."""
+"""Sampling with a key-value cache: one compiled program for the whole response, on the same mesh
+as training.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from jaxppo.batch.trees import Paths
 
 
 class Responses(NamedTuple):
-    """What was sampled: tokens up to and including the end of text, their log-probs, and a mask of where they are."""
+    """What was sampled: tokens up to and including the end of text, their log-probs, and a mask
+    of where they are.
+    """
 
     tokens: Int[Array, "B M"]
     log_probs: Float[Array, "B M"]
@@ -35,7 +39,9 @@ Over = Callable[[Paths, Paths], Attend]  # attention of queries to keys
 
 
 class Cache(NamedTuple):
-    """Keys and values `[B, slots, N, D]` of each layer, and what each slot holds: segment 1 is a token, 0 is empty."""
+    """Keys and values `[B, slots, N, D]` of each layer, and what each slot holds: segment 1 is a
+    token, 0 is empty.
+    """
 
     layers: tuple[tuple[jax.Array, jax.Array], ...]
     segments: Int[Array, "B slots"]
@@ -43,7 +49,9 @@ class Cache(NamedTuple):
 
 
 def rows_spec(parallel: ParallelMesh) -> P:
-    """The PartitionSpec of responses: each is one row, and context shards serve as further data shards."""
+    """The PartitionSpec of responses: each is one row, and context shards serve as further data
+    shards.
+    """
     return P(parallel.data + parallel.context or None)
 
 
@@ -56,15 +64,17 @@ def make_sampler(
     ends: Sequence[int] = (Tokenizer.end,),
     common: int = 0,
 ) -> Sampler:
-    """`sample(variables, prompts [B, P], lengths [B], key, temperature, copies) -> Responses`, jitted.
+    """`sample(variables, prompts [B, P], lengths [B], key, temperature, copies) -> Responses`,
+    jitted.
 
-    Each prompt has `copies` responses, which follow one another: it is read once, and its keys and values are copied.
-    The first `common` tokens are the same in all prompts, and are read once for all. Temperature 0 is greedy.
-    `variables` are the states of the model's parameters.
+    Each prompt has `copies` responses, which follow one another: it is read once, and its keys and
+    values are copied. The first `common` tokens are the same in all prompts, and are read once for
+    all. Temperature 0 is greedy. `variables` are the states of the model's parameters.
 
-    Prompts are padded on the right to P, and keys and values of response token i go to slot P + i. Attention tells
-    slots apart by segment and position, as it does the tokens of a packed training row. Log-probs are those of the
-    trainer's function, so that the head gives both the same bits for the same hidden state.
+    Prompts are padded on the right to P, and keys and values of response token i go to slot P + i.
+    Attention tells slots apart by segment and position, as it does the tokens of a packed training
+    row. Log-probs are those of the trainer's function, so that the head gives both the same bits
+    for the same hidden state.
     """
     rows = rows_spec(parallel)
     by_row = dataclasses.replace(
@@ -107,15 +117,23 @@ def make_sampler(
         copies: int,
     ) -> Responses:
         model: Model = nnx.merge(graphdef, *variables)
-        last, cache = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), read(model, prompts, lengths))
+        last, cache = jax.tree.map(
+            lambda x: jnp.repeat(x, copies, axis=0), read(model, prompts, lengths)
+        )
 
         def step(carry: Any, i: jax.Array) -> Any:
             hidden, cache, done = carry
             logits = place(model.logits(hidden[:, 0]), None)
-            token, log_prob = _choose(model, config, hidden, logits, jax.random.fold_in(key, i), temperature, by_row)
-            emitted = Responses(jnp.where(done, Tokenizer.pad, token), jnp.where(done, 0.0, log_prob), ~done)
+            token, log_prob = _choose(
+                model, config, hidden, logits, jax.random.fold_in(key, i), temperature, by_row
+            )
+            emitted = Responses(
+                jnp.where(done, Tokenizer.pad, token), jnp.where(done, 0.0, log_prob), ~done
+            )
             cache = cache._replace(segments=cache.segments.at[:, prompt_length + i].set(1))
-            hidden, cache = _extend(model, cache, token[:, None], prompt_length + i, place, tensor, over)
+            hidden, cache = _extend(
+                model, cache, token[:, None], prompt_length + i, place, tensor, over
+            )
             return (hidden, cache, done | jnp.isin(token, jnp.array(ends))), emitted
 
         carry = (last, cache, jnp.zeros(len(last), bool))
@@ -144,9 +162,16 @@ def _copies(cache: Cache, count: int, place: Place, tensor: Any) -> tuple[Any, .
 
 
 def _empty_cache(
-    config: Config, prompt_length: int, response_length: int, lengths: jax.Array, place: Place, tensor: Any
+    config: Config,
+    prompt_length: int,
+    response_length: int,
+    lengths: jax.Array,
+    place: Place,
+    tensor: Any,
 ) -> Cache:
-    """Room for keys and values of prompts of these lengths and their responses, with the segments of the prompts."""
+    """Room for keys and values of prompts of these lengths and their responses, with the
+    segments of the prompts.
+    """
     slots = jnp.arange(prompt_length + response_length)[None]
     empty = jnp.zeros((*lengths.shape, slots.size, config.kv_heads, config.head_dim), config.dtype)
     positions = jnp.where(slots < prompt_length, slots, lengths[:, None] + slots - prompt_length)
@@ -164,7 +189,9 @@ def _choose(
     temperature: jax.Array,
     parallel: ParallelMesh,
 ) -> tuple[jax.Array, jax.Array]:
-    """The token `[B]` that follows hidden states `[B, 1, H]` with these logits, and its log-prob."""
+    """The token `[B]` that follows hidden states `[B, 1, H]` with these logits, and its
+    log-prob.
+    """
     if config.logits_dtype == "bfloat16":
         logits = lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=7)
     logits = jnp.where(jnp.arange(config.padded_vocab) < config.vocab_size, logits, -jnp.inf)
@@ -179,17 +206,33 @@ def _choose(
 
 
 def _extend(
-    model: Model, cache: Cache, tokens: Int[Array, "B n"], at: Any, place: Place, tensor: Any, over: Over
+    model: Model,
+    cache: Cache,
+    tokens: Int[Array, "B n"],
+    at: Any,
+    place: Place,
+    tensor: Any,
+    over: Over,
 ) -> tuple[Float[Array, "B n H"], Cache]:
-    """Hidden states of n more tokens in the slots from `at` on, and the cache with their keys and values."""
+    """Hidden states of n more tokens in the slots from `at` on, and the cache with their keys
+    and values.
+    """
     layers = list(cache.layers)
-    here = (lax.dynamic_slice_in_dim(x, at, tokens.shape[1], 1) for x in (cache.segments, cache.positions))
+    here = (
+        lax.dynamic_slice_in_dim(x, at, tokens.shape[1], 1)
+        for x in (cache.segments, cache.positions)
+    )
     segments, positions = here
     cached = over(Paths(segments, positions), Paths(cache.segments, cache.positions))
 
     def attend_in(layer: int) -> Attend:
         def attend(
-            q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None, scale: float | None = None
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            *,
+            window: int | None = None,
+            scale: float | None = None,
         ) -> jax.Array:
             def write(old, new):
                 return place(lax.dynamic_update_slice_in_dim(old, new, at, 1), None, tensor, None)

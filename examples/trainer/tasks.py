@@ -1,4 +1,6 @@
-"""Verifiable tasks of reasoning-gym, and a character tokenizer that knows a task's fixed wording as single tokens."""
+"""Verifiable tasks of reasoning-gym, and a character tokenizer that knows a task's fixed wording
+as single tokens.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ _STREAM = 1 << 40  # generators are seeded with seed + index, so streams this fa
 
 
 class Tokenizer:
-    """Printable characters, padding, end of text, and the words that a task begins and ends every question with.
+    """Printable characters, padding, end of text, and the words that a task begins and ends every
+    question with.
 
     Example:
       >>> tokenizer = Tokenizer("Spell: ", ".")
@@ -56,7 +59,8 @@ class Tokenizer:
             tail = True
         if strange := {*text} - {*self.ids}:
             raise ValueError(
-                f"--task: got {min(strange)!r} in a text, expected printable ASCII, or a model's tokenizer"
+                f"--task: got {min(strange)!r} in a text, expected printable ASCII, or a model's"
+                " tokenizer"
             )
         return [2] * head + [self.ids[c] for c in text] + [3] * tail
 
@@ -68,7 +72,9 @@ class Tokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question as tokens, its answer as tokens with the end of text, and the generator's own entry."""
+    """A question as tokens, its answer as tokens with the end of text, and the generator's own
+    entry.
+    """
 
     prompt: list[int]
     answer: list[int]
@@ -79,7 +85,8 @@ class Task:
     """An endless, indexable stream of training questions, and held-out ones that never occur in it.
 
     Args:
-      name: one of `TASKS`, another generator of reasoning-gym, or a file of one's own, see `streams_of`.
+      name: one of `TASKS`, another generator of reasoning-gym, or a file of one's own, see
+        `streams_of`.
       seed: chooses the stream; the held-out questions are the same for every seed.
       held_out: how many questions to hold out.
       tokenizer: a model's own, see `model_folder`; by default one made for the task.
@@ -108,7 +115,9 @@ class Task:
             tokenizer.worked = [(entry["question"], entry["answer"]) for entry in probes[:shots]]
         self.tokenizer = tokenizer or _made_for([entry["question"] for entry in probes])
         self.held_out = [self._question(unseen[i]) for i in range(held_out)]
-        self._known = {_id(question.entry) for question in self.held_out} | {_id(entry) for entry in probes[:shots]}
+        self._known = {_id(question.entry) for question in self.held_out} | {
+            _id(entry) for entry in probes[:shots]
+        }
         seen = [self._question(entry) for entry in probes] + self.held_out
         self.prompt_length = max(len(question.prompt) for question in seen)
         self.response_length = response_length or max(len(question.answer) for question in seen)
@@ -116,7 +125,9 @@ class Task:
         self._start = seen[0].prompt[: self.common]
 
     def _common(self, prompts: Sequence[list[int]]) -> int:
-        """The number of tokens that all prompts begin with; 0 where it is too small to be worth a pass of its own."""
+        """The number of tokens that all prompts begin with; 0 where it is too small to be worth
+        a pass of its own.
+        """
         first = min(prompts)
         last = max(prompts)
         most = min(map(len, prompts)) - 1
@@ -126,7 +137,9 @@ class Task:
 
     def _question(self, entry: dict[str, Any]) -> Question:
         prompt = self.tokenizer.encode_question(entry["question"])
-        return Question(prompt, [*self.tokenizer.encode(entry["answer"]), self.tokenizer.end], entry)
+        return Question(
+            prompt, [*self.tokenizer.encode(entry["answer"]), self.tokenizer.end], entry
+        )
 
     def take(self, position: int, count: int) -> tuple[list[Question], int]:
         """The next `count` training questions from `position` on, and the position after them.
@@ -139,23 +152,32 @@ class Task:
         while len(questions) < count:
             question = self._question(self.stream[position])
             position += 1
-            fits = len(question.prompt) <= self.prompt_length and len(question.answer) <= self.response_length
+            fits = (
+                len(question.prompt) <= self.prompt_length
+                and len(question.answer) <= self.response_length
+            )
             fits &= question.prompt[: self.common] == self._start
             if fits and _id(question.entry) not in self._known:
                 questions.append(question)
             elif position - begun > _PATIENCE * (1 + len(questions)):
                 rules = f"answers of at most {self.response_length} tokens, and not held out"
-                raise ValueError(f"--task: got no question to train on among {_PATIENCE}, expected {rules}")
+                raise ValueError(
+                    f"--task: got no question to train on among {_PATIENCE}, expected {rules}"
+                )
         return questions, position
 
     def reward(self, question: Question, response: Sequence[int]) -> float:
         """The task's own verifier on the response's text, 1 for a right answer."""
-        text = self.tokenizer.decode(token for token in response if token not in self.tokenizer.ends)
+        text = self.tokenizer.decode(
+            token for token in response if token not in self.tokenizer.ends
+        )
         return float(self.stream.score_answer(text, question.entry))
 
 
 class Stream(Protocol):
-    """Questions with answers by index, and their verifier, as the datasets of reasoning-gym have them."""
+    """Questions with answers by index, and their verifier, as the datasets of reasoning-gym have
+    them.
+    """
 
     def __getitem__(self, i: int) -> dict[str, Any]: ...
     def score_answer(self, answer: str, entry: dict[str, Any]) -> float: ...
@@ -164,9 +186,10 @@ class Stream(Protocol):
 def streams_of(name: str) -> Callable[[int], Stream]:
     """Streams of a task's questions by number; those of two numbers do not repeat each other.
 
-    A name that ends in .py is a file of one's own, with `question(i) -> {"question": ..., "answer": ...}` for any i
-    from 0, and `score(text, entry) -> reward`. Questions of equal `entry["id"]`, or equal texts without one, count as
-    the same: what is held out is not trained on.
+    A name that ends in .py is a file of one's own, with
+    `question(i) -> {"question": ..., "answer": ...}` for any i from 0, and
+    `score(text, entry) -> reward`. Questions of equal `entry["id"]`, or equal texts without one,
+    count as the same: what is held out is not trained on.
 
     Raises:
       ValueError: no such task.
@@ -180,12 +203,14 @@ def streams_of(name: str) -> Callable[[int], Stream]:
 
     if name not in DATASETS:
         raise ValueError(
-            f"--task: got {name!r}, expected one of {', '.join(TASKS)}, another generator of reasoning-gym, or a file "
-            "that ends in .py"
+            f"--task: got {name!r}, expected one of {', '.join(TASKS)}, another generator of"
+            " reasoning-gym, or a file that ends in .py"
         )
 
     def make(number: int) -> Stream:
-        return reasoning_gym.create_dataset(name, seed=number * _STREAM, size=_STREAM, **TASKS.get(name, {}))
+        return reasoning_gym.create_dataset(
+            name, seed=number * _STREAM, size=_STREAM, **TASKS.get(name, {})
+        )
 
     return make
 
@@ -195,7 +220,9 @@ def _functions_of(path: Path) -> dict[str, Any]:
     try:
         found = runpy.run_path(str(path))
     except Exception as error:  # somebody's program
-        raise ValueError(f"--task: got {path}, which ends with {type(error).__name__} ({error})") from error
+        raise ValueError(
+            f"--task: got {path}, which ends with {type(error).__name__} ({error})"
+        ) from error
     for name in ("question", "score"):
         if not callable(found.get(name)):
             raise ValueError(f"--task: got {path} without a function {name}")
@@ -212,9 +239,12 @@ class _OwnStream:
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         entry = self.functions["question"](self.number * _STREAM + i)
-        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("question", "answer")):
+        if not isinstance(entry, dict) or not all(
+            isinstance(entry.get(key), str) for key in ("question", "answer")
+        ):
             raise ValueError(
-                f"--task: got {entry!r} from question({i}) of {self.path}, expected texts question and answer"
+                f"--task: got {entry!r} from question({i}) of {self.path}, expected texts question"
+                " and answer"
             )
         return entry
 
@@ -229,7 +259,9 @@ def _id(entry: dict[str, Any]) -> Any:
 def _made_for(texts: Sequence[str]) -> Tokenizer:
     """The tokenizer of a task, from many of its questions."""
     opening = _common_start(texts)
-    return Tokenizer(opening, _common_start([text.removeprefix(opening)[::-1] for text in texts])[::-1])
+    return Tokenizer(
+        opening, _common_start([text.removeprefix(opening)[::-1] for text in texts])[::-1]
+    )
 
 
 def _common_start(texts: Sequence[str]) -> str:

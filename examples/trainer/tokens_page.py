@@ -1,4 +1,5 @@
-"""The page of a run's tokens, as one HTML file that loads no others: each coloured by what the loss does with it.
+"""The page of a run's tokens, as one HTML file that loads no others: each coloured by what the loss
+does with it.
 
 tokens_page.js draws it in the browser, from data in the page.
 """
@@ -65,14 +66,19 @@ dl { grid-template-columns: minmax(0, 1fr) auto minmax(0, 1fr) auto } }
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """The explained samples of a run, in the order of their steps, and how many lines were none (`left_out`)."""
+    """The explained samples of a run, in the order of their steps, and how many lines were none
+    (`left_out`).
+    """
 
     samples: Sequence[Mapping[str, Any]]
     left_out: int
 
 
 def load_tokens(folder: Path) -> Tokens | None:
-    """Reads tokens.jsonl, None if there is none. Of two records of one sample in one step the later one is kept."""
+    """Reads tokens.jsonl, None if there is none.
+
+    Of two records of one sample in one step the later one is kept.
+    """
     path = folder / "tokens.jsonl"
     if not path.is_file():
         return None
@@ -87,13 +93,19 @@ def _sample(record: Mapping[str, Any]) -> dict[str, Any] | None:
     step = record["step"]
     number = record.get("sample_id")
     tokens = record.get("tokens")
-    if not (_is_id(step) and _is_id(number) and isinstance(tokens, list) and all(map(_is_id, tokens))):
+    if not (
+        _is_id(step) and _is_id(number) and isinstance(tokens, list) and all(map(_is_id, tokens))
+    ):
         return None
     size = len(tokens)
     mask = record.get("loss_mask")
     reasons = record.get("reason")
     text = record.get("text", [""] * size)
-    if not (_are(mask, size, _is_finite) and _are(reasons, size, _is_text) and _are(text, size, _is_text)):
+    if not (
+        _are(mask, size, _is_finite)
+        and _are(reasons, size, _is_text)
+        and _are(text, size, _is_text)
+    ):
         return None
     values = {
         name: [None if x is None else float(f"{x:.6g}") for x in numbers]
@@ -122,7 +134,8 @@ def _are(found: Any, size: int, fits: Any) -> bool:
 
 
 def _is_id(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and abs(x) < 1 << 53  # which JavaScript has exactly
+    # which JavaScript has exactly
+    return isinstance(x, int) and not isinstance(x, bool) and abs(x) < 1 << 53
 
 
 def _is_finite(x: Any) -> bool:
@@ -147,21 +160,35 @@ def tokens_page(title: str, tokens: Tokens) -> str:
         told = f"no sample yet; {told}"
     script = _SCRIPT.read_text(encoding="utf-8")
     head = [
-        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
+        (
+            '<meta charset="utf-8"><meta name="viewport" content="width=device-width,'
+            ' initial-scale=1">'
+        ),
         policy_tag(_STYLE, script),
         f"<title>{html.escape(title)}: tokens</title><style>{_STYLE}</style>",
     ]
     body = [
-        f'<h1>{html.escape(title)}</h1><p>{told}</p><p><a href="report.html">The curves of this run</a></p>',
+        (
+            f'<h1>{html.escape(title)}</h1><p>{told}</p><p><a href="report.html">The curves of this'
+            " run</a></p>"
+        ),
         "<noscript><p>This page is drawn by JavaScript.</p></noscript>",
-        f'<div id="page"></div><script type="application/json" id="data">{_in_script(data)}</script>',
+        (
+            '<div id="page"></div><script type="application/json"'
+            f' id="data">{_in_script(data)}</script>'
+        ),
         f"<script>{script}</script>",
     ]
-    return f'<!DOCTYPE html><html lang="en"><head>{"".join(head)}</head><body>{"".join(body)}</body></html>\n'
+    return (
+        "<!DOCTYPE html><html"
+        f' lang="en"><head>{"".join(head)}</head><body>{"".join(body)}</body></html>\n'
+    )
 
 
 def _that_fit(samples: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], int]:
-    """The samples of as many steps as a page has room for, the first and the last included, and the number of all."""
+    """The samples of as many steps as a page has room for, the first and the last included, and
+    the number of all.
+    """
     steps = sorted({sample["step"] for sample in samples})
     numbers = sum(len(sample["tokens"]) * (1 + len(sample["values"])) for sample in samples)
     every = max(math.ceil(numbers / _MOST), 1)

@@ -1,4 +1,5 @@
-"""Trains a small transformer on verifiable tasks: a short supervised start, then GRPO, on any mesh of devices.
+"""Trains a small transformer on verifiable tasks: a short supervised start, then GRPO, on any mesh
+of devices.
 
 python -m examples.trainer.train_grpo --out runs/grpo
 
@@ -17,7 +18,9 @@ from examples.trainer.arguments import parse
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if launch.is_launcher(args):
-        return launch.start("examples.trainer.train_grpo", sys.argv[1:] if argv is None else argv, args)
+        return launch.start(
+            "examples.trainer.train_grpo", sys.argv[1:] if argv is None else argv, args
+        )
     try:
         from examples.trainer import grpo_run, processes
 

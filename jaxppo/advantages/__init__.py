@@ -17,7 +17,29 @@ from jaxppo.advantages.token_statistics import explained_variance, spread, white
 
 # before an estimator; estimators by samples; by tokens; numbers on tokens
 __all__ = ["accepted_samples", "drop_equal_groups", "overlong_penalty", "pass_rates"]
-__all__ += ["dr_grpo", "gdpo", "gpg", "grpo", "maxrl", "opo", "pass_at_k", "remax", "rloo", "standardize"]
-__all__ += ["discounted_returns", "gae", "last_values", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-__all__ += ["importance_weighted_distillation", "on_policy_distillation", "optimal_token_baseline", "token_rewards"]
+__all__ += [
+    "dr_grpo",
+    "gdpo",
+    "gpg",
+    "grpo",
+    "maxrl",
+    "opo",
+    "pass_at_k",
+    "remax",
+    "rloo",
+    "standardize",
+]
+__all__ += [
+    "discounted_returns",
+    "gae",
+    "last_values",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+]
+__all__ += [
+    "importance_weighted_distillation",
+    "on_policy_distillation",
+    "optimal_token_baseline",
+    "token_rewards",
+]
 __all__ += ["explained_variance", "spread", "whiten"]

@@ -15,7 +15,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo.advantages.token_statistics import Parallel
-from jaxppo.base.arrays import as_number, check, check_array, check_choice, check_flag, check_ids, spec_of
+from jaxppo.base.arrays import (
+    as_number,
+    check,
+    check_array,
+    check_choice,
+    check_flag,
+    check_ids,
+    spec_of,
+)
 from jaxppo.base.by_id import ById
 from jaxppo.base.stacked import check_whole_step
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
@@ -31,7 +39,9 @@ SHARED_BY_ROLLOUT = {
 
 
 class SampleArrays(NamedTuple):
-    """What all estimators by group read of samples, `[R, S]` or `[K, R, S]`; None for what is not given."""
+    """What all estimators by group read of samples, `[R, S]` or `[K, R, S]`; None for what is
+    not given.
+    """
 
     rewards: Any
     group_ids: Any
@@ -49,13 +59,17 @@ class Moments(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """The rewards of all devices' N samples by group; per-shard code. Statistics are `[N]`, of each sample's group."""
+    """The rewards of all devices' N samples by group; per-shard code.
+
+    Statistics are `[N]`, of each sample's group.
+    """
 
     by_id: ById  # the samples by group
     rewards: Float[Array, " N"]  # 0 where there is none
     there: Bool[Array, " N"]  # which samples have a group
     rewarded: Bool[Array, " N"]  # which samples have a group and a reward
-    counts: Bool[Array, " N"]  # what makes the statistics: the rewarded samples that are `among`, one of each rollout
+    # what makes the statistics: the rewarded samples that are `among`, one of each rollout
+    counts: Bool[Array, " N"]
     first: Int[Array, " N"]  # the first sample of each sample's rollout
     broken: Bool[Array, ""]  # whether samples of a rollout differ in what they should share
 
@@ -97,8 +111,12 @@ class Groups:
         """The largest value of the samples of the group that count; -inf where none does."""
         return self.by_id.max(jnp.where(self.counts, x, -jnp.inf))[self.by_id.all]
 
-    def mean_of(self, x: Float[Array, " N"], weights: Float[Array, " N"] | None = None) -> Float[Array, " N"]:
-        """The mean, as the largest value plus the mean difference: exact where all are equal; 0 where none counts."""
+    def mean_of(
+        self, x: Float[Array, " N"], weights: Float[Array, " N"] | None = None
+    ) -> Float[Array, " N"]:
+        """The mean, as the largest value plus the mean difference: exact where all are equal; 0
+        where none counts.
+        """
         if weights is None:
             weights = jnp.ones_like(x)
         largest = jnp.where(self.count > 0, self.max(x), 0)
@@ -129,21 +147,30 @@ class Groups:
         return jnp.zeros_like(x).at[self.first].add(x)[self.first]
 
     def but_self(self, x: Float[Array, " N"]) -> Float[Array, " N"]:
-        """A difference from the group's mean as one from the mean of the others; 0 without others."""
+        """A difference from the group's mean as one from the mean of the others; 0 without
+        others.
+        """
         others = jnp.maximum(self.count - 1, 1)
         return jnp.where(self.counts, x * self.count / others, x)
 
     def unless_alone(
-        self, advantages: Float[Array, " N"], singletons: Singletons, reward: Float[Array, " N"] | None = None
+        self,
+        advantages: Float[Array, " N"],
+        singletons: Singletons,
+        reward: Float[Array, " N"] | None = None,
     ) -> Float[Array, " N"]:
-        """Replaces the advantages in a group where fewer than two samples count by 0 or by the own `reward`."""
+        """Replaces the advantages in a group where fewer than two samples count by 0 or by the
+        own `reward`.
+        """
         alone: jax.Array | int = 0
         if singletons == "reward":
             alone = self.rewards if reward is None else reward
         return jnp.where(self.count > 1, advantages, alone)
 
     def own(self, result: Float[Array, " N"]) -> Float[Array, "*K R S"]:
-        """The result for this device's samples: that of their rollouts, 0 where there is no reward."""
+        """The result for this device's samples: that of their rollouts, 0 where there is no
+        reward.
+        """
         result = jnp.where(self.broken, jnp.nan, result[self.first])
         axes = self.by_id.axes
         own = self.by_id.own
@@ -154,8 +181,8 @@ class Groups:
     def others(self) -> Moments:
         """The moments of the other samples of each sample's group.
 
-        The moments of the samples before it and after it in the group are merged. A difference of sums is not accurate
-        enough: if the others are nearly equal, it is only rounding error.
+        The moments of the samples before it and after it in the group are merged. A difference of
+        sums is not accurate enough: if the others are nearly equal, it is only rounding error.
         """
         order = jnp.argsort(self.by_id.all)
         ids = self.by_id.all[order]
@@ -174,7 +201,9 @@ class Groups:
 
 
 def scale_of(deviation: Float[Array, " N"], epsilon: Float[Array, ""]) -> Float[Array, " N"]:
-    """deviation + epsilon; 1 where the deviation is 0, so that a sample outside the statistics is not blown up."""
+    """deviation + epsilon; 1 where the deviation is 0, so that a sample outside the statistics
+    is not blown up.
+    """
     return jnp.where(deviation == 0, 1 + 0 * epsilon, deviation + epsilon)
 
 
@@ -183,13 +212,19 @@ def _gather_flags(by_id: ById, flags: Bool[Array, "*K R S"]) -> Bool[Array, " N"
 
 
 def _moments_before(starts: Bool[Array, " N"], each: Moments, reverse: bool) -> Moments:
-    """The moments of the samples before each one, back to its group's start; with `reverse`, of those behind it."""
+    """The moments of the samples before each one, back to its group's start; with `reverse`, of
+    those behind it.
+    """
 
-    def step(x: tuple[jax.Array, Moments], y: tuple[jax.Array, Moments]) -> tuple[jax.Array, Moments]:
+    def step(
+        x: tuple[jax.Array, Moments], y: tuple[jax.Array, Moments]
+    ) -> tuple[jax.Array, Moments]:
         x_starts, x_moments = x
         y_starts, y_moments = y
         both = _merged(x_moments, y_moments)
-        return x_starts | y_starts, jax.tree.map(lambda own, merged: jnp.where(y_starts, own, merged), y_moments, both)
+        return x_starts | y_starts, jax.tree.map(
+            lambda own, merged: jnp.where(y_starts, own, merged), y_moments, both
+        )
 
     _, through = lax.associative_scan(step, (starts, each), reverse=reverse)
     shift = -1 if reverse else 1
@@ -216,10 +251,12 @@ def by_group(
     out: P | None = None,
     **options: Any,
 ) -> Result:
-    """formula(groups, **options), `[N]`: each sample gets its own, 0 without a reward. Metrics need `out=P()`.
+    """formula(groups, **options), `[N]`: each sample gets its own, 0 without a reward.
 
-    All that several estimators take is checked here: `samples`, flags, `singletons` and `epsilon`. The `lengths` of a
-    rollout are summed. Options that are arrays may be traced.
+    Metrics need `out=P()`.
+
+    All that several estimators take is checked here: `samples`, flags, `singletons` and `epsilon`.
+    The `lengths` of a rollout are summed. Options that are arrays may be traced.
     """
     arrays = {**samples._asdict(), "lengths": lengths}
     _check_samples(name, arrays)
@@ -238,10 +275,14 @@ def by_group(
         return [*inputs, P()], rows if out is None else out
 
     names = tuple((what, x) for what, x in options.items() if what not in numbers)
-    return shard_call(name, _per_shard, parallel, {**arrays, "numbers": numbers}, specs, (formula, names))
+    return shard_call(
+        name, _per_shard, parallel, {**arrays, "numbers": numbers}, specs, (formula, names)
+    )
 
 
-def _per_shard(axes: ShardAxes, static: tuple[Callable[..., Any], tuple[tuple[str, Any], ...]], *arrays: Any) -> Any:
+def _per_shard(
+    axes: ShardAxes, static: tuple[Callable[..., Any], tuple[tuple[str, Any], ...]], *arrays: Any
+) -> Any:
     formula, names = static
     *samples, lengths, numbers = arrays
     groups = Groups.of(axes, *samples)
@@ -255,9 +296,16 @@ def _per_shard(axes: ShardAxes, static: tuple[Callable[..., Any], tuple[tuple[st
 
 
 def _check_samples(name: str, arrays: Mapping[str, Any]) -> None:
-    """Raises where arrays of samples have other shapes or dtypes, or samples of a rollout differ."""
+    """Raises where arrays of samples have other shapes or dtypes, or samples of a rollout
+    differ.
+    """
     for what in ("rewards", "group_ids"):
-        check(what, f"None in {name}", arrays[what] is not None, f"[R, S]; give every Sample its {what[:-1]}")
+        check(
+            what,
+            f"None in {name}",
+            arrays[what] is not None,
+            f"[R, S]; give every Sample its {what[:-1]}",
+        )
     rewards = arrays["rewards"]
     present = {what: x for what, x in arrays.items() if x is not None}
     for what, x in present.items():
@@ -267,7 +315,12 @@ def _check_samples(name: str, arrays: Mapping[str, Any]) -> None:
             check_array(what, x)
         got = f"{rewards.dtype}{list(rewards.shape)} in {name}"
         check("rewards", got, rewards.ndim in (2, 3), "floating [R, S], or [K, R, S]")
-        check(what, f"shape {x.shape} in {name}", x.shape == rewards.shape, f"that of rewards, {rewards.shape}")
+        check(
+            what,
+            f"shape {x.shape} in {name}",
+            x.shape == rewards.shape,
+            f"that of rewards, {rewards.shape}",
+        )
     rollout_ids = present.get("rollout_ids")
     shared = {what: present[what] for what in SHARED_BY_ROLLOUT if what in present}
     # what this host cannot read makes the results NaN
@@ -276,7 +329,9 @@ def _check_samples(name: str, arrays: Mapping[str, Any]) -> None:
 
 
 def _check_rollouts(rollout_ids: Any, shared: Mapping[str, Any]) -> None:
-    """Raises where a sample has no rollout, or where samples of one rollout differ in an array of `shared`."""
+    """Raises where a sample has no rollout, or where samples of one rollout differ in an array
+    of `shared`.
+    """
     ids = np.asarray(rollout_ids).reshape(-1).astype(np.int64)
     group_ids = np.asarray(shared["group_ids"]).reshape(-1).astype(np.int64)
     missing = (ids < 0) & (group_ids >= 0)
@@ -291,8 +346,9 @@ def _check_rollouts(rollout_ids: Any, shared: Mapping[str, Any]) -> None:
         i = int(np.argmin(equal))
         got = f"{expected[i]:g} and {values[i]:g} in rollout {rollouts[inverse[i]]}"
         raise ValueError(
-            f"{what}: got {got}, expected equal ones for all parts of a rollout, which counts once: give each part "
-            f"{SHARED_BY_ROLLOUT[what]}, or leave rollout_ids out, and each part counts as a rollout of its own"
+            f"{what}: got {got}, expected equal ones for all parts of a rollout, which counts once:"
+            f" give each part {SHARED_BY_ROLLOUT[what]}, or leave rollout_ids out, and each part"
+            " counts as a rollout of its own"
         )
 
 

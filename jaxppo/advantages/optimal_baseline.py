@@ -40,32 +40,36 @@ def optimal_token_baseline(
     epsilon: Coefficient = 1e-8,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R T"]:
-    """The optimal token baseline: A_t = G_t - B_t, B_t = sum_g(G_t W_t) / (sum_g(W_t) + epsilon) at each place t.
+    """The optimal token baseline: A_t = G_t - B_t, B_t = sum_g(G_t W_t) / (sum_g(W_t) + epsilon) at
+    each place t.
 
-    W_t is the squared norm of the gradient of a sample's log-probs up to t with respect to the logits: the sum of
-    w_u^2 (1 - 2 p_u + sum p^2) over its loss tokens u up to t. Sums are over the samples of the group with a loss token
-    at t. Each device holds them in two tables of `[tokens of the step / 2]`.
+    W_t is the squared norm of the gradient of a sample's log-probs up to t with respect to the
+    logits: the sum of w_u^2 (1 - 2 p_u + sum p^2) over its loss tokens u up to t. Sums are over the
+    samples of the group with a loss token at t. Each device holds them in two tables of
+    `[tokens of the step / 2]`.
 
     Args:
       returns: `f32[R, T]`, G, see `discounted_returns`; anything where the mask is 0.
-      stats: log-probs p of the tokens and `sum_p2`, `[R, T]`, before the step: `compute_log_probs` of
-        `log_probs_from_hidden(..., logit_stats=("sum_p2",))`.
+      stats: log-probs p of the tokens and `sum_p2`, `[R, T]`, before the step: `compute_log_probs`
+        of `log_probs_from_hidden(..., logit_stats=("sum_p2",))`.
       group_ids, among: see `grpo`.
-      rollout_ids: as in `grpo`, by default those of the batch; each rollout is one sample here, since places count from
-        a rollout's first loss token.
+      rollout_ids: as in `grpo`, by default those of the batch; each rollout is one sample here,
+        since places count from a rollout's first loss token.
       batch, parallel: see `spread`.
-      place: how t counts: "position" counts all tokens from a sample's first loss token on; "loss_token" counts loss
-        tokens alone, so tokens that tools wrote count no place (verl's form for tool-integrated reasoning).
+      place: how t counts: "position" counts all tokens from a sample's first loss token on;
+        "loss_token" counts loss tokens alone, so tokens that tools wrote count no place (verl's
+        form for tool-integrated reasoning).
       weights: w, `f32[R, T]`, importance weights over the sampler, or 1.
-      singletons: the advantage at a place that no other sample reaches: its own return, "reward" (verl), or "zero".
+      singletons: the advantage at a place that no other sample reaches: its own return, "reward"
+        (verl), or "zero".
       epsilon: added to the sum of W, at least 0.
 
     Returns:
       `f32`, the shape of the loss mask, 0 where the mask is 0, and in samples without a group.
 
     Raises:
-      ValueError, TypeError: as `grpo`; statistics without `sum_p2`; one micro-batch of several; a rollout that was cut
-        into several samples, for which all is NaN under `jit`.
+      ValueError, TypeError: as `grpo`; statistics without `sum_p2`; one micro-batch of several; a
+        rollout that was cut into several samples, for which all is NaN under `jit`.
 
     Example:
       >>> ids, one = jnp.array([[1, 2, 2]]), jnp.ones((1, 3))
@@ -80,7 +84,9 @@ def optimal_token_baseline(
     check_choice("place", place, Place)
     check_choice("singletons", singletons, Singletons)
     batch = checked(batch, stacked=True)
-    check_stats(stats, batch.loss_mask.shape, "sum_p2", how="log_probs_from_hidden(logit_stats=['sum_p2'])")
+    check_stats(
+        stats, batch.loss_mask.shape, "sum_p2", how="log_probs_from_hidden(logit_stats=['sum_p2'])"
+    )
     check_ids("group_ids", group_ids)
     if rollout_ids is None:
         rollout_ids = batch.rollout_ids
@@ -98,7 +104,17 @@ def optimal_token_baseline(
     numbers = {"epsilon": as_number("epsilon", epsilon, least=0)}
     optional = ["weights", "among", "rollout_ids"]
     static = (place, singletons)
-    return on_rows(name, _per_shard, parallel, batch, tokens, samples, numbers, optional=optional, static=static)
+    return on_rows(
+        name,
+        _per_shard,
+        parallel,
+        batch,
+        tokens,
+        samples,
+        numbers,
+        optional=optional,
+        static=static,
+    )
 
 
 def _check_whole(rollout_ids: jax.Array) -> None:
@@ -110,7 +126,9 @@ def _check_whole(rollout_ids: jax.Array) -> None:
     rollouts, counts = np.unique(ids[ids >= 0], return_counts=True)
     for rollout, count in zip(rollouts[counts > 1], counts[counts > 1], strict=True):
         got = f"{count} samples of rollout {rollout}"
-        raise ValueError(f"rollout_ids: got {got}, expected one: places count from a rollout's first loss token")
+        raise ValueError(
+            f"rollout_ids: got {got}, expected one: places count from a rollout's first loss token"
+        )
 
 
 @of_rows
@@ -166,7 +184,11 @@ def _spread_flags(segments: Segments, flags: jax.Array) -> jax.Array:
 
 
 def _energy(
-    tokens: LossTokens, log_probs: jax.Array, sum_p2: jax.Array, weights: jax.Array | None, mask: jax.Array
+    tokens: LossTokens,
+    log_probs: jax.Array,
+    sum_p2: jax.Array,
+    weights: jax.Array | None,
+    mask: jax.Array,
 ) -> jax.Array:
     """w^2 (1 - 2 p + sum p^2) of each token."""
     log_probs = masked(tokens.read(LOG_PROBS, log_probs), mask)
@@ -186,9 +208,16 @@ def _largest(by_id: ById, segments: Segments, returns: jax.Array, members: jax.A
 
 
 def _place_sums(
-    axes: ShardAxes, summands: tuple[jax.Array, ...], members: jax.Array, index: jax.Array, inside: jax.Array, size: int
+    axes: ShardAxes,
+    summands: tuple[jax.Array, ...],
+    members: jax.Array,
+    index: jax.Array,
+    inside: jax.Array,
+    size: int,
 ) -> tuple[jax.Array, ...]:
-    """For each array of tokens its sums over the members at each token's place, anything outside the tables."""
+    """For each array of tokens its sums over the members at each token's place, anything outside
+    the tables.
+    """
 
     def table(x: jax.Array) -> jax.Array:
         zeros = vary(jnp.zeros(size, jnp.float32), axes.tokens)
@@ -207,7 +236,9 @@ def _has_cut_rollout(axes: ShardAxes, rollout_ids: jax.Array) -> jax.Array:
     return (samples > 1).any()
 
 
-def _places(place: Place, axes: ShardAxes, batch: RolloutBatch, segments: Segments, mask: jax.Array) -> jax.Array:
+def _places(
+    place: Place, axes: ShardAxes, batch: RolloutBatch, segments: Segments, mask: jax.Array
+) -> jax.Array:
     """The place of each loss token in its sample; 0 where the mask is 0."""
     if place == "loss_token":
         places = scan_rows(axes, batch, jnp.ones_like(mask), mask) - 1
@@ -220,9 +251,11 @@ def _places(place: Place, axes: ShardAxes, batch: RolloutBatch, segments: Segmen
 
 
 def _shared_places(by_id: ById, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For each group: how many places at least two of its samples reach, and where these places begin in the table.
+    """For each group: how many places at least two of its samples reach, and where these places
+    begin in the table.
 
-    The number is the length of the group's second longest sample, so all are at most half of the tokens.
+    The number is the length of the group's second longest sample, so all are at most half of the
+    tokens.
     """
     all_lengths = by_id.gather(lengths)
     longest = by_id.max(all_lengths)

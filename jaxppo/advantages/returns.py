@@ -1,4 +1,6 @@
-"""Advantages that look along a sequence: discounted returns, GAE, REINFORCE++, and what they are made from."""
+"""Advantages that look along a sequence: discounted returns, GAE, REINFORCE++, and what they are
+made from.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo.advantages.by_group import Singletons
 from jaxppo.advantages.groups import dr_grpo
-from jaxppo.advantages.token_statistics import Parallel, counted_tokens, on_rows, scan_rows, spread, whiten
+from jaxppo.advantages.token_statistics import (
+    Parallel,
+    counted_tokens,
+    on_rows,
+    scan_rows,
+    spread,
+    whiten,
+)
 from jaxppo.base.arrays import (
     Coefficient,
     as_number,
@@ -40,21 +49,24 @@ def token_rewards(
     kl_coef: Coefficient | None = None,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R T"]:
-    """Puts each sequence's reward on its last response token, minus a KL penalty on all: r_t = [t = last] R - c kl_t.
+    """Puts each sequence's reward on its last response token, minus a KL penalty on all: r_t = [t =
+    last] R - c kl_t.
 
     Args:
-      rewards: `f32[R, S]`, one per sequence. A sequence without a reward, NaN, has NaN on its last token: give it one,
-        such as 0, or mask it.
+      rewards: `f32[R, S]`, one per sequence. A sequence without a reward, NaN, has NaN on its last
+        token: give it one, such as 0, or mask it.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       parallel: the mesh; rows sharded over data, positions over context.
       kl: `f32[R, T]`, the estimated KL to the reference at each token (see `kl_divergence`).
       kl_coef: c, a number or a traced scalar; given with `kl`, and only then.
 
     Returns:
-      `f32`, the shape of the loss mask, 0 where the mask is 0; a sequence with no response token gets no reward.
+      `f32`, the shape of the loss mask, 0 where the mask is 0; a sequence with no response token
+      gets no reward.
 
     Raises:
-      ValueError: shapes that differ, rows in another context layout than the mesh's, one of `kl` and `kl_coef` alone.
+      ValueError: shapes that differ, rows in another context layout than the mesh's, one of `kl`
+        and `kl_coef` alone.
 
     Example:
       >>> ids, mask = jnp.array([[1, 1, 1, 2]]), jnp.array([[1.0, 1.0, 0.0, 0.0]])
@@ -64,13 +76,24 @@ def token_rewards(
     """
     numbers = {"kl_coef": _kl_coef(kl, kl_coef)}
     return on_rows(
-        "token_rewards", _token_rewards, parallel, batch, {"kl": kl}, {"rewards": rewards}, numbers, optional=["kl"]
+        "token_rewards",
+        _token_rewards,
+        parallel,
+        batch,
+        {"kl": kl},
+        {"rewards": rewards},
+        numbers,
+        optional=["kl"],
     )
 
 
 @of_rows
 def _token_rewards(
-    axes: ShardAxes, kl: jax.Array | None, rewards: jax.Array, kl_coef: jax.Array, batch: RolloutBatch
+    axes: ShardAxes,
+    kl: jax.Array | None,
+    rewards: jax.Array,
+    kl_coef: jax.Array,
+    batch: RolloutBatch,
 ) -> jax.Array:
     segments = batch.segments(axes)
     tokens = LossTokens.of(batch)
@@ -100,12 +123,14 @@ def discounted_returns(
     """The discounted sum of future rewards: G_t = r_t + gamma * G_(t+1), within each sequence.
 
     Args:
-      rewards: `f32[R, T]`, one a token, such as those of `token_rewards`; anything where the mask is 0.
+      rewards: `f32[R, T]`, one a token, such as those of `token_rewards`; anything where the mask
+        is 0.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       parallel: the mesh; rows sharded over data, positions over context.
       gamma: the discount.
-      masked: how a masked token within a response (a tool's output) enters the returns before it: "skip" it, as if it
-        were not there (verl), or "discount" over it as over any other token (slime).
+      masked: how a masked token within a response (a tool's output) enters the returns before it:
+        "skip" it, as if it were not there (verl), or "discount" over it as over any other token
+        (slime).
       mask: `[R, T]`, 1 where a token counts; the loss mask by default.
 
     Returns:
@@ -125,12 +150,18 @@ def discounted_returns(
     masked_gamma = gamma if masked == "discount" else 1.0
     tokens = {"rewards": rewards, "mask": mask}
     static = (gamma, masked_gamma)
-    return on_rows("discounted_returns", _returns, parallel, batch, tokens, optional=["mask"], static=static)
+    return on_rows(
+        "discounted_returns", _returns, parallel, batch, tokens, optional=["mask"], static=static
+    )
 
 
 @of_rows
 def _returns(
-    axes: ShardAxes, static: tuple[float, float], rewards: jax.Array, mask: jax.Array | None, batch: RolloutBatch
+    axes: ShardAxes,
+    static: tuple[float, float],
+    rewards: jax.Array,
+    mask: jax.Array | None,
+    batch: RolloutBatch,
 ) -> jax.Array:
     gamma, masked_gamma = static
     batch.check_layout(axes)
@@ -153,28 +184,33 @@ def gae(
     mask: Float[Array, "*K R T"] | None = None,
     parallel: Parallel = None,
 ) -> tuple[Float[Array, "*K R T"], Float[Array, "*K R T"]]:
-    """Generalised advantage estimation: A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t.
+    """Generalised advantage estimation: A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma
+    V_(t+1) - V_t.
 
-    t + 1 is the next token of the sequence with mask 1: tokens masked out within a response (a tool's output) are
-    stepped over. After the last one A is 0, and V is 0 or the given one.
+    t + 1 is the next token of the sequence with mask 1: tokens masked out within a response (a
+    tool's output) are stepped over. After the last one A is 0, and V is 0 or the given one.
 
     Args:
-      rewards: `f32[R, T]`, one a token, such as those of `token_rewards`; anything where the mask is 0.
+      rewards: `f32[R, T]`, one a token, such as those of `token_rewards`; anything where the mask
+        is 0.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       gamma: the discount.
       parallel: the mesh; rows sharded over data, positions over context.
       values: `f32[R, T]`, the critic's, laid out as `rewards`.
       lam: lambda of the advantages.
-      value_lam: lambda of the returns, if the critic learns with another one (VC-PPO); `lam` if None.
-      length_alpha: alpha of a length-dependent lambda of the advantages (VAPO), in place of `lam`: 1 - 1 / (alpha n)
-        for a sequence of n tokens that count, at least 0; a published value is 0.05.
-      last_values: `f32[R, S]`, V after each sequence's last token: the critic's where a response was cut at its length
-        limit, 0 where it ended by itself, see `last_values`. By default 0.
-      mask: `[R, T]`, 1 where a token counts; the loss mask by default. A mask of all response tokens ignores holes
-        (slime).
+      value_lam: lambda of the returns, if the critic learns with another one (VC-PPO); `lam` if
+        None.
+      length_alpha: alpha of a length-dependent lambda of the advantages (VAPO), in place of `lam`:
+        1 - 1 / (alpha n) for a sequence of n tokens that count, at least 0; a published value is
+        0.05.
+      last_values: `f32[R, S]`, V after each sequence's last token: the critic's where a response
+        was cut at its length limit, 0 where it ended by itself, see `last_values`. By default 0.
+      mask: `[R, T]`, 1 where a token counts; the loss mask by default. A mask of all response
+        tokens ignores holes (slime).
 
     Returns:
-      (advantages, returns), `f32[R, T]` each, 0 where the mask is 0; returns = A(value_lam) + V. Not whitened.
+      (advantages, returns), `f32[R, T]` each, 0 where the mask is 0; returns = A(value_lam) + V.
+      Not whitened.
 
     Raises:
       ValueError: as `spread`; gamma or a lambda outside [0, 1].
@@ -186,8 +222,9 @@ def gae(
       >>> advantages, returns
       (Array([[2.5, 1.5, 0.5]], dtype=float32), Array([[3., 2., 1.]], dtype=float32))
 
-    Schulman et al. 2015, https://arxiv.org/abs/1506.02438; Yuan et al. 2025, VC-PPO, https://arxiv.org/abs/2503.01491;
-    `length_alpha`: Yue et al. 2025, VAPO, https://arxiv.org/abs/2504.05118, shipped by NeMo-RL alone
+    Schulman et al. 2015, https://arxiv.org/abs/1506.02438; Yuan et al. 2025, VC-PPO,
+    https://arxiv.org/abs/2503.01491; `length_alpha`: Yue et al. 2025, VAPO,
+    https://arxiv.org/abs/2504.05118, shipped by NeMo-RL alone
     """
     if value_lam is None:
         value_lam = lam
@@ -247,10 +284,11 @@ def last_values(
     *,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R S"]:
-    """V after the last token of each response that was cut at its length limit, for `gae(last_values=)`; 0 for others.
+    """V after the last token of each response that was cut at its length limit, for
+    `gae(last_values=)`; 0 for others.
 
-    The value at a position is of the state after the token that is read there, so it is the one at the last position of
-    the sequence.
+    The value at a position is of the state after the token that is read there, so it is the one at
+    the last position of the sequence.
 
     Args:
       values: `f32[R, T]`, the critic's at all positions, those without loss too.
@@ -262,8 +300,8 @@ def last_values(
       `f32[R, S]`, without a gradient.
 
     Raises:
-      TypeError, ValueError: as `spread`; rows whose last position has a target, see `from_target_aligned`: the critic
-        has not read the token after it.
+      TypeError, ValueError: as `spread`; rows whose last position has a target, see
+        `from_target_aligned`: the critic has not read the token after it.
 
     Example:
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], 1), Sample([4, 5], 1)], row_length=5)
@@ -277,7 +315,9 @@ def last_values(
 
 
 @of_rows
-def _last_values(axes: ShardAxes, values: jax.Array, truncated: jax.Array, batch: RolloutBatch) -> jax.Array:
+def _last_values(
+    axes: ShardAxes, values: jax.Array, truncated: jax.Array, batch: RolloutBatch
+) -> jax.Array:
     expected = "rows with all tokens of their samples: the critic has not read the last one"
     check("batch", "rows whose last position has a target", not batch.real_last_targets, expected)
     segments = batch.segments(axes)
@@ -300,10 +340,12 @@ def reinforce_plus_plus(
     """REINFORCE++: discounted returns, whitened over all tokens of the step.
 
     Args:
-      rewards: `f32[R, T]`, with the KL penalty in them, as `token_rewards(kl=, kl_coef=)` makes them.
+      rewards: `f32[R, T]`, with the KL penalty in them, as `token_rewards(kl=, kl_coef=)` makes
+        them.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       parallel: the mesh; rows sharded over data, positions over context.
-      others: see `discounted_returns`, also for returns and errors; one micro-batch of several is refused too.
+      others: see `discounted_returns`, also for returns and errors; one micro-batch of several is
+        refused too.
 
     Example:
       >>> ids, one = jnp.array([[1, 2]]), jnp.ones((1, 2))
@@ -362,7 +404,12 @@ def reinforce_plus_plus_baseline(
     if rollout_ids is None:
         rollout_ids = batch.rollout_ids
     centred = dr_grpo(
-        rewards, group_ids, among=among, rollout_ids=rollout_ids, singletons=singletons, parallel=parallel
+        rewards,
+        group_ids,
+        among=among,
+        rollout_ids=rollout_ids,
+        singletons=singletons,
+        parallel=parallel,
     )
     advantages = spread(centred, batch, parallel=parallel)
     mask, counted = counted_tokens(rewards, group_ids, among, batch, parallel)
@@ -374,7 +421,10 @@ def reinforce_plus_plus_baseline(
 
 
 def _kl_coef(kl: jax.Array | None, kl_coef: Coefficient | None) -> jax.Array:
-    """The coefficient, 0 without kl. Raises where one of the two is given alone, since it would then do nothing."""
+    """The coefficient, 0 without kl.
+
+    Raises where one of the two is given alone, since it would then do nothing.
+    """
     expected = "expected both, or neither for no penalty"
     if kl is None and kl_coef is not None:
         raise ValueError(f"kl: got None with kl_coef={kl_coef}, {expected}")

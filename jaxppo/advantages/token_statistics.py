@@ -1,4 +1,6 @@
-"""What estimators on tokens share: calls on the rows of a batch, numbers of samples on their tokens, whitening."""
+"""What estimators on tokens share: calls on the rows of a batch, numbers of samples on their
+tokens, whitening.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo.base.arrays import Coefficient, as_number, check, check_alike, check_array, check_flag, spec_of, unless_mask
+from jaxppo.base.arrays import (
+    Coefficient,
+    as_number,
+    check,
+    check_alike,
+    check_array,
+    check_flag,
+    spec_of,
+    unless_mask,
+)
 from jaxppo.base.stacked import check_whole_step, of_rows
 from jaxppo.batch.loss_tokens import LossTokens
 from jaxppo.batch.rollout_batch import RolloutBatch
@@ -34,9 +45,11 @@ def on_rows(
     static: Hashable = None,
     per_sample: bool = False,
 ) -> Any:
-    """The per-shard fn(axes, [static,] *tokens, *samples, *numbers, batch): `[R, T]`, or `[R, S]` with `per_sample`.
+    """The per-shard fn(axes, [static,] *tokens, *samples, *numbers, batch): `[R, T]`, or `[R, S]`
+    with `per_sample`.
 
-    `fn` is decorated with `of_rows`. Batch and arrays are checked here; the arrays named in `optional` may be None.
+    `fn` is decorated with `of_rows`. Batch and arrays are checked here; the arrays named in
+    `optional` may be None.
     """
     batch = checked(batch, stacked=True)
     samples = samples or {}
@@ -64,13 +77,18 @@ def on_rows(
     return shard_call(name, fn, parallel, arguments, specs, static)
 
 
-def scan_rows(axes: ShardAxes, batch: RolloutBatch, a: jax.Array, b: jax.Array, *, reverse: bool = False) -> jax.Array:
+def scan_rows(
+    axes: ShardAxes, batch: RolloutBatch, a: jax.Array, b: jax.Array, *, reverse: bool = False
+) -> jax.Array:
     """Per-shard: y_t = a_t * y_(t-1) + b_t within each sequence; y_(t+1) with `reverse`."""
     return scan_shard(axes, a, b, reverse, batch.segment_ids, batch.num_segments)
 
 
-def spread(x: Float[Array, "*K R S"], batch: RolloutBatch, *, parallel: Parallel = None) -> Float[Array, "*K R T"]:
-    """Each sample's value on its loss-carrying tokens: y[r, t] = x[r, segment_ids[r, t] - 1] where loss_mask[r, t].
+def spread(
+    x: Float[Array, "*K R S"], batch: RolloutBatch, *, parallel: Parallel = None
+) -> Float[Array, "*K R T"]:
+    """Each sample's value on its loss-carrying tokens: y[r, t] = x[r, segment_ids[r, t] - 1] where
+    loss_mask[r, t].
 
     Args:
       x: `f32[R, S]`, one per sample; `[K, R, S]` with a stacked step.
@@ -103,7 +121,9 @@ def counted_tokens(
     batch: RolloutBatch,
     parallel: Parallel,
 ) -> tuple[Float[Array, "*K R T"], Bool[Array, "*K R T"] | None]:
-    """`mask` and `among` of `whiten`: the loss tokens of samples with a group and a reward, and those `among`."""
+    """`mask` and `among` of `whiten`: the loss tokens of samples with a group and a reward, and
+    those `among`.
+    """
 
     def tokens_of(flags: jax.Array) -> jax.Array:
         return spread(flags.astype(jnp.float32), batch, parallel=parallel)
@@ -123,15 +143,17 @@ def whiten(
     epsilon: Coefficient = 1e-12,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R T"]:
-    """Mean 0 and deviation 1 over all n tokens of the step with mask 1: y = (x - mean) / sqrt(var + epsilon).
+    """Mean 0 and deviation 1 over all n tokens of the step with mask 1: y = (x - mean) / sqrt(var +
+    epsilon).
 
     The variance is over n - 1. A mean far larger than the deviation costs no accuracy.
 
     Args:
       x: `f32[R, T]`, or a stacked step `[K, R, T]`.
       mask: of that shape, 1 where a token counts; x can be anything elsewhere.
-      among: `bool` of that shape, the tokens that make mean and variance; all by default. The others are whitened by
-        these, only shifted if the variance is 0, and 0 if there are none of these. For samples:
+      among: `bool` of that shape, the tokens that make mean and variance; all by default. The
+        others are whitened by these, only shifted if the variance is 0, and 0 if there are none of
+        these. For samples:
         `spread(among.astype(jnp.float32), batch) > 0`.
       shift_mean: leave the mean at 0; without it the result keeps the mean of x.
       epsilon: added to the variance, in x's units squared; at least 0.
@@ -151,10 +173,20 @@ def whiten(
     if among is not None:
         arrays["among"] = among
     check_alike(arrays)
-    check("x, mask", f"shapes {x.shape} and {mask.shape}", x.ndim in (2, 3), "[R, T], or [K, R, T], both")
+    check(
+        "x, mask",
+        f"shapes {x.shape} and {mask.shape}",
+        x.ndim in (2, 3),
+        "[R, T], or [K, R, T], both",
+    )
     check_flag("shift_mean", shift_mean)
     check_whole_step("whiten")
-    arguments = {"x": x, "mask": mask, "among": among, "epsilon": as_number("epsilon", epsilon, least=0)}
+    arguments = {
+        "x": x,
+        "mask": mask,
+        "among": among,
+        "epsilon": as_number("epsilon", epsilon, least=0),
+    }
 
     def specs(p: ParallelMesh) -> tuple[list[P], P]:
         tokens = spec_of(p.tokens_spec, x)
@@ -164,14 +196,21 @@ def whiten(
 
 
 def _whiten(
-    axes: ShardAxes, shift_mean: bool, x: jax.Array, mask: jax.Array, among: jax.Array | None, epsilon: jax.Array
+    axes: ShardAxes,
+    shift_mean: bool,
+    x: jax.Array,
+    mask: jax.Array,
+    among: jax.Array | None,
+    epsilon: jax.Array,
 ) -> jax.Array:
     axes.check_complete("the mean and deviation to whiten by", x, mask)
     there = mask.astype(jnp.float32) > 0
     counts = there
     if among is not None:
         counts = there & among
-    centred, mean, variance, count = _moments(axes, jnp.where(there, x.astype(jnp.float32), 0), counts)
+    centred, mean, variance, count = _moments(
+        axes, jnp.where(there, x.astype(jnp.float32), 0), counts
+    )
     scale = lax.rsqrt(variance + epsilon)
     if among is not None:
         scale = jnp.where(counts | ~_is_rounding(variance, mean), scale, 1)
@@ -188,7 +227,9 @@ def _is_rounding(variance: jax.Array, mean: jax.Array) -> jax.Array:
 
 
 def _moments(axes: ShardAxes, x: jax.Array, counts: jax.Array) -> tuple[jax.Array, ...]:
-    """(x less the mean, the mean, the variance over n - 1, n), of the tokens of the step that count."""
+    """(x less the mean, the mean, the variance over n - 1, n), of the tokens of the step that
+    count.
+    """
     x = lax.stop_gradient(x.astype(jnp.float32))
 
     def total_of(*values: jax.Array) -> tuple[jax.Array, ...]:
@@ -198,7 +239,8 @@ def _moments(axes: ShardAxes, x: jax.Array, counts: jax.Array) -> tuple[jax.Arra
     total, count = total_of(x, jnp.ones_like(x))
     centre = total / jnp.maximum(count, 1)
     difference = x - centre
-    # `centre` has the rounding error of a sum of large numbers; the sum of the differences corrects it
+    # `centre` has the rounding error of a sum of large numbers; the sum of the differences corrects
+    # it
     rest, squares = total_of(difference, difference * difference)
     rest = rest / jnp.maximum(count, 1)
     squares = jnp.maximum(squares - count * rest * rest, 0)
@@ -213,13 +255,16 @@ def explained_variance(
     *,
     parallel: Parallel = None,
 ) -> Float[Array, ""]:
-    """The share of the returns' variance that the critic explains: 1 - var(G - V) / var(G), over the step's tokens.
+    """The share of the returns' variance that the critic explains: 1 - var(G - V) / var(G), over
+    the step's tokens.
 
-    It is 1 for a perfect critic, 0 for one no better than a constant, and below 0 for a worse one, far below where
-    nearly all returns are equal. A constant offset of the values changes `value_error` alone.
+    It is 1 for a perfect critic, 0 for one no better than a constant, and below 0 for a worse one,
+    far below where nearly all returns are equal. A constant offset of the values changes
+    `value_error` alone.
 
     Args:
-      values: `f32[R, T]`, V, or a stacked step `[K, R, T]`: the critic's before the update, as in `batch.values`.
+      values: `f32[R, T]`, V, or a stacked step `[K, R, T]`: the critic's before the update, as in
+        `batch.values`.
       returns: `f32` of that shape, G, such as the second result of `gae`.
       mask: of that shape, 1 where a token counts; values and returns can be anything elsewhere.
       parallel: the mesh; rows sharded over data, positions over context.
@@ -248,7 +293,9 @@ def explained_variance(
     return shard_call("explained_variance", _explained_variance, parallel, arrays, specs)
 
 
-def _explained_variance(axes: ShardAxes, values: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:
+def _explained_variance(
+    axes: ShardAxes, values: jax.Array, returns: jax.Array, mask: jax.Array
+) -> jax.Array:
     axes.check_complete("the variance of returns", values, returns, mask)
     counts = mask.astype(jnp.float32) > 0
     _, mean, variance, _ = _moments(axes, returns, counts)

@@ -1,4 +1,6 @@
-"""Helpers for all per-token code: the names of a batch's arrays, masked values, and checks of arguments."""
+"""Helpers for all per-token code: the names of a batch's arrays, masked values, and checks of
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ REQUIRED = ("tokens", "targets", "segment_ids", "positions", "loss_mask", "sampl
 IDS = ("sample_ids", "group_ids", "rollout_ids")
 PER_SEGMENT = ("rewards", *IDS, "parents")
 LOG_PROBS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
-PER_TOKEN_VALUES = ("advantages", *LOG_PROBS, "values", "returns", "policy_versions", "loss_weights")
+PER_TOKEN_VALUES = (
+    "advantages",
+    *LOG_PROBS,
+    "values",
+    "returns",
+    "policy_versions",
+    "loss_weights",
+)
 OPTIONAL = ("group_ids", "rollout_ids", *PER_TOKEN_VALUES, "rewards", "parents")
 
 Coefficient = float | Float[Array, ""]
@@ -45,12 +54,16 @@ def as_token_ids(ids: Int[Array, "..."]) -> Int[Array, "..."]:
 
 
 def spec_of(spec: P, x: Array) -> P:
-    """The PartitionSpec of an array whose last two dimensions lie as `spec`; leading micro-batches are not sharded."""
+    """The PartitionSpec of an array whose last two dimensions lie as `spec`; leading
+    micro-batches are not sharded.
+    """
     return P(*(None,) * (x.ndim - 2), *spec)
 
 
 def is_number(x: object) -> TypeGuard[float]:
-    """Whether x is a Python or numpy number that f32 can hold, and therefore known at trace time."""
+    """Whether x is a Python or numpy number that f32 can hold, and therefore known at trace
+    time.
+    """
     if isinstance(x, bool) or not isinstance(x, (int, float, np.integer, np.floating)):
         return False
     if isinstance(x, (int, np.integer)):
@@ -64,7 +77,9 @@ def is_nan(x: object) -> bool:
 
 
 def is_zero(coefficient: Any) -> bool:
-    """Whether the coefficient is known to be 0 at trace time; a traced schedule and numbers of tokens are not."""
+    """Whether the coefficient is known to be 0 at trace time; a traced schedule and numbers of
+    tokens are not.
+    """
     if isinstance(coefficient, jax.core.Tracer) or np.ndim(coefficient) > 0:
         return False
     return isinstance(coefficient, (int, float, np.generic, AnyArray)) and float(coefficient) == 0
@@ -82,7 +97,10 @@ def check_type(what: str, got: object, good: bool, expected: str) -> None:
 
 
 def needed(what: str, x: Something | None, expected: str = "f32[R, T]") -> Something:
-    """x itself, such as an optional array of a batch that this call reads. Raises where it is None."""
+    """x itself, such as an optional array of a batch that this call reads.
+
+    Raises where it is None.
+    """
     if x is None:
         raise ValueError(f"{what}: got None, expected {expected}")
     return x
@@ -91,7 +109,12 @@ def needed(what: str, x: Something | None, expected: str = "f32[R, T]") -> Somet
 def check_choice(what: str, value: object, choices: Any) -> None:
     """Raises unless the value is one of the values of a `Literal`."""
     names = get_args(choices)
-    check(what, repr(value), isinstance(value, str) and value in names, f"one of {', '.join(map(repr, names))}")
+    check(
+        what,
+        repr(value),
+        isinstance(value, str) and value in names,
+        f"one of {', '.join(map(repr, names))}",
+    )
 
 
 def check_choices(config: Any, **choices: Any) -> None:
@@ -101,8 +124,11 @@ def check_choices(config: Any, **choices: Any) -> None:
 
 
 def dtype_name(x: Any) -> Any:
-    """The name of a dtype in any form that jnp takes; x itself if it is no dtype, and `check_choice` refuses it."""
-    if x is None or isinstance(x, np.ndarray | jax.Array):  # numpy takes an array for its dtype, and warns
+    """The name of a dtype in any form that jnp takes; x itself if it is no dtype, and
+    `check_choice` refuses it.
+    """
+    # numpy takes an array for its dtype, and warns
+    if x is None or isinstance(x, np.ndarray | jax.Array):
         return x
     try:
         return jnp.dtype(x).name
@@ -129,7 +155,10 @@ def _is_numeric(x: AnyArray) -> bool:
 
 
 def check_number(what: str, value: Any, **bounds: float | None) -> Any:
-    """The number; raises unless it is finite and in its range. An array, traced or not, is NaN out of it, in f32."""
+    """The number; raises unless it is finite and in its range.
+
+    An array, traced or not, is NaN out of it, in f32.
+    """
     limits = [(_BOUNDS[name], limit) for name, limit in bounds.items() if limit is not None]
     expected = "a finite number"
     if limits:
@@ -140,7 +169,8 @@ def check_number(what: str, value: Any, **bounds: float | None) -> Any:
         return value
     x = check_scalar(what, value, expected)
     for bound, limit in limits:
-        x = jnp.where(bound.holds(x, limit), x, jnp.nan)  # breaks the rule of the loss that reads it
+        # breaks the rule of the loss that reads it
+        x = jnp.where(bound.holds(x, limit), x, jnp.nan)
     return x
 
 
@@ -152,15 +182,25 @@ def check_scalar(what: str, value: Array, expected: str = "a number") -> Float[A
 
 
 def plain_number(what: str, value: Any, **bounds: float | None) -> float:
-    """The checked number as one of Python's; a traced one is refused, since the program of a call depends on it."""
-    check(what, "a traced number", not isinstance(value, jax.core.Tracer), "a number that is known at trace time")
+    """The checked number as one of Python's; a traced one is refused, since the program of a
+    call depends on it.
+    """
+    check(
+        what,
+        "a traced number",
+        not isinstance(value, jax.core.Tracer),
+        "a number that is known at trace time",
+    )
     if isinstance(value, AnyArray) and value.ndim == 0 and _is_numeric(value):
         value = np.asarray(value).item()
     return check_number(what, value, **bounds)
 
 
 def check_field(config: Any, name: str, **bounds: float | None) -> None:
-    """Checks a number of a frozen dataclass, in its constructor. An array out of its range becomes NaN."""
+    """Checks a number of a frozen dataclass, in its constructor.
+
+    An array out of its range becomes NaN.
+    """
     number = check_number(name, getattr(config, name), **bounds)
     object.__setattr__(config, name, number)
 
@@ -194,15 +234,22 @@ class ArrayKind(NamedTuple):
         return f"an array of {self.expected.partition(':')[0]}"
 
     def allows(self, dtype: Any) -> bool:
-        if dtype == np.dtype(object) or jnp.issubdtype(dtype, jax.dtypes.extended):  # keys of jax.random are extended
+        # keys of jax.random are extended
+        if dtype == np.dtype(object) or jnp.issubdtype(dtype, jax.dtypes.extended):
             return False
         wide_enough = jnp.dtype(dtype).itemsize >= self.narrowest
         return wide_enough and any(jnp.issubdtype(dtype, allowed) for allowed in self.dtypes)
 
 
 MAX_LOG_PROB = 1e-3  # rounding may bring a log-prob of the trainer up to this
-MAX_SAMPLED = 0.125  # and that of a sampler or a teacher, since bf16 logits and their log-sum-exp are rounded apart
-_COMPUTED = ArrayKind((jnp.floating,), "float32: ratios of rounded log-probs are wrong", narrowest=4, most=MAX_LOG_PROB)
+# and that of a sampler or a teacher, since bf16 logits and their log-sum-exp are rounded apart
+MAX_SAMPLED = 0.125
+_COMPUTED = ArrayKind(
+    (jnp.floating,),
+    "float32: ratios of rounded log-probs are wrong",
+    narrowest=4,
+    most=MAX_LOG_PROB,
+)
 _SAMPLED = ArrayKind((jnp.floating,), "floats", narrowest=2, most=MAX_SAMPLED)
 _OF_MODELS = ArrayKind((jnp.floating,), "float32, bfloat16 or float16", narrowest=2)
 _STATISTIC = ArrayKind((jnp.floating,), "float32, as a head computes it", narrowest=4)
@@ -210,8 +257,8 @@ _FLOATS = ArrayKind((jnp.floating,), "floats")
 _NUMBERS = ArrayKind((jnp.floating, jnp.integer, jnp.bool_), "numbers")
 _BOOLS = ArrayKind((jnp.bool_,), "bool")
 _INTEGERS = ArrayKind((jnp.integer,), "integers")
-# By the name of an argument or a field, which has one meaning everywhere: what it may be. Every check of an array
-# reads this table, so that a function cannot take what another one refuses.
+# By the name of an argument or a field, which has one meaning everywhere: what it may be. Every
+# check of an array reads this table, so that a function cannot take what another one refuses.
 _NAMES = {
     _COMPUTED: "log_probs old_log_probs ref_log_probs trainer_log_probs id_log_probs top_log_probs",
     _SAMPLED: "rollout_log_probs teacher_log_probs",
@@ -227,19 +274,29 @@ _NAMES = {
     """,
     _BOOLS: "among truncated",
 }
-KINDS: Mapping[str, ArrayKind] = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+KINDS: Mapping[str, ArrayKind] = {
+    name: kind for kind, names in _NAMES.items() for name in names.split()
+}
 INTEGERS = tuple(name for name in (*REQUIRED, *OPTIONAL) if KINDS[name] is _INTEGERS)
 
 
 def kind_of(what: str) -> ArrayKind:
-    """The kind of an argument such as "group_ids", "batch.loss_mask", "stats.log_probs" or "rewards[0]"."""
+    """The kind of an argument such as "group_ids", "batch.loss_mask", "stats.log_probs" or
+    "rewards[0]".
+    """
     return KINDS[what.partition("[")[0].rpartition(".")[2]]
 
 
 def check_array(
-    what: str, x: Any, shape: tuple[int, ...] | None = None, whose: str = "", kind: ArrayKind | None = None
+    what: str,
+    x: Any,
+    shape: tuple[int, ...] | None = None,
+    whose: str = "",
+    kind: ArrayKind | None = None,
 ) -> None:
-    """Raises unless x is an array (a list is a tree of scalars) of its kind, and of this shape, `whose` it is."""
+    """Raises unless x is an array (a list is a tree of scalars) of its kind, and of this shape,
+    `whose` it is.
+    """
     if kind is None:
         kind = kind_of(what)
     if x is None:
@@ -255,7 +312,9 @@ def check_array(
 
 
 def is_array(x: Any) -> bool:
-    """Whether x is an array, or as `jax.ShapeDtypeStruct` says of which shape and dtype one will be."""
+    """Whether x is an array, or as `jax.ShapeDtypeStruct` says of which shape and dtype one will
+    be.
+    """
     return hasattr(x, "dtype") and hasattr(x, "shape")
 
 
@@ -274,7 +333,9 @@ def check_alike(arrays: Mapping[str, Any]) -> None:
 
 
 def sound(what: str, x: Array) -> Array:
-    """x, NaN where it is above the most of its kind: a probability, which is no log-prob, gives no plausible number."""
+    """x, NaN where it is above the most of its kind: a probability, which is no log-prob, gives
+    no plausible number.
+    """
     most = kind_of(what).most
     if most is None:
         return x
@@ -282,13 +343,17 @@ def sound(what: str, x: Array) -> Array:
 
 
 def unless_mask(x: Any) -> Float[Array, "..."]:
-    """0 where an entry of a mask is 0 or 1, and NaN elsewhere, to be added to what the mask selects."""
+    """0 where an entry of a mask is 0 or 1, and NaN elsewhere, to be added to what the mask
+    selects.
+    """
     x = jnp.asarray(x).astype(jnp.float32)
     return jnp.where((x == 0) | (x == 1), jnp.float32(0), jnp.nan)
 
 
 def check_ids(what: str, x: Any) -> None:
-    """Raises unless ids are integers, and on the host ones that fit i32: cut to i32, two ids could become equal."""
+    """Raises unless ids are integers, and on the host ones that fit i32: cut to i32, two ids
+    could become equal.
+    """
     check_array(what, x)
     check_fits(what, x, f"-1 to {2**31 - 1}; number the ids of a step")
 
@@ -311,11 +376,14 @@ Aggregation = Literal[
 ]
 MetricAggregation = Literal["token_mean", "loss"]
 RatioTo = Literal["old", "rollout", "current"]
-Compared = Literal["old/rollout", "current/rollout", "current/old"]  # two policies, written as their ratio
+# two policies, written as their ratio
+Compared = Literal["old/rollout", "current/rollout", "current/old"]
 
 
 def check_aggregation(config: Any) -> None:
-    """Raises where `aggregation` is unknown, lacks its `aggregation_norm`, or has one that it does not need."""
+    """Raises where `aggregation` is unknown, lacks its `aggregation_norm`, or has one that it
+    does not need.
+    """
     check_choice("aggregation", config.aggregation, Aggregation)
     if config.aggregation == "sequence_mean_token_sum_norm":
         check_field(config, "aggregation_norm", above=0)

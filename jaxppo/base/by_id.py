@@ -14,7 +14,9 @@ from jaxppo.sharding import ShardAxes, vary
 
 @dataclasses.dataclass(frozen=True)
 class ById:
-    """Numbers the ids of all data shards' N samples; per-shard code. A table, `[N]`, has one value for each id.
+    """Numbers the ids of all data shards' N samples; per-shard code.
+
+    A table, `[N]`, has one value for each id.
 
     Samples without an id, -1, share one number.
     """
@@ -26,7 +28,9 @@ class ById:
 
     @classmethod
     def of(cls, axes: ShardAxes, ids: Int[Array, "R S"]) -> ById:
-        """Numbers all samples by their ids; this device's ids are given, -1 where there is no sample."""
+        """Numbers all samples by their ids; this device's ids are given, -1 where there is no
+        sample.
+        """
         axes.check_complete("a comparison of samples by id", ids)
         if jnp.issubdtype(ids.dtype, jnp.signedinteger):  # an unsigned -1 would be the largest id
             ids = jnp.maximum(ids, -1)

@@ -1,4 +1,6 @@
-"""Estimators of the KL divergence to a reference policy, per token, as a loss term or a reward penalty."""
+"""Estimators of the KL divergence to a reference policy, per token, as a loss term or a reward
+penalty.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,24 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import Coefficient, as_number, check_alike, check_choice, check_choices, check_field, sound
+from jaxppo.base.arrays import (
+    Coefficient,
+    as_number,
+    check_alike,
+    check_choice,
+    check_choices,
+    check_field,
+    sound,
+)
 from jaxppo.base.option_names import NamesItsOptions
 from jaxppo.sharding import wider_dtype
 
 __all__ = ["KL", "adaptive_kl_coef", "kl_divergence"]
 
 MAX_LOG_RATIO = 20.0
-Estimator = Literal["k1", "abs", "k2", "k3", "low_var_kl", "k1+", "abs+", "k2+", "k3+", "low_var_kl+"]
+Estimator = Literal[
+    "k1", "abs", "k2", "k3", "low_var_kl", "k1+", "abs+", "k2+", "k3+", "low_var_kl+"
+]
 Importance = Literal["none", "token", "sequence", "score"]
 Over = Literal["current/old", "current/rollout"]
 
@@ -29,11 +41,12 @@ class KL(NamesItsOptions):
     Args:
       coef: a number or a traced schedule; with the number 0 the divergence is only a metric.
       estimator: see `kl_divergence`.
-      importance: the weight of the estimate, whose gradient counts too: "none"; "token", the ratio of two policies;
-        "sequence", the geometric mean of the ratios of the sequence; "score", a weight of 1 that adds the
-        score-function term, so that on samples of the policy the gradient of "k1", log-ratio + 1, is unbiased. An
-        estimator with a "+" has that gradient by itself.
-      compares: the two policies of that ratio, "current/old" or "current/rollout", independently of the loss's ratio.
+      importance: the weight of the estimate, whose gradient counts too: "none"; "token", the ratio
+        of two policies; "sequence", the geometric mean of the ratios of the sequence; "score", a
+        weight of 1 that adds the score-function term, so that on samples of the policy the gradient
+        of "k1", log-ratio + 1, is unbiased. An estimator with a "+" has that gradient by itself.
+      compares: the two policies of that ratio, "current/old" or "current/rollout", independently of
+        the loss's ratio.
 
     Raises:
       ValueError: a coefficient that is not a finite number, an unknown name, "score" with a "+".
@@ -53,7 +66,8 @@ class KL(NamesItsOptions):
         check_choices(self, estimator=Estimator, importance=Importance, compares=Over)
         if self.importance == "score" and self.estimator.endswith("+"):
             raise ValueError(
-                f"importance: got 'score', expected another with estimator={self.estimator!r}, whose weight is constant"
+                f"importance: got 'score', expected another with estimator={self.estimator!r},"
+                " whose weight is constant"
             )
 
     @property
@@ -65,19 +79,26 @@ class KL(NamesItsOptions):
 
 
 def log_ratio(log_probs: Float[Array, "..."], base: Float[Array, "..."]) -> Float[Array, "..."]:
-    """log_probs - base clamped to [-20, 20], f32 at least. Its exp is finite, and the gradient is 0 where clamped."""
+    """log_probs - base clamped to [-20, 20], f32 at least.
+
+    Its exp is finite, and the gradient is 0 where clamped.
+    """
     dtype = wider_dtype(log_probs, base, jnp.float32)
     return jnp.clip(log_probs.astype(dtype) - base.astype(dtype), -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def k3(d: Float[Array, "..."]) -> Float[Array, "..."]:
-    """exp(d) - 1 - d, never below 0. It uses expm1: for a small d, exp(d) - 1 would be only rounding error.
+    """exp(d) - 1 - d, never below 0.
 
-    Above d = 20 the tangent replaces exp, so that value and gradient are finite and have the right sign.
+    It uses expm1: for a small d, exp(d) - 1 would be only rounding error.
+
+    Above d = 20 the tangent replaces exp, so that value and gradient are finite and have the right
+    sign.
     """
     beyond = jnp.maximum(d - MAX_LOG_RATIO, 0)
     value = jnp.expm1(jnp.minimum(d, MAX_LOG_RATIO)) + jnp.exp(MAX_LOG_RATIO) * beyond - d
-    return value - lax.stop_gradient(jnp.minimum(value, 0))  # clamps at 0 and leaves the gradient as it is
+    # clamps at 0 and leaves the gradient as it is
+    return value - lax.stop_gradient(jnp.minimum(value, 0))
 
 
 def magnitude(d: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -91,33 +112,37 @@ def kl_divergence(
     estimator: Estimator = "k3",
     importance_ratio: Float[Array, "..."] | None = None,
 ) -> Float[Array, "..."]:
-    """KL(policy || reference) of sampled tokens, with d = log_probs - ref_log_probs and importance ratio w (or 1).
+    """KL(policy || reference) of sampled tokens, with d = log_probs - ref_log_probs and importance
+    ratio w (or 1).
 
         k1: w d      abs: w |d|      k2: w d^2 / 2      k3: w (exp(-d) - 1 + d)      low_var_kl: k3 clamped to [-10, 10]
 
-    A "+" after the name keeps the value and takes the gradient of k2, w d, which on samples of the policy is an
-    unbiased gradient of the divergence; w is then constant. Below d = -20 the tangent replaces exp(-d), so that value
-    and gradient are finite and have the right sign at any log-ratio. k3 is at least 0.
+    A "+" after the name keeps the value and takes the gradient of k2, w d, which on samples of the
+    policy is an unbiased gradient of the divergence; w is then constant. Below d = -20 the tangent
+    replaces exp(-d), so that value and gradient are finite and have the right sign at any
+    log-ratio. k3 is at least 0.
 
     Args:
       log_probs: `[...]`, the policy's.
       ref_log_probs: `[...]`, the reference's; no gradient flows to them.
       estimator: "k1", "abs", "k2", "k3", "low_var_kl", each with or without "+".
-      importance_ratio: `[...]`, the policy over the sampling policy; its gradient is a part of the result's.
+      importance_ratio: `[...]`, the policy over the sampling policy; its gradient is a part of the
+        result's.
 
     Returns:
       `f32[...]`, nats.
 
     Raises:
-      TypeError, ValueError: an unknown estimator; arrays that are not floats, or have different shapes.
+      TypeError, ValueError: an unknown estimator; arrays that are not floats, or have different
+        shapes.
 
     Example:
       >>> kl_divergence(jnp.array([0.0, -1.0]), jnp.array([-1.0, -1.0]), "k2")
       Array([0.5, 0. ], dtype=float32)
 
-    Schulman 2020, Approximating KL divergence, http://joschu.net/blog/kl-approx.html; Liu et al. 2025, Rethinking KL
-    regularization in RLHF, https://arxiv.org/abs/2510.01555; importance weight: DeepSeek-V3.2,
-    https://arxiv.org/abs/2512.02556
+    Schulman 2020, Approximating KL divergence, http://joschu.net/blog/kl-approx.html; Liu et al.
+    2025, Rethinking KL regularization in RLHF, https://arxiv.org/abs/2510.01555; importance weight:
+    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556
     """
     check_choice("estimator", estimator, Estimator)
     arrays = {"log_probs": log_probs, "ref_log_probs": ref_log_probs}
@@ -143,12 +168,17 @@ def kl_divergence(
             value = jnp.clip(ratio * k3(-d), -10, 10)
     if estimator.endswith("+"):
         k2 = lax.stop_gradient(ratio) * d**2 / 2
-        value = lax.stop_gradient(value) + (k2 - lax.stop_gradient(k2))  # this order adds exactly 0 to the value
+        # this order adds exactly 0 to the value
+        value = lax.stop_gradient(value) + (k2 - lax.stop_gradient(k2))
     return value
 
 
 def adaptive_kl_coef(
-    coef: Float[Array, ""] | float, kl: Float[Array, ""], target: float, samples: int, horizon: float = 10000.0
+    coef: Float[Array, ""] | float,
+    kl: Float[Array, ""],
+    target: float,
+    samples: int,
+    horizon: float = 10000.0,
 ) -> Float[Array, ""]:
     """The next KL coefficient: coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon).
 
@@ -169,7 +199,8 @@ def adaptive_kl_coef(
       >>> float(adaptive_kl_coef(0.1, jnp.array(6.0), target=3.0, samples=1000))
       0.10199...
 
-    Ziegler et al. 2019, Fine-tuning language models from human preferences, https://arxiv.org/abs/1909.08593
+    Ziegler et al. 2019, Fine-tuning language models from human preferences,
+    https://arxiv.org/abs/1909.08593
     """
     relative = _number("kl", kl) / _number("target", target, above=0)
     error = jnp.clip(relative - 1, -0.2, 0.2)

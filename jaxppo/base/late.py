@@ -1,4 +1,6 @@
-"""Names that are loaded when they are first used: importing jaxppo is fast, and a program loads what it needs."""
+"""Names that are loaded when they are first used: importing jaxppo is fast, and a program loads
+what it needs.
+"""
 
 import importlib
 import importlib.util
@@ -8,7 +10,9 @@ from typing import Any
 
 
 def late(package: str, places: Mapping[str, list[str]] | None = None) -> Callable[[str], Any]:
-    """The `__getattr__` of a package: it finds the package's modules, and the names that `places` has by module."""
+    """The `__getattr__` of a package: it finds the package's modules, and the names that
+    `places` has by module.
+    """
     module_of = {name: module for module, names in (places or {}).items() for name in names}
 
     def find(name: str) -> Any:

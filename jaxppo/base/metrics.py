@@ -15,7 +15,14 @@ from jaxppo.base.arrays import check_choice, check_type
 from jaxppo.base.pytree import register
 from jaxppo.sharding import ShardAxes, vary
 
-__all__ = ["Composite", "Metric", "Metrics", "collapse_metrics", "finalize_metrics", "merge_metrics"]
+__all__ = [
+    "Composite",
+    "Metric",
+    "Metrics",
+    "collapse_metrics",
+    "finalize_metrics",
+    "merge_metrics",
+]
 
 Reduce = Literal["mean", "sum", "min", "max"]
 
@@ -26,7 +33,8 @@ class Metric:
     """A metric before its division: its value is total / count for "mean", else the total itself.
 
     Args:
-      total: the sum, smallest or largest value so far. Arrays merge entry by entry; the counts of broken rules are one.
+      total: the sum, smallest or largest value so far. Arrays merge entry by entry; the counts of
+        broken rules are one.
       count: the number of values, or the sum of their weights; only "mean" divides by it.
       reduce: "mean", "sum", "min" or "max": how two of them merge.
 
@@ -59,7 +67,8 @@ class Metric:
 @register(static=["combine"])
 @dataclasses.dataclass(frozen=True)
 class Composite:
-    """A metric that is a function of several others, which are merged, and combined once, at the end.
+    """A metric that is a function of several others, which are merged, and combined once, at the
+    end.
 
     Args:
       parts: metrics by name.
@@ -83,7 +92,8 @@ Metrics = dict[str, Metric | Composite]
 
 
 def merge_metrics(first: Any, *others: Any) -> Any:
-    """Merges metrics (`Metric`, `Composite`), or dicts of them, of several micro-batches or processes into one.
+    """Merges metrics (`Metric`, `Composite`), or dicts of them, of several micro-batches or
+    processes into one.
 
     Raises:
       ValueError: structures (names, or ways to reduce) that differ.
@@ -101,7 +111,9 @@ def merge_metrics(first: Any, *others: Any) -> Any:
 
 
 def collapse_metrics(stacked: Any) -> Any:
-    """Merges a dict of metrics (or one) along the leading axis of its arrays, as `lax.scan` stacks them."""
+    """Merges a dict of metrics (or one) along the leading axis of its arrays, as `lax.scan`
+    stacks them.
+    """
     _check_metrics("stacked", stacked)
 
     def collapsed(x: Metric) -> Metric:
@@ -121,14 +133,17 @@ def finalize_metrics(metrics: Mapping[str, Metric | Composite]) -> dict[str, Flo
     """The numbers of a loss's metrics by name: totals divided by counts, composite ones combined.
 
     Raises:
-      TypeError: anything else than `Metric` or `Composite`, such as metrics that are numbers already.
+      TypeError: anything else than `Metric` or `Composite`, such as metrics that are numbers
+        already.
 
     Example:
       >>> finalize_metrics({"loss": Metric(jnp.float32(6), jnp.float32(2))})
       {'loss': Array(3., dtype=float32)}
     """
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics: got {type(metrics).__name__}, expected the metrics of a loss, by name")
+        raise TypeError(
+            f"metrics: got {type(metrics).__name__}, expected the metrics of a loss, by name"
+        )
     _check_metrics("metrics", metrics)
     return {name: metric.value for name, metric in metrics.items()}
 
@@ -142,11 +157,14 @@ def _check_metrics(what: str, metrics: Any) -> None:
         check_type(place, metric, good, "Metric or Composite, as losses return them")
 
 
-Term = tuple[Float[Array, "R T"], Float[Array, "R T"], Reduce]  # values, weights, and how they are reduced
+# values, weights, and how they are reduced
+Term = tuple[Float[Array, "R T"], Float[Array, "R T"], Reduce]
 
 
 class CompositeTerm(NamedTuple):
-    """What a `Composite` is reduced from: the terms of its parts, and the function that combines their values."""
+    """What a `Composite` is reduced from: the terms of its parts, and the function that combines
+    their values.
+    """
 
     parts: Mapping[str, Term]
     combine: Callable[..., Float[Array, ""]]
@@ -168,10 +186,11 @@ def moments(x: Float[Array, "R T"], weights: Float[Array, "R T"]) -> dict[str, T
 def reduce_metrics(axes: ShardAxes, terms: Mapping[str, Term | CompositeTerm]) -> Metrics:
     """Per-shard: the metrics of all data and context shards from their terms, in one collective.
 
-    "mean" and "sum" multiply values by their weights; "min" and "max" read the values with a weight above 0. No
-    gradient flows, and values may be NaN where the weight is 0.
+    "mean" and "sum" multiply values by their weights; "min" and "max" read the values with a weight
+    above 0. No gradient flows, and values may be NaN where the weight is 0.
     """
-    flat: dict[tuple[str, str], Term] = {}  # by the name of the metric, and that of the part of a composite one
+    # by the name of the metric, and that of the part of a composite one
+    flat: dict[tuple[str, str], Term] = {}
     for name, term in terms.items():
         if isinstance(term, CompositeTerm):
             for part, part_term in term.parts.items():
@@ -182,7 +201,9 @@ def reduce_metrics(axes: ShardAxes, terms: Mapping[str, Term | CompositeTerm]) -
     result: Metrics = {}
     for name, term in terms.items():
         if isinstance(term, CompositeTerm):
-            result[name] = Composite({part: metrics[name, part] for part in term.parts}, term.combine)
+            result[name] = Composite(
+                {part: metrics[name, part] for part in term.parts}, term.combine
+            )
         else:
             result[name] = metrics[name, ""]
     return result
@@ -230,7 +251,9 @@ def share(part: Float[Array, ""], whole: Float[Array, ""]) -> Float[Array, ""]:
 
 
 def effective_share(first: Float[Array, ""], second: Float[Array, ""]) -> Float[Array, ""]:
-    """(sum r)^2 / (N sum r^2), the effective sample size as a share: 1 where all r are equal, 0 where there is none."""
+    """(sum r)^2 / (N sum r^2), the effective sample size as a share: 1 where all r are equal, 0
+    where there is none.
+    """
     return jnp.minimum(share(first**2, second), 1)  # rounding would make it 1 + 1e-7
 
 

@@ -16,8 +16,9 @@ import numpy as np
 
 _DOT_GENERAL = jax.lax.dot_general  # before Qwix or another package patches it during a call
 _EXPECTED = (
-    "an array, nnx.Param, nnx.Linear, nnx.LoRALinear, nnx.LoRA, nnx.Embed, nnx.Einsum, a Linen parameter or the "
-    "parameters of an nn.Dense or nn.Embed, eqx.nn.Linear, eqx.nn.Embedding, or a Tunix lm_head or embedder"
+    "an array, nnx.Param, nnx.Linear, nnx.LoRALinear, nnx.LoRA, nnx.Embed, nnx.Einsum, a Linen"
+    " parameter or the parameters of an nn.Dense or nn.Embed, eqx.nn.Linear, eqx.nn.Embedding, or a"
+    " Tunix lm_head or embedder"
 )
 _QWIX_NOTES = ("qwix_path", "qwix_rngs", "disable_quant_stats_update")
 _QWIX_BOX = ("qwix._src.providers.ptq", "WithAux")  # which Qwix has no public name for
@@ -27,7 +28,9 @@ _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 @dataclasses.dataclass(frozen=True)
 class HeadParts:
-    """The parts of a head in a module; None where there is none, or where the module does not say."""
+    """The parts of a head in a module; None where there is none, or where the module does not
+    say.
+    """
 
     kernel: Any  # [H, V] or [V, H]; values of 8 bits if there is a scale
     layout: str | None = None  # "hv" or "vh"
@@ -42,7 +45,8 @@ def parts_of(module: Any) -> HeadParts:
     """The parts of a head in what `Head.of` takes.
 
     Raises:
-      TypeError: an unknown object, weights that are quantised in a way of their own, unknown adapters.
+      TypeError: an unknown object, weights that are quantised in a way of their own, unknown
+        adapters.
     """
     quantised = _quantised("module", module)
     if quantised is not None:
@@ -65,7 +69,9 @@ def parts_of(module: Any) -> HeadParts:
 
 
 def narrowed(x: Any, dtype: Any) -> Any:
-    """x in the dtype in which a module multiplies, if that is narrower; a wider dtype would not change a product."""
+    """x in the dtype in which a module multiplies, if that is narrower; a wider dtype would not
+    change a product.
+    """
     if x is None or dtype is None or jnp.dtype(dtype).itemsize >= x.dtype.itemsize:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -114,13 +120,19 @@ def _quantised(where: str, x: Any) -> HeadParts | None:
 
 
 def _value(where: str, x: Any) -> Any:
-    """The array of floats within a variable or box; raises a TypeError that names any other content."""
+    """The array of floats within a variable or box; raises a TypeError that names any other
+    content.
+    """
     x = _unboxed(x)
     if not isinstance(x, _ARRAYS):
-        expected = "expected an array of floats; quantised and wrapped weights must be converted first"
+        expected = (
+            "expected an array of floats; quantised and wrapped weights must be converted first"
+        )
         _refuse(x, expected, where)
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
-        raise TypeError(f"{where}: got {x.dtype}, quantised weights, expected float32, bfloat16 or float16")
+        raise TypeError(
+            f"{where}: got {x.dtype}, quantised weights, expected float32, bfloat16 or float16"
+        )
     return x
 
 
@@ -131,7 +143,10 @@ def _of_mapping(x: Mapping[str, Any]) -> HeadParts:
     if "embedding" in x:
         return _parts(x, "embedding", "vh")
     keys = ", ".join(map(repr, x)) or "none"
-    raise TypeError(f"module: got a {type(x).__name__} with keys {keys}, expected 'kernel' and 'bias', or 'embedding'")
+    raise TypeError(
+        f"module: got a {type(x).__name__} with keys {keys}, expected 'kernel' and 'bias', or"
+        " 'embedding'"
+    )
 
 
 def _of_nnx(x: Any) -> HeadParts | None:
@@ -150,14 +165,20 @@ def _of_nnx(x: Any) -> HeadParts | None:
         return _parts(x, "embedding", "vh")
     if _is(x, "flax.nnx", "Einsum"):
         _check_method(x, "flax.nnx", "Einsum")
-        return _parts(x, "kernel", _layout_of_einsum(x, "kernel"), "kernel_lora_a", "kernel_lora_b", "bias")
-    # Every Tunix model defines its lm_head, an Einsum over `w`, and its embedder, whose `decode` makes logits, anew. So
-    # they are recognised by their attributes.
+        return _parts(
+            x, "kernel", _layout_of_einsum(x, "kernel"), "kernel_lora_a", "kernel_lora_b", "bias"
+        )
+    # Every Tunix model defines its lm_head, an Einsum over `w`, and its embedder, whose `decode`
+    # makes logits, anew. So they are recognised by their attributes.
     if hasattr(x, "einsum_str") and hasattr(x, "w"):
         return _parts(x, "w", _layout_of_einsum(x, "w"), "w_lora_a", "w_lora_b")
     if hasattr(x, "input_embedding") and callable(getattr(x, "decode", None)):
         # other parameters of an embedder (for images, for layers) have no part in the logits
-        strange = [name for name in vars(x) if name.startswith("input_embedding_") or "lora" in name.lower()]
+        strange = [
+            name
+            for name in vars(x)
+            if name.startswith("input_embedding_") or "lora" in name.lower()
+        ]
         return _parts(x, "input_embedding", "vh", held=strange)
     return None
 
@@ -173,18 +194,23 @@ def _of_equinox(x: Any) -> HeadParts | None:
     return None
 
 
-def _parts(x: Any, name: str, layout: str, *others: str, held: Collection[str] | None = None) -> HeadParts:
-    """The kernel of that name in a module or mapping, with the bias and the Qwix adapter if `others` name them.
+def _parts(
+    x: Any, name: str, layout: str, *others: str, held: Collection[str] | None = None
+) -> HeadParts:
+    """The kernel of that name in a module or mapping, with the bias and the Qwix adapter if
+    `others` name them.
 
-    Raises where `held`, by default all its parameters, has still others. Qwix's LoraProvider, which Tunix uses, puts
-    adapters beside a parameter.
+    Raises where `held`, by default all its parameters, has still others. Qwix's LoraProvider, which
+    Tunix uses, puts adapters beside a parameter.
     """
     known = (name, *others)
     if held is None:
         held = x if isinstance(x, Mapping) else _parameters(x)
     left = sorted({*held} - {*known})
     if left:
-        raise TypeError(f"module: got {', '.join(left)} beside its kernel, expected {', '.join(known)} at most")
+        raise TypeError(
+            f"module: got {', '.join(left)} beside its kernel, expected {', '.join(known)} at most"
+        )
 
     def array(key: str) -> Any:
         if isinstance(x, Mapping):
@@ -245,7 +271,11 @@ def _parameters(x: Any) -> list[str]:
 
     names = []
     for name, value in vars(x).items():
-        module = _is(value, "flax.nnx", "Variable") or _is(value, "flax.nnx", "Module") or _is(value, *_QWIX_BOX)
+        module = (
+            _is(value, "flax.nnx", "Variable")
+            or _is(value, "flax.nnx", "Module")
+            or _is(value, *_QWIX_BOX)
+        )
         if (module or isinstance(value, jax.Array)) and name not in _QWIX_NOTES:
             names.append(name)
     return names

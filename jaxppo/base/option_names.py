@@ -6,9 +6,14 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, Self
 
-# By the name of an option elsewhere (TRL, Tunix, verl, slime, NeMo-RL): the fields here that may stand for it.
+# By the name of an option elsewhere (TRL, Tunix, verl, slime, NeMo-RL): the fields here that may
+# stand for it.
 _FIELDS: Mapping[str, tuple[str, ...]] = {
-    "epsilon clip_epsilon clip_eps eps_clip clip_ratio clip_range cliprange": ("clip_low", "clip_high", "clip"),
+    "epsilon clip_epsilon clip_eps eps_clip clip_ratio clip_range cliprange": (
+        "clip_low",
+        "clip_high",
+        "clip",
+    ),
     "epsilon_low eps_clip_low clip_ratio_low clip_ratio_min ratio_clip_min": ("clip_low",),
     "epsilon_high eps_clip_high clip_ratio_high clip_ratio_max ratio_clip_max": ("clip_high",),
     "delta eps_clip_c clip_ratio_c ratio_clip_c": ("dual_clip",),
@@ -29,11 +34,16 @@ _FIELDS_BY_NAME = {name: fields for names, fields in _FIELDS.items() for name in
 
 
 def same_here(name: str, value: Any, fields: Any) -> str | None:
-    """What to write for an option of another system, such as "clip_low=0.2, clip_high=0.2"; None if it is unknown."""
+    """What to write for an option of another system, such as "clip_low=0.2, clip_high=0.2"; None
+    if it is unknown.
+    """
     shown = repr(value)
     if isinstance(value, str):
         shown = "..."  # names of values differ too
-    return ", ".join(f"{field}={shown}" for field in _FIELDS_BY_NAME.get(name, ()) if field in fields) or None
+    return (
+        ", ".join(f"{field}={shown}" for field in _FIELDS_BY_NAME.get(name, ()) if field in fields)
+        or None
+    )
 
 
 class NamesItsOptions:
@@ -44,7 +54,10 @@ class NamesItsOptions:
         free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
         for name, value in options.items():
             if not free and name not in known:
-                raise TypeError(f"{name}: got {value!r} for {cls.__name__}, expected {cls._in_place_of(name, value)}")
+                raise TypeError(
+                    f"{name}: got {value!r} for {cls.__name__}, expected"
+                    f" {cls._in_place_of(name, value)}"
+                )
         return super().__new__(cls)
 
     @classmethod

@@ -1,4 +1,6 @@
-"""Classes as pytrees: constructors check what a user gives, and `jax.export` stores functions of them."""
+"""Classes as pytrees: constructors check what a user gives, and `jax.export` stores functions of
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,13 @@ Class = TypeVar("Class", bound=type)
 
 
 def register(*, static: Iterable[str] = ()) -> Callable[[Class], Class]:
-    """Decorates a frozen dataclass as a pytree whose children are all fields but the static ones, or a NamedTuple.
+    """Decorates a frozen dataclass as a pytree whose children are all fields but the static ones,
+    or a NamedTuple.
 
-    The constructor, with its checks, runs only where somebody makes an object. With `jax.tree_util.register_dataclass`
-    it would also run each time that JAX unflattens the tree: dozens of times in a trace. `jax.export` stores functions
-    of the class; see `to_bytes` for what its static fields may hold.
+    The constructor, with its checks, runs only where somebody makes an object. With
+    `jax.tree_util.register_dataclass` it would also run each time that JAX unflattens the tree:
+    dozens of times in a trace. `jax.export` stores functions of the class; see `to_bytes` for what
+    its static fields may hold.
     """
     meta = tuple(static)
 
@@ -32,12 +36,16 @@ def register(*, static: Iterable[str] = ()) -> Callable[[Class], Class]:
         if not is_tuple:
             _register_node(cls, meta)
         name = f"{cls.__module__}.{cls.__qualname__}"
-        with contextlib.suppress(ValueError):  # a notebook loads its modules again: JAX keeps the class that it has
+        # a notebook loads its modules again: JAX keeps the class that it has
+        with contextlib.suppress(ValueError):
             if is_tuple:
                 export.register_namedtuple_serialization(cls, serialized_name=name)
             else:
                 export.register_pytree_node_serialization(
-                    cls, serialized_name=name, serialize_auxdata=to_bytes, deserialize_auxdata=from_bytes
+                    cls,
+                    serialized_name=name,
+                    serialize_auxdata=to_bytes,
+                    deserialize_auxdata=from_bytes,
                 )
         return cls
 
@@ -61,7 +69,8 @@ def _register_node(cls: Any, meta: tuple[str, ...]) -> None:
 
 
 def to_bytes(static: tuple[Any, ...]) -> bytes:
-    """Static fields as JSON: numbers, text, None, tuples, PartitionSpecs, and this package's functions and dataclasses.
+    """Static fields as JSON: numbers, text, None, tuples, PartitionSpecs, and this package's
+    functions and dataclasses.
 
     Another value, such as a lambda, raises a TypeError.
     """
@@ -69,7 +78,10 @@ def to_bytes(static: tuple[Any, ...]) -> bytes:
 
 
 def from_bytes(stored: bytes) -> Any:
-    """The inverse of `to_bytes`. It finds names of this package and no others, and nothing is unpickled."""
+    """The inverse of `to_bytes`.
+
+    It finds names of this package and no others, and nothing is unpickled.
+    """
     return json.loads(stored, object_hook=_made)
 
 
@@ -88,9 +100,13 @@ def _plain(x: Any) -> Any:
         if _named(*place) is x:
             return {"name": place}
         if _named(*place) is kind and dataclasses.is_dataclass(x):
-            fields = [[field.name, _plain(getattr(x, field.name))] for field in dataclasses.fields(x)]
+            fields = [
+                [field.name, _plain(getattr(x, field.name))] for field in dataclasses.fields(x)
+            ]
             return {"class": [place, fields]}
-    raise TypeError(f"jax.export: got {x!r} in a static field, expected numbers, text or functions of jaxppo")
+    raise TypeError(
+        f"jax.export: got {x!r} in a static field, expected numbers, text or functions of jaxppo"
+    )
 
 
 def _made(x: dict[str, Any]) -> Any:

@@ -23,8 +23,12 @@ def ordered_bits(x: jax.Array) -> jax.Array:
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def highest(axes: ShardAxes, scores: jax.Array, lots: jax.Array, candidates: jax.Array, wanted: jax.Array) -> jax.Array:
-    """The `wanted` candidates with the highest u32 scores over all shards, or all if fewer; `lots` break ties."""
+def highest(
+    axes: ShardAxes, scores: jax.Array, lots: jax.Array, candidates: jax.Array, wanted: jax.Array
+) -> jax.Array:
+    """The `wanted` candidates with the highest u32 scores over all shards, or all if fewer;
+    `lots` break ties.
+    """
     cut = kth(axes, scores, candidates, wanted)
     above = candidates & (scores > cut)
     tied = candidates & (scores == cut)
@@ -42,7 +46,9 @@ def kth(axes: ShardAxes, scores: jax.Array, candidates: jax.Array, k: jax.Array)
 
 
 def largest(holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The largest u32 for which `holds` is true, if it is true up to some number and false beyond; 0 if never true."""
+    """The largest u32 for which `holds` is true, if it is true up to some number and false
+    beyond; 0 if never true.
+    """
 
     def step(i: jax.Array, cut: jax.Array) -> jax.Array:
         attempt = cut | (jnp.uint32(1) << jnp.uint32(31 - i))

@@ -1,7 +1,9 @@
-"""Splits a config that holds traced numbers into a hashable part and its arrays, as a cached `jit` needs them.
+"""Splits a config that holds traced numbers into a hashable part and its arrays, as a cached `jit`
+needs them.
 
-A pytree has the same traced fields in all its objects, but here each object decides: a coefficient that is the number 0
-leaves its term out of the program. And losses that users write are plain frozen dataclasses that nobody registers.
+A pytree has the same traced fields in all its objects, but here each object decides: a coefficient
+that is the number 0 leaves its term out of the program. And losses that users write are plain
+frozen dataclasses that nobody registers.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class _Place:
 
 @dataclasses.dataclass(frozen=True)
 class ByToken:
-    """Marks the place of a number that an extra of the batch holds for each token; see `losses.by_row`."""
+    """Marks the place of a number that an extra of the batch holds for each token; see
+    `losses.by_row`.
+    """
 
     own: Any  # the field's own number, for positions without loss
     extra: str
@@ -46,11 +50,14 @@ def is_mark(x: Any) -> bool:
     return isinstance(x, _Place | ByToken)
 
 
-def take_arrays(config: Config, coefficients: Sequence[str] = ()) -> tuple[Config, dict[str, jax.Array]]:
-    """The config with a mark in place of each array in its dataclasses, and the arrays by the names of their fields.
+def take_arrays(
+    config: Config, coefficients: Sequence[str] = ()
+) -> tuple[Config, dict[str, jax.Array]]:
+    """The config with a mark in place of each array in its dataclasses, and the arrays by the names
+    of their fields.
 
-    The names are those of `name_of`. Fields at the paths `coefficients` become arrays too, unless they are known to be
-    0: other numbers then compile nothing new.
+    The names are those of `name_of`. Fields at the paths `coefficients` become arrays too, unless
+    they are known to be 0: other numbers then compile nothing new.
     """
     arrays: dict[str, jax.Array] = {}
     static: dict[Path, Any] = {}
@@ -71,21 +78,30 @@ def take_arrays(config: Config, coefficients: Sequence[str] = ()) -> tuple[Confi
 
 def put_arrays(config: Config, arrays: Mapping[str, jax.Array]) -> Config:
     """The inverse of `take_arrays`."""
-    return with_leaves(config, {path: arrays[x.name] for path, x in leaves(config).items() if isinstance(x, _Place)})
+    return with_leaves(
+        config,
+        {path: arrays[x.name] for path, x in leaves(config).items() if isinstance(x, _Place)},
+    )
 
 
 def name_of(path: Path) -> str:
-    """The name of a field at this path: within a field "field.name", as in "kl.coef", without "loss" and "config"."""
+    """The name of a field at this path: within a field "field.name", as in "kl.coef", without
+    "loss" and "config".
+    """
     return ".".join(name for name in path if name not in ("loss", "config", "own"))
 
 
 def numbers_of_tokens(config: Any) -> dict[Path, ByToken]:
     """The marks of numbers of tokens, by their paths."""
-    return {path: x for path, x in leaves(config, whole=(ByToken,)).items() if isinstance(x, ByToken)}
+    return {
+        path: x for path, x in leaves(config, whole=(ByToken,)).items() if isinstance(x, ByToken)
+    }
 
 
 def leaves(x: Any, path: Path = (), whole: tuple[type, ...] = ()) -> dict[Path, Any]:
-    """What stands in the dataclasses and tuples of x, by path; objects of the classes `whole` are not taken apart."""
+    """What stands in the dataclasses and tuples of x, by path; objects of the classes `whole`
+    are not taken apart.
+    """
     if isinstance(x, tuple):
         parts = {str(i): part for i, part in enumerate(x)}
     elif dataclasses.is_dataclass(x) and not isinstance(x, (_Place, *whole)):
@@ -98,22 +114,32 @@ def leaves(x: Any, path: Path = (), whole: tuple[type, ...] = ()) -> dict[Path, 
     return found
 
 
-def with_leaves(x: Any, changed: Mapping[Path, Any], replace: Replace | None = None, path: Path = ()) -> Any:
-    """x with other values at these paths, by `dataclasses.replace`, which checks them, or by default by `replaced`."""
+def with_leaves(
+    x: Any, changed: Mapping[Path, Any], replace: Replace | None = None, path: Path = ()
+) -> Any:
+    """x with other values at these paths, by `dataclasses.replace`, which checks them, or by
+    default by `replaced`.
+    """
     if path in changed:
         return changed[path]
     if isinstance(x, tuple):
-        return tuple(with_leaves(part, changed, replace, (*path, str(i))) for i, part in enumerate(x))
+        return tuple(
+            with_leaves(part, changed, replace, (*path, str(i))) for i, part in enumerate(x)
+        )
     depth = len(path)
     names = sorted({other[depth] for other in changed if other[:depth] == path})
     if not names:
         return x
-    fields = {name: with_leaves(getattr(x, name), changed, replace, (*path, name)) for name in names}
+    fields = {
+        name: with_leaves(getattr(x, name), changed, replace, (*path, name)) for name in names
+    }
     return (replace or replaced)(x, **fields)
 
 
 def replaced(x: Config, **changed: Any) -> Config:
-    """A copy of a dataclass with other fields, which its constructor does not check: it would refuse marks."""
+    """A copy of a dataclass with other fields, which its constructor does not check: it would
+    refuse marks.
+    """
     new = copy.copy(x)
     for name, value in changed.items():
         object.__setattr__(new, name, value)

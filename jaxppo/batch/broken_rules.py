@@ -1,4 +1,6 @@
-"""Which rules data break: counted in a loss, named by the metric `broken_rules`, raised on the host."""
+"""Which rules data break: counted in a loss, named by the metric `broken_rules`, raised on the
+host.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ class Broken:
         return self.counts.sum() > 0
 
     def metric(self, total: Float[Array, ""]) -> Composite:
-        """The metric `broken_rules`. A loss that is not finite breaks the last rule if no other one is broken."""
+        """The metric `broken_rules`.
+
+        A loss that is not finite breaks the last rule if no other one is broken.
+        """
         unexplained = ~(jnp.isfinite(total) | self.any)
         counts = lax.stop_gradient(jnp.append(self.counts, unexplained.astype(jnp.float32)))
         numbers = (*self.numbers, len(ON_DEVICE))
@@ -77,10 +82,12 @@ def count_broken(
     adapters: int = 0,
     counted: Float[Array, "R T"] | None = None,
 ) -> Broken:
-    """Per-shard: for each rule that has something to check, how often all devices' entries break it.
+    """Per-shard: for each rule that has something to check, how often all devices' entries break
+    it.
 
-    `numbers` are the traced ones of the loss, by name, scalars or those of tokens; for the others see `View`. Absent
-    arrays are None. `counted` are the tokens that a normalizer counts; None for those of the loss mask.
+    `numbers` are the traced ones of the loss, by name, scalars or those of tokens; for the others
+    see `View`. Absent arrays are None. `counted` are the tokens that a normalizer counts; None for
+    those of the loss mask.
     """
     axes = segments.axes
     existing = {name: x for name, x in arrays.items() if x is not None}
@@ -93,7 +100,9 @@ def count_broken(
             counted = existing["loss_mask"]
         existing["loss_tokens"] = segments.sum(counted)
     if "pair_ids" in existing:
-        pairs = Pairs.of(axes, existing["pair_ids"], existing["sample_rewards"], existing["loss_tokens"])
+        pairs = Pairs.of(
+            axes, existing["pair_ids"], existing["sample_rewards"], existing["loss_tokens"]
+        )
         existing["alone"] = pairs.alone
     ends = segments.sum(jnp.ones_like(segments.segment_ids))
     if "parents" in existing:
@@ -104,8 +113,12 @@ def count_broken(
     return _counted(view, axes, existing)
 
 
-def count_broken_tokens(arrays: Mapping[str, Array | None], checked: Collection[str], segments: Segments) -> Broken:
-    """Per-shard: `count_broken` of arrays of tokens alone, those that are `checked`, beside what their rules read."""
+def count_broken_tokens(
+    arrays: Mapping[str, Array | None], checked: Collection[str], segments: Segments
+) -> Broken:
+    """Per-shard: `count_broken` of arrays of tokens alone, those that are `checked`, beside what
+    their rules read.
+    """
     existing = {name: x for name, x in arrays.items() if x is not None}
     unsound = [_not_finite(existing[name]) for name in checked if name not in KNOWN]
     if unsound:
@@ -156,10 +169,19 @@ def explain_broken_rules(broken_rules: int | float | Array) -> list[str]:
       ['loss_mask_on_padding: expected 0 where segment_ids is 0']
     """
     x = broken_rules
-    numeric = isinstance(x, (int, float, np.number, np.ndarray, jax.Array)) and not isinstance(x, bool)
-    if not numeric or np.shape(x) != () or not jnp.issubdtype(getattr(x, "dtype", float), np.number):
+    numeric = isinstance(x, (int, float, np.number, np.ndarray, jax.Array)) and not isinstance(
+        x, bool
+    )
+    if (
+        not numeric
+        or np.shape(x) != ()
+        or not jnp.issubdtype(getattr(x, "dtype", float), np.number)
+    ):
         got = f"shape {np.shape(x)}" if numeric else type(x).__name__
-        raise TypeError(f'broken_rules: got {got}, expected a number, such as metrics["broken_rules"].value of a step')
+        raise TypeError(
+            f'broken_rules: got {got}, expected a number, such as metrics["broken_rules"].value of'
+            " a step"
+        )
     number = float(x)
     bits = -1  # names no rule
     if number.is_integer() and 0 <= number < 1 << BITS * FIRST:
@@ -172,7 +194,9 @@ def explain_broken_rules(broken_rules: int | float | Array) -> list[str]:
 
 
 def raise_first(view: View) -> None:
-    """Raises ValueError at the first entry that breaks a rule, with its row and logical position, or segment."""
+    """Raises ValueError at the first entry that breaks a rule, with its row and logical
+    position, or segment.
+    """
     for rule in sorted(RULES, key=lambda rule: not rule.structural):
         for name, bad in rule.broken(view):
             if not bad.any():

@@ -15,10 +15,14 @@ from jaxppo.batch.trees import starts
 from jaxppo.sharding import check_row_length, in_order, physical_places, segment_multiple
 
 
-def check_entries(batch: Any, arrays: Mapping[str, Array], vocab_size: Any, counts: Array | None) -> None:
-    """Raises at the first entry of the batch's arrays that breaks a rule, see `RolloutBatch.validate`.
+def check_entries(
+    batch: Any, arrays: Mapping[str, Array], vocab_size: Any, counts: Array | None
+) -> None:
+    """Raises at the first entry of the batch's arrays that breaks a rule, see
+    `RolloutBatch.validate`.
 
-    `counts`, `[*K, R, S]`, are the loss tokens of each sequence according to the normalizer; None without one.
+    `counts`, `[*K, R, S]`, are the loss tokens of each sequence according to the normalizer; None
+    without one.
     """
     check_count("vocab_size", vocab_size, least=1)
     rows = {name: np.asarray(x).reshape(-1, x.shape[-1]) for name, x in arrays.items()}
@@ -44,8 +48,12 @@ def check_entries(batch: Any, arrays: Mapping[str, Array], vocab_size: Any, coun
     of_segments = {"lengths": lengths}
     if counts is not None:
         of_segments["normalizer"] = np.asarray(counts).reshape(lengths.shape)
-        of_segments["loss_tokens"] = _segment_sums(known_ids, num_segments, np.asarray(arrays["loss_mask"]))
-    raise_first(View(rows | of_segments, num_segments, batch.real_last_targets, False, vocab_size, np))
+        of_segments["loss_tokens"] = _segment_sums(
+            known_ids, num_segments, np.asarray(arrays["loss_mask"])
+        )
+    raise_first(
+        View(rows | of_segments, num_segments, batch.real_last_targets, False, vocab_size, np)
+    )
     _check_padding(rows["segment_ids"], lengths, layout, shards)
 
 
@@ -61,7 +69,9 @@ def _segment_sums(ids: np.ndarray, num_segments: int, weights: np.ndarray | None
 
 
 def _check_padding(segments: np.ndarray, lengths: np.ndarray, layout: str, shards: int) -> None:
-    """Raises where a layout per segment has a sequence that does not start at a multiple of its unit."""
+    """Raises where a layout per segment has a sequence that does not start at a multiple of its
+    unit.
+    """
     multiple = segment_multiple(layout, shards)
     padded = -(-lengths // multiple) * multiple
     first = np.concatenate([np.zeros_like(lengths[:, :1]), padded], axis=1).cumsum(1)

@@ -15,7 +15,8 @@ from jaxppo.batch.token_sets import TokenSets
 Truncated = Literal["train", "mask"]
 ENDS = ("stop", "tool_calls", "length")
 OF_OUTPUTS = ("tokens", "response_start")  # fields that every output gives
-OF_TURNS = ("rollout_log_probs", "nucleus")  # fields that a caller may give in their place, where turns have none
+# fields that a caller may give in their place, where turns have none
+OF_TURNS = ("rollout_log_probs", "nucleus")
 
 
 class Turn(NamedTuple):
@@ -26,17 +27,25 @@ class Turn(NamedTuple):
     log_probs: list[float] | None  # of the completion; None if the request did not ask for them
     finish_reason: str | None  # "stop", "length", "abort" or another of the engine's
     nucleus: TokenSets | None  # for each token of the completion, the ids that could be drawn
-    versions: list[int] | None = None  # the version of the policy that drew each token of the completion
+    # the version of the policy that drew each token of the completion
+    versions: list[int] | None = None
 
 
 def sample_fields(
-    output: Any, read: Callable[[str, Any], Turn], loss_mask: Any, truncated: str, fields: dict[str, Any]
+    output: Any,
+    read: Callable[[str, Any], Turn],
+    loss_mask: Any,
+    truncated: str,
+    fields: dict[str, Any],
 ) -> dict[str, Any]:
     """The fields of a `Sample` of one output or of several turns, see `Sample.from_vllm`."""
     turns = _turns(output, read)
     for name in OF_OUTPUTS:
         if name in fields:
-            raise TypeError(f"{name}: got {shown(fields[name])} beside an output, expected none: the output says it")
+            raise TypeError(
+                f"{name}: got {shown(fields[name])} beside an output, expected none: the output"
+                " says it"
+            )
     turns = _with_empty_entries(turns)
     _check_same_entries(turns)
     tokens = list(turns[0].prompt)
@@ -62,7 +71,12 @@ def sample_fields(
     if loss_mask is not None:
         mask *= _own_mask(loss_mask, len(mask))
     mask *= _weight(last, truncated)
-    return {**values, "tokens": tokens, "response_start": start, "loss_mask": np.pad(mask, (start, 0))}
+    return {
+        **values,
+        "tokens": tokens,
+        "response_start": start,
+        "loss_mask": np.pad(mask, (start, 0)),
+    }
 
 
 def _turns(output: Any, read: Callable[[str, Any], Turn]) -> list[Turn]:
@@ -92,7 +106,9 @@ def _check_same_entries(turns: Sequence[Turn]) -> None:
     for name in ("log_probs", "nucleus", "versions"):
         missing = [i for i, turn in enumerate(turns) if getattr(turn, name) is None]
         if missing and len(missing) < len(turns):
-            raise ValueError(f"{name}: got None in turn {missing[0]}, expected them in all turns or in none")
+            raise ValueError(
+                f"{name}: got None in turn {missing[0]}, expected them in all turns or in none"
+            )
 
 
 def _token_values(turns: Sequence[Turn], written: Sequence[int]) -> dict[str, Any]:
@@ -106,7 +122,8 @@ def _token_values(turns: Sequence[Turn], written: Sequence[int]) -> dict[str, An
         if turn.nucleus is not None:
             nucleus += [TokenSets.empty(count), turn.nucleus]
         if turn.versions is not None:
-            # what the environment wrote has the version of the token after it, or else of the one before
+            # what the environment wrote has the version of the token after it, or else of the one
+            # before
             of_added = turn.versions[:1] or versions[-1:]
             versions += of_added * count + turn.versions
     values: dict[str, Any] = {}
@@ -120,7 +137,9 @@ def _token_values(turns: Sequence[Turn], written: Sequence[int]) -> dict[str, An
 
 
 def _sampled(turns: Sequence[Turn], written: Sequence[int]) -> np.ndarray:
-    """f32, 1 for each response token that the policy drew, 0 for those that the environment wrote."""
+    """f32, 1 for each response token that the policy drew, 0 for those that the environment
+    wrote.
+    """
     sampled: list[float] = []
     for turn, count in zip(turns, written, strict=True):
         sampled += [0.0] * count
@@ -139,7 +158,9 @@ def _own_mask(loss_mask: Any, length: int) -> np.ndarray:
 
 
 def _versions(policy_versions: Any, lengths: Sequence[int]) -> Any:
-    """The version of each response token, of a version for each turn; what is one number, or for each token, stays."""
+    """The version of each response token, of a version for each turn; what is one number, or for
+    each token, stays.
+    """
     if np.ndim(as_array("policy_versions", policy_versions, "integers")) == 0:
         return policy_versions
     versions = as_integers("policy_versions", policy_versions)
@@ -158,11 +179,14 @@ def _added(turn: int, so_far: list[int], prompt: list[int]) -> list[int]:
     """The environment's tokens between the last completion and this one."""
     if prompt[: len(so_far)] == so_far:
         return prompt[len(so_far) :]
-    differ = [i for i, (before, now) in enumerate(zip(so_far, prompt, strict=False)) if before != now]
+    differ = [
+        i for i, (before, now) in enumerate(zip(so_far, prompt, strict=False)) if before != now
+    ]
     same = min(differ, default=len(prompt))
     raise ValueError(
-        f"output[{turn}]: got a prompt that leaves the tokens of the turns before at {same} of {len(so_far)}, "
-        "expected one that begins with them; text that was tokenised again is another sample"
+        f"output[{turn}]: got a prompt that leaves the tokens of the turns before at {same} of"
+        f" {len(so_far)}, expected one that begins with them; text that was tokenised again is"
+        " another sample"
     )
 
 
@@ -177,7 +201,9 @@ def _weight(finish_reason: str | None, truncated: str) -> float:
 
 
 def _get(x: Any, *names: str) -> Any:
-    """The first that exists of these entries of a dictionary, or attributes of one of the engine's objects, or None."""
+    """The first that exists of these entries of a dictionary, or attributes of one of the
+    engine's objects, or None.
+    """
     for name in names:
         if isinstance(x, Mapping):
             value = x.get(name)
@@ -195,7 +221,9 @@ def _ids(where: str, x: Any) -> list[int]:
 
 def _log_probs(where: str, log_probs: Any, length: int) -> list[float]:
     values = [scalar(value) for value in as_list(where, log_probs, "one log-prob a sampled token")]
-    check(where, f"{len(values)} log-probs", len(values) == length, f"{length}, one a sampled token")
+    check(
+        where, f"{len(values)} log-probs", len(values) == length, f"{length}, one a sampled token"
+    )
     for i, value in enumerate(values):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not value <= MAX_SAMPLED:
@@ -205,7 +233,9 @@ def _log_probs(where: str, log_probs: Any, length: int) -> list[float]:
 
 
 def _one_a_token(where: str, sets: TokenSets, completion: list[int]) -> TokenSets:
-    check(where, f"{len(sets)} sets", len(sets) == len(completion), f"{len(completion)}, one a token")
+    check(
+        where, f"{len(sets)} sets", len(sets) == len(completion), f"{len(completion)}, one a token"
+    )
     return sets
 
 
@@ -221,13 +251,20 @@ def _with_drawn(where: str, sets: TokenSets, completion: list[int]) -> TokenSets
 
 
 def vllm_turn(where: str, output: Any, choice: int | None) -> Turn:
-    """A `RequestOutput`, or the answer of vLLM's completions, chat and generate endpoints; `where` stands in errors."""
+    """A `RequestOutput`, or the answer of vLLM's completions, chat and generate endpoints;
+    `where` stands in errors.
+    """
     sampled = _choice(where, output, choice)
     prompt = _get(output, "prompt_token_ids")
     if prompt is None:
         prompt = _get(sampled, "prompt_token_ids")
     ids = _get(sampled, "token_ids")
-    check(where, "no token_ids", ids is not None, "them; endpoints return them for return_token_ids=True")
+    check(
+        where,
+        "no token_ids",
+        ids is not None,
+        "them; endpoints return them for return_token_ids=True",
+    )
     completion = _ids(f"{where}.token_ids", ids)
     log_probs = _vllm_log_probs(f"{where}.logprobs", _get(sampled, "logprobs"), completion)
     nucleus = _get(sampled, "sampling_mask")
@@ -249,7 +286,9 @@ def _choice(where: str, output: Any, choice: int | None) -> Any:
     chosen = [one for one in choices if choice is None or _get(one, "index") == choice]
     if len(chosen) != 1:
         has = ", ".join(str(_get(one, "index")) for one in choices) or "none"
-        raise ValueError(f"choice: got {choice} for {where} with completions {has}, expected one of them")
+        raise ValueError(
+            f"choice: got {choice} for {where} with completions {has}, expected one of them"
+        )
     return chosen[0]
 
 
@@ -267,8 +306,12 @@ def _vllm_log_probs(where: str, logprobs: Any, completion: list[int]) -> list[fl
         return _log_probs(where, [_get(entry, "logprob") for entry in entries], length)
     if isinstance(logprobs, str) or not isinstance(logprobs, Sequence):
         got = _keys(logprobs)
-        raise TypeError(f"{where}: got {got}, expected one dictionary a token, 'token_logprobs' or 'content'")
-    values = [_vllm_log_prob(entry, token) for token, entry in zip(completion, logprobs, strict=False)]
+        raise TypeError(
+            f"{where}: got {got}, expected one dictionary a token, 'token_logprobs' or 'content'"
+        )
+    values = [
+        _vllm_log_prob(entry, token) for token, entry in zip(completion, logprobs, strict=False)
+    ]
     return _log_probs(where, [*values, *logprobs[length:]], length)
 
 
@@ -292,7 +335,9 @@ _MASK_LENGTHS = f"{_MASK}_lengths"
 
 
 def sglang_turn(where: str, output: Any) -> Turn:
-    """The result of /generate or `Engine.generate`, with the request's `input_ids` beside it; `where` is its name."""
+    """The result of /generate or `Engine.generate`, with the request's `input_ids` beside it;
+    `where` is its name.
+    """
     meta = _get(output, "meta_info")
     check(where, _keys(output), meta is not None, "'meta_info'")
     if not isinstance(meta, Mapping):
@@ -306,11 +351,17 @@ def sglang_turn(where: str, output: Any) -> Turn:
     reason = meta.get("finish_reason")
     if isinstance(reason, Mapping):
         reason = reason.get("type")
-    versions = _weight_versions(f"{where}.meta_info['weight_versions']", meta.get("weight_versions"), len(completion))
-    return Turn(_sglang_prompt(where, output, meta), completion, log_probs, reason, nucleus, versions)
+    versions = _weight_versions(
+        f"{where}.meta_info['weight_versions']", meta.get("weight_versions"), len(completion)
+    )
+    return Turn(
+        _sglang_prompt(where, output, meta), completion, log_probs, reason, nucleus, versions
+    )
 
 
-def _sglang_completion(where: str, output: Any, meta: Mapping[str, Any]) -> tuple[list[int], list[float] | None]:
+def _sglang_completion(
+    where: str, output: Any, meta: Mapping[str, Any]
+) -> tuple[list[int], list[float] | None]:
     """The sampled tokens, and their log-probs, if the request asked for them."""
     triples = meta.get("output_token_logprobs")
     ids = _get(output, "output_ids")
@@ -342,7 +393,9 @@ def _triples(where: str, triples: Any) -> tuple[list[Any], list[int]]:
 
 
 def _weight_versions(where: str, spans: Any, count: int) -> list[int] | None:
-    """The version of each of these tokens; None where the engine was never told a number, as by default."""
+    """The version of each of these tokens; None where the engine was never told a number, as by
+    default.
+    """
     if spans is None:
         return None
     expected = "spans with version, start and end, which cover the output tokens one after another"
@@ -358,8 +411,18 @@ def _weight_versions(where: str, spans: Any, count: int) -> list[int] | None:
         of_tokens += [number] * (end - start)
     if all(number is None for number in of_spans):
         return None
-    check(where, shown(spans), None not in of_spans, "a whole number as the version of each span, or of none")
-    check(where, f"spans of {len(of_tokens)} tokens", len(of_tokens) >= count, f"{count}, the output tokens")
+    check(
+        where,
+        shown(spans),
+        None not in of_spans,
+        "a whole number as the version of each span, or of none",
+    )
+    check(
+        where,
+        f"spans of {len(of_tokens)} tokens",
+        len(of_tokens) >= count,
+        f"{count}, the output tokens",
+    )
     return of_tokens[:count]
 
 
@@ -387,7 +450,8 @@ def _sglang_prompt(where: str, output: Any, meta: Mapping[str, Any]) -> list[int
 def _sampling_mask(where: str, meta: Mapping[str, Any], completion: list[int]) -> TokenSets | None:
     """The ids that could be drawn at each token, of a request with `return_sampling_mask`.
 
-    They are one list a token, or flat as SGLang's store of outputs has them, with the number of each token's ids.
+    They are one list a token, or flat as SGLang's store of outputs has them, with the number of
+    each token's ids.
     """
     name = f"{where}.{_MASK}"
     mask = meta.get(_MASK)
@@ -404,39 +468,56 @@ def _sampling_mask(where: str, meta: Mapping[str, Any], completion: list[int]) -
 
 def _check_no_mask(where: str, meta: Mapping[str, Any]) -> None:
     """Raises where an output without a sampling mask has something that belongs to one."""
-    lonely = [name for name in (_MASK_LOG_PROBS, _MASK_IDS, _MASK_LENGTHS) if meta.get(name) is not None]
+    lonely = [
+        name for name in (_MASK_LOG_PROBS, _MASK_IDS, _MASK_LENGTHS) if meta.get(name) is not None
+    ]
     # the number of sets stays in meta_info where the sets themselves went to the store
     number = f"{_MASK}_length"
     if meta.get(number):
         lonely.append(number)
     if lonely:
-        expected = f"expected {_MASK} too, or {_MASK_IDS} and {_MASK_LENGTHS} as the output store has them"
+        expected = (
+            f"expected {_MASK} too, or {_MASK_IDS} and {_MASK_LENGTHS} as the output store has them"
+        )
         raise ValueError(f"{where}.{lonely[0]}: got it without the mask, {expected}")
 
 
 def _sampling_log_probs(
     where: str, meta: Mapping[str, Any], completion: list[int], nucleus: TokenSets
 ) -> list[float] | None:
-    """The log-probs within the mask: of the sampled tokens, or of all ids of the mask, flat or one list a token."""
+    """The log-probs within the mask: of the sampled tokens, or of all ids of the mask, flat or
+    one list a token.
+    """
     values: Any = meta.get(_MASK_LOG_PROBS)
     where = f"{where}.{_MASK_LOG_PROBS}"
     if values is None and meta.get("output_token_logprobs") is None:
         return None
-    expected = "the log-probs within the mask; those of output_token_logprobs are of the whole vocabulary"
+    expected = (
+        "the log-probs within the mask; those of output_token_logprobs are of the whole vocabulary"
+    )
     check(where, "None beside a sampling mask", values is not None, expected)
     values = as_list(where, values, expected)
     if len(values) == nucleus.token_ids.size != len(completion):
-        values = [values[first:last] for first, last in itertools.pairwise(nucleus.offsets.tolist())]
-    if len(values) == len(completion) and all(isinstance(x, (list, tuple, np.ndarray)) for x in values):
+        values = [
+            values[first:last] for first, last in itertools.pairwise(nucleus.offsets.tolist())
+        ]
+    if len(values) == len(completion) and all(
+        isinstance(x, (list, tuple, np.ndarray)) for x in values
+    ):
         counts = [len(x) for x in values]
         sizes = nucleus.sizes.tolist()
         check(where, f"{counts} log-probs", counts == sizes, f"{sizes}, one an id of the mask")
-        values = [x[ids.index(token)] for x, ids, token in zip(values, nucleus.tolist(), completion, strict=True)]
+        values = [
+            x[ids.index(token)]
+            for x, ids, token in zip(values, nucleus.tolist(), completion, strict=True)
+        ]
     return _log_probs(where, values, len(completion))
 
 
 def _nucleus(where: str, meta: Mapping[str, Any], completion: list[int]) -> TokenSets | None:
-    """The ids that could be drawn at each token, from flat ids and offsets, lists or base64 of int32."""
+    """The ids that could be drawn at each token, from flat ids and offsets, lists or base64 of
+    int32.
+    """
     # slime's engine also calls them top_p_kept_...
     ids = _get(meta, "top_p_token_ids", "top_p_kept_token_ids")
     offsets = _get(meta, "top_p_token_offsets", "top_p_kept_token_offsets")

@@ -1,6 +1,9 @@
-"""The conversion of everything that comes from the host: lists, arrays and numbers. Nothing is rounded, cut or parsed.
+"""The conversion of everything that comes from the host: lists, arrays and numbers.
 
-numpy would make 7 of 7.9 where integers are asked for, 3 of 2**40 + 3 in i32, inf of 1e300 in f32, and 1 of True.
+Nothing is rounded, cut or parsed.
+
+numpy would make 7 of 7.9 where integers are asked for, 3 of 2**40 + 3 in i32, inf of 1e300 in f32,
+and 1 of True.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ def shown(x: object) -> str:
 
 
 def scalar(x: Any) -> Any:
-    """The Python number in an array without dimensions, such as JAX's functions return; x itself if it is none."""
+    """The Python number in an array without dimensions, such as JAX's functions return; x itself
+    if it is none.
+    """
     dtype = getattr(x, "dtype", None)
     if dtype is None or isinstance(x, jax.core.Tracer) or np.shape(x) != ():
         return x
@@ -73,7 +78,9 @@ def _has_bools(x: Any) -> bool:
     return nested and any(map(_has_bools, x))
 
 
-def as_integers(what: str, x: Any, *, least: int = LEAST_ID, most: int = MAX_ID, rank: int = 1) -> np.ndarray:
+def as_integers(
+    what: str, x: Any, *, least: int = LEAST_ID, most: int = MAX_ID, rank: int = 1
+) -> np.ndarray:
     """Integers of `least` to `most`, as i64; raises for all else. `what` stands in errors."""
     expected = "integers"
     dimensions = f"{rank} dimensions"
@@ -89,7 +96,9 @@ def as_integers(what: str, x: Any, *, least: int = LEAST_ID, most: int = MAX_ID,
 
 
 def check_within(what: str, x: np.ndarray, least: int = LEAST_ID, most: int = MAX_ID) -> None:
-    """Raises at the first of these integers that is not within the bounds, by default those of i32."""
+    """Raises at the first of these integers that is not within the bounds, by default those of
+    i32.
+    """
     if x.size and not least <= x.min() <= x.max() <= most:
         far = x[(x < least) | (x > most)].reshape(-1)[0]
         raise ValueError(f"{what}: got {far}, expected integers of {least} to {most}")
@@ -102,11 +111,16 @@ def from_bytes(what: str, x: str | bytes) -> np.ndarray:
             return np.frombuffer(base64.b64decode(x, validate=True), "<i4")
         return np.frombuffer(x, "<i4")
     except ValueError as error:
-        raise ValueError(f"{what}: got {shown(x)} ({error}), expected base64 of int32, or its bytes") from None
+        raise ValueError(
+            f"{what}: got {shown(x)} ({error}), expected base64 of int32, or its bytes"
+        ) from None
 
 
 def as_numbers(what: str, x: Any, expected: str = "numbers") -> np.ndarray:
-    """Integers, floats or bools: i32, f32 or a 16-bit float. Raises where one of them would become another number."""
+    """Integers, floats or bools: i32, f32 or a 16-bit float.
+
+    Raises where one of them would become another number.
+    """
     numbers = as_unmixed(what, x, expected)
     kind = numbers.dtype.kind
     is_float = kind == "f" or numbers.dtype.name == "bfloat16"
@@ -134,12 +148,16 @@ def in_f32(what: str, x: np.ndarray) -> np.ndarray:
     if x.dtype.kind == "f":
         far = np.isinf(rounded) & np.isfinite(x)
         if far.any():
-            raise ValueError(f"{what}: got {x[far].reshape(-1)[0]}, expected numbers that f32 holds")
+            raise ValueError(
+                f"{what}: got {x[far].reshape(-1)[0]}, expected numbers that f32 holds"
+            )
     return rounded
 
 
 def holds(dtype: Any, number: float) -> bool:
-    """Whether an array of this dtype can hold the number: as it is, or rounded if the dtype is a float's."""
+    """Whether an array of this dtype can hold the number: as it is, or rounded if the dtype is a
+    float's.
+    """
     if jnp.issubdtype(dtype, jnp.floating):
         return bool(abs(number) <= float(jnp.finfo(dtype).max))
     if jnp.issubdtype(dtype, jnp.bool_):

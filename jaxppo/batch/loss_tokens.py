@@ -1,4 +1,6 @@
-"""What functions beside the loss read of a batch: the same numbers as the loss, by the same kinds."""
+"""What functions beside the loss read of a batch: the same numbers as the loss, by the same
+kinds.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,12 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 class LossTokens:
     """Per-shard: the tokens with loss, and what a loss sees of arrays there.
 
-    Under jit a function cannot raise. It reads its arrays through this class, so that an entry which breaks the rule of
-    a loss is NaN, and makes the result NaN rather than a plausible number.
+    Under jit a function cannot raise. It reads its arrays through this class, so that an entry
+    which breaks the rule of a loss is NaN, and makes the result NaN rather than a plausible number.
     """
 
-    mask: Float[Array, "R T"]  # 1 where a token has loss, else 0; an entry of the loss mask that is no number is 1
+    # 1 where a token has loss, else 0; an entry of the loss mask that is no number is 1
+    mask: Float[Array, "R T"]
     unsound: Float[Array, "R T"]  # NaN where the loss mask breaks a rule, else 0
 
     @classmethod
@@ -36,10 +39,14 @@ class LossTokens:
         sound = ~counts | ((mask == 1) & in_sequence)
         return cls(counts.astype(jnp.float32), jnp.where(sound, jnp.float32(0), jnp.nan))
 
-    def read(self, rule: ValueRule, x: Float[Array, "R T"], *, impossible: bool = False) -> Float[Array, "R T"]:
-        """`see` of an array with this rule: NaN where an entry breaks it, a sampler's log-probs at most 0.
+    def read(
+        self, rule: ValueRule, x: Float[Array, "R T"], *, impossible: bool = False
+    ) -> Float[Array, "R T"]:
+        """`see` of an array with this rule: NaN where an entry breaks it, a sampler's log-probs at
+        most 0.
 
-        A log-prob of -inf breaks no rule if the caller knows what to do with tokens that are `impossible`.
+        A log-prob of -inf breaks no rule if the caller knows what to do with tokens that are
+        `impossible`.
         """
         x = x.astype(jnp.float32)
         bad = rule.bad(x, jnp)

@@ -1,4 +1,6 @@
-"""Top-p/top-k replay: the ids that the sampler could draw at each token, brought into a batch's layout."""
+"""Top-p/top-k replay: the ids that the sampler could draw at each token, brought into a batch's
+layout.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +26,28 @@ def pack_nucleus_ids(
     *,
     width: int | None = None,
 ) -> Int[np.ndarray, "*K R T width"]:
-    """Places the sampler's recorded nuclei at the positions of a batch that predict their tokens; on the host.
+    """Places the sampler's recorded nuclei at the positions of a batch that predict their tokens;
+    on the host.
 
-    Pass the result as `nucleus_ids=` to `log_probs_from_hidden` or `log_probs_from_logits`. Both keep the sampled token
-    whether it was recorded or not.
+    Pass the result as `nucleus_ids=` to `log_probs_from_hidden` or `log_probs_from_logits`. Both
+    keep the sampled token whether it was recorded or not.
 
     Args:
-      recorded: `recorded[i][j]`: the token ids that the sampler could draw at response token j of samples[i]; ragged,
-        in any order, negative ids ignored, empty for tokens that a tool wrote. Or recorded[i] has flat `token_ids` and
-        `offsets`, which is faster. None takes each sample's `nucleus`.
+      recorded: `recorded[i][j]`: the token ids that the sampler could draw at response token j of
+        samples[i]; ragged, in any order, negative ids ignored, empty for tokens that a tool wrote.
+        Or recorded[i] has flat `token_ids` and `offsets`, which is faster. None takes each sample's
+        `nucleus`.
       samples: the samples that the batch was made from.
       batch: `[R, T]` or `[K, R, T]`, in any layout.
-      width: the static size of the last dimension; by default the power of two that holds the largest nucleus.
+      width: the static size of the last dimension; by default the power of two that holds the
+        largest nucleus.
 
     Returns:
       `i32[R, T, width]`, or `[K, R, T, width]`; -1 padded.
 
     Raises:
-      ValueError: a sample whose number of nuclei is not its number of response tokens, a nucleus wider than `width`, a
-        sample of the batch that is not among the samples.
+      ValueError: a sample whose number of nuclei is not its number of response tokens, a nucleus
+        wider than `width`, a sample of the batch that is not among the samples.
 
     Example:
       >>> samples = [Sample([5, 6, 7], response_start=1)]
@@ -57,14 +62,21 @@ def pack_nucleus_ids(
     if recorded is None:
         recorded = _recorded_by(samples)
     if not isinstance(recorded, Sequence) or isinstance(recorded, str):
-        raise TypeError(f"recorded: got {type(recorded).__name__}, expected the sets of each sample, or None")
+        raise TypeError(
+            f"recorded: got {type(recorded).__name__}, expected the sets of each sample, or None"
+        )
     good = len(recorded) == len(samples)
     check("recorded", f"{len(recorded)} samples", good, f"{len(samples)}, as many as samples")
     nuclei = {}
     for i, (sample, ragged) in enumerate(zip(samples, recorded, strict=True)):
         sets = TokenSets.of(f"recorded[{i}]", ragged).without_negative()
         count = len(sample.tokens) - sample.start
-        check(f"recorded[{i}]", f"{len(sets)} nuclei", len(sets) == count, f"{count}, one a response token")
+        check(
+            f"recorded[{i}]",
+            f"{len(sets)} nuclei",
+            len(sets) == count,
+            f"{count}, one a response token",
+        )
         sample_id = i if sample.sample_id is None else sample.sample_id
         nuclei[sample_id] = sets
     widest = max(int(sets.sizes.max(initial=0)) for sets in nuclei.values())

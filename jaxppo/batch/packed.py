@@ -1,4 +1,6 @@
-"""Packs samples on the host into the arrays of a batch, optionally with shared prefixes stored once."""
+"""Packs samples on the host into the arrays of a batch, optionally with shared prefixes stored
+once.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def packed_samples(
     mtp_depths: int,
     twin: Sequence[Sample] | None,
 ) -> list[dict[str, Any]]:
-    """The arrays by name, and K, of the batch of `RolloutBatch.from_samples`, and of its twin if there is one."""
+    """The arrays by name, and K, of the batch of `RolloutBatch.from_samples`, and of its twin if
+    there is one.
+    """
     check_parallel(parallel, "ParallelMesh or None")
     with multihost.together(parallel):
         prompts = _check(samples, share_prefixes, mtp_depths)
@@ -74,7 +78,9 @@ def packed_samples(
 
             samples = with_known(samples)
             codes = prompts_of(samples).codes
-            pieces = shared_pieces(samples, codes, row_length, sizes.get("num_segments"), mtp_depths, parallel)
+            pieces = shared_pieces(
+                samples, codes, row_length, sizes.get("num_segments"), mtp_depths, parallel
+            )
         places = _rooms(pieces, twin)
     hosts = hosts_of(parallel)
     if share_prefixes and sizes.get("num_segments") is not None and not hosts:
@@ -88,7 +94,9 @@ def packed_samples(
         check_hosts(hosts, prompts, ids, batches, mtp_depths)
     options = repr((row_length, sorted(sizes.items()), share_prefixes, mtp_depths, parallel))
     shape = (packed.micro_batches or 1, packed.rows, packed.num_segments)
-    warn_of_many_shapes("RolloutBatch.from_samples", options, shape, len(sizes.get("buckets") or ()))
+    warn_of_many_shapes(
+        "RolloutBatch.from_samples", options, shape, len(sizes.get("buckets") or ())
+    )
     return [{**arrays, "micro_batches": packed.micro_batches} for arrays in batches]
 
 
@@ -98,7 +106,9 @@ def _check(samples: Sequence[Sample], share_prefixes: bool, mtp_depths: int) -> 
     prompts = check_groups(samples)
     check_flag("share_prefixes", share_prefixes)
     check_count("mtp_depths", mtp_depths)
-    check("mtp_depths", mtp_depths, share_prefixes or mtp_depths == 0, "0 without share_prefixes=True")
+    check(
+        "mtp_depths", mtp_depths, share_prefixes or mtp_depths == 0, "0 without share_prefixes=True"
+    )
     return prompts
 
 
@@ -124,7 +134,9 @@ def _batches(
         return [batch_arrays(samples, pieces, packed, ids, share_prefixes)]
     both = []
     for several in (samples, twin):
-        arrays = batch_arrays(several, whole_pieces(several), _at_ends(packed, several), ids, share_prefixes)
+        arrays = batch_arrays(
+            several, whole_pieces(several), _at_ends(packed, several), ids, share_prefixes
+        )
         both.append(arrays)
     return both
 
@@ -137,11 +149,16 @@ def hosts_of(parallel: ParallelMesh | None) -> ParallelMesh | None:
 
 
 def sample_ids_of(samples: Sequence[Sample], hosts: ParallelMesh | None) -> list[int]:
-    """The id of each sample; by default its number among the samples of all hosts, which must call this together."""
+    """The id of each sample; by default its number among the samples of all hosts, which must
+    call this together.
+    """
     first = 0
     if hosts is not None:
         first = multihost.numbers_before(hosts, len(samples))
-    return [first + i if sample.sample_id is None else int(sample.sample_id) for i, sample in enumerate(samples)]
+    return [
+        first + i if sample.sample_id is None else int(sample.sample_id)
+        for i, sample in enumerate(samples)
+    ]
 
 
 def check_hosts(
@@ -151,7 +168,9 @@ def check_hosts(
     batches: Sequence[Mapping[str, Any]],
     mtp_depths: int,
 ) -> None:
-    """Raises where hosts have one group for two prompts, one id for two samples, or other arrays; all must call it."""
+    """Raises where hosts have one group for two prompts, one id for two samples, or other
+    arrays; all must call it.
+    """
     check_groups_of_hosts(prompts)
     check_sample_ids_of_hosts(ids, hosts)
     names = []
@@ -175,16 +194,24 @@ def _packed(
         places,
         row_length=row_length,
         parallel=parallel,
-        loads=[0.0 if piece.shared else float(samples[piece.sample].mask.sum()) for piece in pieces],
+        loads=[
+            0.0 if piece.shared else float(samples[piece.sample].mask.sum()) for piece in pieces
+        ],
         bundles=[piece.bundle for piece in pieces],
         **sizes,
     )
 
 
 def _check_num_segments(
-    samples: Sequence[Sample], row_length: int, sizes: RowSizes, mtp_depths: int, parallel: ParallelMesh | None
+    samples: Sequence[Sample],
+    row_length: int,
+    sizes: RowSizes,
+    mtp_depths: int,
+    parallel: ParallelMesh | None,
 ) -> None:
-    """Raises where trees do not fit the rows, but would with more segments in a row: a shared prefix takes one too."""
+    """Raises where trees do not fit the rows, but would with more segments in a row: a shared
+    prefix takes one too.
+    """
     from jaxppo.batch.prefixes import shared_pieces
     from jaxppo.batch.shared_rows import prompts_of
 
@@ -194,7 +221,9 @@ def _check_num_segments(
         pieces = shared_pieces(samples, codes, row_length, segments, mtp_depths, parallel)
         places = [range(piece.start, piece.stop) for piece in pieces]
         try:
-            _packed(places, pieces, samples, row_length, parallel, {**sizes, "num_segments": segments})
+            _packed(
+                places, pieces, samples, row_length, parallel, {**sizes, "num_segments": segments}
+            )
         except ValueError:
             return False
         return True
@@ -205,21 +234,39 @@ def _check_num_segments(
     more = range(num_segments + 1, 2 * len(samples) + 1)
     least = bisect.bisect_left(more, True, key=fits)
     if least < len(more):
-        expected = f"at least {more[least]} with share_prefixes, since a prefix that samples share takes a segment too"
+        expected = (
+            f"at least {more[least]} with share_prefixes, since a prefix that samples share takes a"
+            " segment too"
+        )
         raise ValueError(f"num_segments: got {num_segments}, expected {expected}")
 
 
 def _check_twin(
-    samples: Sequence[Sample], twin: Sequence[Sample], share_prefixes: bool, parallel: ParallelMesh | None
+    samples: Sequence[Sample],
+    twin: Sequence[Sample],
+    share_prefixes: bool,
+    parallel: ParallelMesh | None,
 ) -> None:
-    """Raises unless the twin has the samples' responses, and both can be packed with these at the same positions."""
+    """Raises unless the twin has the samples' responses, and both can be packed with these at
+    the same positions.
+    """
     check_samples(twin, "twin")
-    check("twin", f"{len(twin)} samples", len(twin) == len(samples), f"{len(samples)}, one for each of samples")
+    check(
+        "twin",
+        f"{len(twin)} samples",
+        len(twin) == len(samples),
+        f"{len(samples)}, one for each of samples",
+    )
     for i, (sample, other) in enumerate(zip(samples, twin, strict=True)):
         own = np.asarray(sample.tokens)[sample.start :]
         theirs = np.asarray(other.tokens)[other.start :]
         expected = f"that of samples[{i}], {len(own)} tokens"
-        check("twin", f"a response of {len(theirs)} tokens in sample {i}", len(own) == len(theirs), expected)
+        check(
+            "twin",
+            f"a response of {len(theirs)} tokens in sample {i}",
+            len(own) == len(theirs),
+            expected,
+        )
         if (own != theirs).any():
             k = int(np.argmax(own != theirs))
             got = f"{theirs[k]} as response token {k} of sample {i}"
@@ -227,27 +274,42 @@ def _check_twin(
         good = other.sample_id in (None, sample.sample_id)
         expected = f"{sample.sample_id}, as in samples[{i}]"
         check("twin", f"sample_id {other.sample_id} in sample {i}", good, expected)
-    check("share_prefixes", share_prefixes, not share_prefixes, "False with a twin, whose prompts are other ones")
+    check(
+        "share_prefixes",
+        share_prefixes,
+        not share_prefixes,
+        "False with a twin, whose prompts are other ones",
+    )
     if parallel is not None:
         good = segment_multiple(parallel.context_layout, parallel.context_size) == 1
-        expected = "another: it places the tokens of a sequence by the sequence's length, which differs between twins"
+        expected = (
+            "another: it places the tokens of a sequence by the sequence's length, which differs"
+            " between twins"
+        )
         check("parallel", f"context layout {parallel.context_layout!r} with a twin", good, expected)
 
 
 def _at_ends(packed: Packed, samples: Sequence[Sample]) -> Packed:
-    """The places of samples that end where their rooms end; what is free before the shorter one stays padding."""
+    """The places of samples that end where their rooms end; what is free before the shorter one
+    stays padding.
+    """
     lengths = np.array([len(sample.tokens) for sample in samples], np.int32)
-    return dataclasses.replace(packed, lengths=lengths, start=packed.start + packed.lengths - lengths)
+    return dataclasses.replace(
+        packed, lengths=lengths, start=packed.start + packed.lengths - lengths
+    )
 
 
-_shapes: dict[str, set[tuple[int, ...]]] = {}  # (K, R, S) of the batches so far, for each set of options
+# (K, R, S) of the batches so far, for each set of options
+_shapes: dict[str, set[tuple[int, ...]]] = {}
 _warned = False
 
 
 def warn_of_many_shapes(name: str, options: str, shape: tuple[int, ...], buckets: int) -> None:
-    """Warns once a process, when equal options have led to a third shape: each compiles a jitted step again.
+    """Warns once a process, when equal options have led to a third shape: each compiles a jitted
+    step again.
 
-    `name` is the function's that the user called, and `shape` is (K, R, S), or (K, R, S, U) of `TokenTrees`.
+    `name` is the function's that the user called, and `shape` is (K, R, S), or (K, R, S, U) of
+    `TokenTrees`.
     """
     global _warned
     shapes = _shapes.setdefault(f"{name}: {options}", set())

@@ -1,4 +1,6 @@
-"""Turns packs of sequences, flat tokens with cumulative lengths, into the rows of a batch, on the host or under jit."""
+"""Turns packs of sequences, flat tokens with cumulative lengths, into the rows of a batch, on
+the host or under jit.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def rows_of_packs(
     for name, x in inputs.items():
         check_row_array(name, x, ((R, columns.get(name, N)),))
     if "targets" in inputs and aligned == "token":
-        raise ValueError("aligned: got 'token' with targets, expected 'target': targets stand where they are predicted")
+        raise ValueError(
+            "aligned: got 'token' with targets, expected 'target': targets stand where they are"
+            " predicted"
+        )
     if num_segments is None:
         num_segments = S
     check_count("num_segments", num_segments, least=S)
@@ -63,9 +68,13 @@ def rows_of_packs(
     multiple = segment_multiple(layout, shards) if shards > 1 else 1
     check_on_host(lambda x: _wrong(np, x, row_length, multiple), inputs, (*ENDS, "loss_mask"))
     # on the host, so that packs of any number of tokens and sequences share a program
-    inputs = {name: _widened(name, x, row_length - N, num_segments - S) for name, x in inputs.items()}
+    inputs = {
+        name: _widened(name, x, row_length - N, num_segments - S) for name, x in inputs.items()
+    }
     options = (aligned, multiple, places)
-    return on_whole_rows("RolloutBatch.from_cu_seqlens", _unpacked, row_length, inputs, options, parallel)
+    return on_whole_rows(
+        "RolloutBatch.from_cu_seqlens", _unpacked, row_length, inputs, options, parallel
+    )
 
 
 def _one_row(name: str, x: Any, flat: bool) -> Any:
@@ -101,7 +110,12 @@ def _widened(name: str, x: Any, tokens: int, segments: int) -> Any:
 
 
 def _unpacked(
-    axes: Any, length: int, aligned: Aligned, multiple: int, extras: Places, arrays: dict[str, Array]
+    axes: Any,
+    length: int,
+    aligned: Aligned,
+    multiple: int,
+    extras: Places,
+    arrays: dict[str, Array],
 ) -> dict[str, Array]:
     fills = {what: fill for what, _, fill in extras}
     wrong = [*_wrong(jnp, arrays, length, multiple)]
@@ -116,7 +130,9 @@ def _unpacked(
     number = (places[:, None] >= behind[:, :, None]).sum(axis=1, dtype=jnp.int32)
     segment = jnp.minimum(number, num_segments - 1)
     positions = places - jnp.take_along_axis(behind - sequences.sizes, segment, axis=1)
-    inside = (number < num_segments) & (positions < jnp.take_along_axis(sequences.lengths, segment, axis=1))
+    inside = (number < num_segments) & (
+        positions < jnp.take_along_axis(sequences.lengths, segment, axis=1)
+    )
     source = jnp.take_along_axis(sequences.starts, segment, axis=1) + positions
     source = jnp.clip(source, 0, tokens - 1)
     rows: dict[str, Array] = {}
@@ -148,7 +164,8 @@ class _Sequences(NamedTuple):
 
 def _sequences(xp: Any, ends: list[Any], tokens: int, multiple: int) -> _Sequences:
     """The sequences of packs with these cumulative lengths, without and with padding."""
-    # an unused entry repeats the last end; with padding it is the end of the pack, since offsets may lack the last one
+    # an unused entry repeats the last end; with padding it is the end of the pack, since offsets
+    # may lack the last one
     offsets: Any
     if xp is np:
         offsets = np.maximum.accumulate(ends[0], axis=1)
@@ -172,13 +189,23 @@ def _wrong(xp: Any, packs: Mapping[str, Any], row_length: int, multiple: int) ->
         used = x >= 0
         falls = used[:, 1:] & (~used[:, :-1] | (x[:, 1:] < x[:, :-1]))
         bad = (x[:, 0] != 0) | falls.any(axis=1)
-        yield name, bad, _values(x), "0, then ends that do not decrease, then -1 or the last end where unused"
+        yield (
+            name,
+            bad,
+            _values(x),
+            "0, then ends that do not decrease, then -1 or the last end where unused",
+        )
         most = x.max(axis=1)
         yield name, most > tokens, _values(most), f"at most {tokens}, the tokens of a pack"
     sequences = _sequences(xp, [*ends.values()], tokens, multiple)
     overlap = (sequences.lengths > sequences.room).any(axis=1)
     padded = "cu_seqlens_padded"
-    yield padded, overlap, _values(packs.get(padded)), "ends as far apart as those of cu_seqlens, or further"
+    yield (
+        padded,
+        overlap,
+        _values(packs.get(padded)),
+        "ends as far apart as those of cu_seqlens, or further",
+    )
     needed = sequences.sizes.sum(axis=1, dtype=xp.int32)
     expected = f"at most row_length={row_length} positions of a row"
     if multiple > 1:
@@ -194,7 +221,12 @@ def _wrong(xp: Any, packs: Mapping[str, Any], row_length: int, multiple: int) ->
     first = trained_before(sequences.starts)
     last = trained_before(sequences.starts + sequences.lengths)
     lost = trained[:, -1] - (last - first).sum(axis=1, dtype=xp.int32)
-    yield "loss_mask", lost != 0, _values(lost), "0 tokens to train on outside the sequences of cu_seqlens"
+    yield (
+        "loss_mask",
+        lost != 0,
+        _values(lost),
+        "0 tokens to train on outside the sequences of cu_seqlens",
+    )
 
 
 def _values(x: Any) -> Callable[[int], str]:

@@ -14,15 +14,19 @@ from jaxppo.sharding import ShardAxes
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """The pairs of a step, over all data shards; per-shard code. Tables have one value for each pair, see `ById`.
+    """The pairs of a step, over all data shards; per-shard code.
 
-    Two samples with loss tokens and the same group id are a pair. The sample with the higher reward is the chosen one.
+    Tables have one value for each pair, see `ById`.
+
+    Two samples with loss tokens and the same group id are a pair. The sample with the higher reward
+    is the chosen one.
     """
 
     by_id: ById  # the samples by group
     chosen: Bool[Array, " N"]  # which of all devices' samples were chosen
     rejected: Bool[Array, " N"]
-    alone: Bool[Array, "R S"]  # which of this device's samples with loss tokens are not in exactly one pair
+    # which of this device's samples with loss tokens are not in exactly one pair
+    alone: Bool[Array, "R S"]
 
     @classmethod
     def of(

@@ -1,4 +1,6 @@
-"""Per-sample arrays that come after packing, brought to the places that a constructor would have given them."""
+"""Per-sample arrays that come after packing, brought to the places that a constructor would have
+given them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ def placed(batch: Any, values: Any, at: At, fill: float) -> np.ndarray:
     segments = _on_host(batch.segment_ids)
     positions = _on_host(batch.positions)
     _check_same_samples(set(ids[ids >= 0].tolist()), set(values))
-    arrays = {i: as_values(f"values[{i}]", x, np.shape(x)[0] if np.ndim(x) else -1) for i, x in values.items()}
+    arrays = {
+        i: as_values(f"values[{i}]", x, np.shape(x)[0] if np.ndim(x) else -1)
+        for i, x in values.items()
+    }
     out = _empty(arrays, segments.shape, fill)
     for *row, slot in np.argwhere(ids >= 0).tolist():
         segment = _Segment.of(segments, positions, row, slot)
@@ -35,7 +40,12 @@ def placed(batch: Any, values: Any, at: At, fill: float) -> np.ndarray:
             length -= not batch.real_last_targets
             places = places + len(array) - length
             fits = len(array) <= length
-        check(f"values[{sample_id}]", len(array), fits, f"{length}, the tokens that sample {sample_id} has")
+        check(
+            f"values[{sample_id}]",
+            len(array),
+            fits,
+            f"{length}, the tokens that sample {sample_id} has",
+        )
         inside = (places >= 0) & (places < len(array))
         out[segment.row][segment.places[inside]] = array[places[inside]]
     if at == "input" and batch.parents is not None:
@@ -77,25 +87,36 @@ class _Segment(NamedTuple):
     positions: np.ndarray  # of its tokens in their sample
 
     @classmethod
-    def of(cls, segments: np.ndarray, positions: np.ndarray, row: Sequence[int], slot: int) -> _Segment:
+    def of(
+        cls, segments: np.ndarray, positions: np.ndarray, row: Sequence[int], slot: int
+    ) -> _Segment:
         index = tuple(row)
         places = np.flatnonzero(segments[index] == slot + 1)
         return cls(index, places, positions[index][places])
 
 
 def _agreed(arrays: Mapping[int, np.ndarray], fill: float) -> np.ndarray:
-    """The values of a shared prefix, which all its samples must give alike; a sample may have none of a token."""
+    """The values of a shared prefix, which all its samples must give alike; a sample may have
+    none of a token.
+    """
     first, *others = arrays
     agreed = arrays[first].copy()
     for i in others:
         values = arrays[i]
         unknown = without_value(agreed, fill)
         agreed[unknown] = values[unknown]
-        differs = (agreed != values).reshape(len(values), -1).any(axis=1) & ~without_value(values, fill)
+        differs = (agreed != values).reshape(len(values), -1).any(axis=1) & ~without_value(
+            values, fill
+        )
         if differs.any():
             token = int(np.argmax(differs))
-            got = f"{values[token].tolist()} at token {token} of the prefix that it shares with sample {first}"
-            expected = f"{agreed[token].tolist()}, as of that sample, or a batch without share_prefixes"
+            got = (
+                f"{values[token].tolist()} at token {token} of the prefix that it shares with"
+                f" sample {first}"
+            )
+            expected = (
+                f"{agreed[token].tolist()}, as of that sample, or a batch without share_prefixes"
+            )
             raise ValueError(f"values[{i}]: got {got}, expected {expected}")
     return agreed
 

@@ -1,4 +1,6 @@
-"""Finds the prefixes that samples share, on the host, and splits samples so that each prefix is stored once."""
+"""Finds the prefixes that samples share, on the host, and splits samples so that each prefix is
+stored once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from jaxppo.sharding import ParallelMesh, check_row_length, segment_multiple
 
 @dataclasses.dataclass(eq=False)
 class _Node:
-    """Tokens of a sample from the parent's `stop` to its own; a leaf is the part that no other sample shares.
+    """Tokens of a sample from the parent's `stop` to its own; a leaf is the part that no other
+    sample shares.
 
     `_split` gives the `places` and the `segments` of a row that the node takes with its children.
     """
@@ -29,7 +32,9 @@ class _Node:
 
 
 class _Limits(NamedTuple):
-    """The capacity of a row: the most tokens, with each segment padded to a multiple, and the most segments."""
+    """The capacity of a row: the most tokens, with each segment padded to a multiple, and the
+    most segments.
+    """
 
     row_length: int
     multiple: int
@@ -47,12 +52,14 @@ def shared_pieces(
     mtp_depths: int,
     parallel: ParallelMesh | None,
 ) -> list[Piece]:
-    """Splits samples into shared prefixes and branches: the segments to pack, one tree after another.
+    """Splits samples into shared prefixes and branches: the segments to pack, one tree after
+    another.
 
-    A prefix is shared as far as the codes of two samples agree, see `shared_rows`, except for its last 1 + mtp_depths
-    tokens. Each branch begins with a copy of those, so that every prediction from there, at any depth, has a position
-    of its own. The codes are those of prompts where the rows hold the values of samples, which belong to one sample
-    each. The pieces of a tree are neighbours, each after its parent.
+    A prefix is shared as far as the codes of two samples agree, see `shared_rows`, except for its
+    last 1 + mtp_depths tokens. Each branch begins with a copy of those, so that every prediction
+    from there, at any depth, has a position of its own. The codes are those of prompts where the
+    rows hold the values of samples, which belong to one sample each. The pieces of a tree are
+    neighbours, each after its parent.
     """
     layout, shards = layout_of(parallel)
     check_row_length(row_length, layout, shards)
@@ -96,7 +103,9 @@ def _trie(samples: Sequence[Sample], codes: Sequence[Codes], overlap: int) -> _N
 
 
 def _walk(root: _Node) -> list[tuple[_Node, _Node]]:
-    """(node, its parent) for all nodes but the root, parents first; without recursion, since trees may be deep."""
+    """(node, its parent) for all nodes but the root, parents first; without recursion, since
+    trees may be deep.
+    """
     nodes = []
     waiting = [(child, root) for child in reversed(root.children)]
     while waiting:
@@ -116,7 +125,9 @@ def _above(root: _Node, limits: _Limits) -> dict[_Node, tuple[int, int]]:
 
 
 def _leave_out(root: _Node, limits: _Limits) -> None:
-    """Removes shared nodes that save no place: padding may outweigh them, or only one branch is left."""
+    """Removes shared nodes that save no place: padding may outweigh them, or only one branch is
+    left.
+    """
     for node, parent in reversed(_walk(root)):
         if node.is_leaf:
             continue
@@ -135,8 +146,8 @@ def _leave_out(root: _Node, limits: _Limits) -> None:
 def _split(root: _Node, limits: _Limits) -> list[_Node]:
     """The trees to pack. A tree that does not fit a row is cut where it costs least.
 
-    Every cut repeats the path above it, so cuts are made as near to the root as possible: branches that fit a row stay
-    whole, and as few rows as possible repeat the path above them.
+    Every cut repeats the path above it, so cuts are made as near to the root as possible: branches
+    that fit a row stay whole, and as few rows as possible repeat the path above them.
     """
     above = _above(root, limits)
     trees: dict[_Node, list[_Node]] = {}  # into which each node and what is below it was cut
@@ -148,7 +159,9 @@ def _split(root: _Node, limits: _Limits) -> list[_Node]:
         for children in _first_fit(below, limits.row_length - places, limits.segments - segments):
             all_places = own + sum(child.places for child in children)
             all_segments = 1 + sum(child.segments for child in children)
-            tree = dataclasses.replace(node, children=children, places=all_places, segments=all_segments)
+            tree = dataclasses.replace(
+                node, children=children, places=all_places, segments=all_segments
+            )
             trees[node].append(tree)
     return [tree for child in root.children for tree in trees[child]]
 
@@ -160,7 +173,11 @@ def _first_fit(trees: list[_Node], places: int, segments: int) -> list[list[_Nod
     bins: list[list[_Node]] = []
     free: list[tuple[int, int]] = []
     for tree in sorted(trees, key=lambda x: -x.places):
-        fitting = (i for i, (left, count) in enumerate(free) if tree.places <= left and tree.segments <= count)
+        fitting = (
+            i
+            for i, (left, count) in enumerate(free)
+            if tree.places <= left and tree.segments <= count
+        )
         k = next(fitting, len(bins))
         if k == len(bins):
             bins.append([])

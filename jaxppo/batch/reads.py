@@ -1,6 +1,9 @@
-"""What losses read, by name: arrays of tokens, each of a kind, and numbers. `rules` makes a rule of each.
+"""What losses read, by name: arrays of tokens, each of a kind, and numbers.
 
-A `TokenLoss` says in `reads` which of these it reads, and gives the arrays. Its rules follow from that.
+`rules` makes a rule of each.
+
+A `TokenLoss` says in `reads` which of these it reads, and gives the arrays. Its rules follow from
+that.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ ENTROPIES = ValueRule(
     lambda x, xp: ~(xp.isfinite(x) & (x >= -MAX_LOG_PROB)),
 )
 FINITE = ValueRule("finite numbers where loss_mask is 1", lambda x, xp: ~xp.isfinite(x))
-WEIGHTS = ValueRule("finite weights of at least 0 where loss_mask is 1", lambda x, xp: ~(xp.isfinite(x) & (x >= 0)))
+WEIGHTS = ValueRule(
+    "finite weights of at least 0 where loss_mask is 1", lambda x, xp: ~(xp.isfinite(x) & (x >= 0))
+)
 FLAGS = ValueRule("0 or 1 where loss_mask is 1", lambda x, xp: (x != 0) & (x != 1))
 
 _UNUSABLE = "For tokens without a finite log-prob see PolicyLossConfig.unusable"
@@ -46,7 +51,10 @@ PER_TOKEN: dict[str, tuple[ValueRule, str]] = {
     "advantages": (FINITE, ""),
     "returns": (FINITE, "; those of a sample without a reward, None, are NaN"),
     "values": (FINITE, ""),
-    "teacher_target_log_probs": (SAMPLED, ", the teacher's of the targets; those above 0 count as 0"),
+    "teacher_target_log_probs": (
+        SAMPLED,
+        ", the teacher's of the targets; those above 0 count as 0",
+    ),
     "loss_weights": (WEIGHTS, ""),
     "selected": (FLAGS, ", as covariance_mask gives them"),
     "old_log_probs": (LOG_PROBS, f". {_UNUSABLE}"),
@@ -54,7 +62,10 @@ PER_TOKEN: dict[str, tuple[ValueRule, str]] = {
     "rollout_log_probs": (SAMPLED, f"; those above 0 count as 0. {_UNUSABLE}"),
     "log_probs": (
         LOG_PROBS,
-        f", from the policy: {OF_MODELS}, and targets are in the vocabulary, as are nucleus_ids. {_UNUSABLE}",
+        (
+            f", from the policy: {OF_MODELS}, and targets are in the vocabulary, as are"
+            f" nucleus_ids. {_UNUSABLE}"
+        ),
     ),
     "entropy": (ENTROPIES, f", from the policy: {OF_MODELS}"),
     "log_z": (FINITE, f", from the policy: {OF_MODELS}"),
@@ -64,21 +75,64 @@ PER_TOKEN: dict[str, tuple[ValueRule, str]] = {
     "divergence": (FINITE, f", from two models: {OF_MODELS}"),
 }
 
-# The numbers of losses that may be traced: the names of fields and arguments. `check_field` makes those NaN that are
-# out of their range. A number of another name, as a loss of your own may have, is "another_number".
+# The numbers of losses that may be traced: the names of fields and arguments. `check_field` makes
+# those NaN that are out of their range. A number of another name, as a loss of your own may have,
+# is "another_number".
 NUMBERS = (
-    *("aggregation_norm", "beta", "centring", "clip", "clip_high", "clip_low", "coef", "desirable_weight"),
-    *("draft_ids", "dual_clip", "entropy_coef", "eta", "factor", "high", "huber_delta", "k_negative", "k_positive"),
-    *("kl.coef", "label_smoothing", "lambda_negative", "lambda_positive", "low", "margin", "nll_coef"),
-    *("off_policy.opsm_delta", "off_policy.veto", "part.coef", "pull", "ratio_cap", "reference_point", "share"),
+    *(
+        "aggregation_norm",
+        "beta",
+        "centring",
+        "clip",
+        "clip_high",
+        "clip_low",
+        "coef",
+        "desirable_weight",
+    ),
+    *(
+        "draft_ids",
+        "dual_clip",
+        "entropy_coef",
+        "eta",
+        "factor",
+        "high",
+        "huber_delta",
+        "k_negative",
+        "k_positive",
+    ),
+    *(
+        "kl.coef",
+        "label_smoothing",
+        "lambda_negative",
+        "lambda_positive",
+        "low",
+        "margin",
+        "nll_coef",
+    ),
+    *(
+        "off_policy.opsm_delta",
+        "off_policy.veto",
+        "part.coef",
+        "pull",
+        "ratio_cap",
+        "reference_point",
+        "share",
+    ),
     *("tau", "tau_negative", "tau_positive", "undesirable_weight", "z_loss"),
 )
 # Bounds, which may be infinite.
-BOUNDS = ("off_policy.high", "off_policy.low", "off_policy.rejections.high", "off_policy.rejections.low")
+BOUNDS = (
+    "off_policy.high",
+    "off_policy.low",
+    "off_policy.rejections.high",
+    "off_policy.rejections.low",
+)
 
 
 def rule_of(name: str) -> str:
-    """The rule for a number of a loss by its path: "clip_low" for "positive.clip_low", the bound of any rejection."""
+    """The rule for a number of a loss by its path: "clip_low" for "positive.clip_low", the bound
+    of any rejection.
+    """
     words = [word for word in name.split(".") if not word.isdigit()]
     for known in (".".join(words), words[-1]):
         if known in NUMBERS or known in BOUNDS:
@@ -87,7 +141,9 @@ def rule_of(name: str) -> str:
 
 
 def at_most_zero(log_probs: Float[Array, "..."]) -> Float[Array, "..."]:
-    """A sampler's log-probs without what rounding adds: those above 0 are 0, unless they break a rule."""
+    """A sampler's log-probs without what rounding adds: those above 0 are 0, unless they break a
+    rule.
+    """
     return jnp.where(log_probs <= MAX_SAMPLED, jnp.minimum(log_probs, 0), log_probs)
 
 
@@ -97,8 +153,11 @@ def mass_of(log_probs: Any, has_id: Any, xp: Any = jnp) -> Any:
     return xp.where(has_id, xp.exp(log_probs), 0).sum(axis=-1)
 
 
-def at_most_one(log_probs: Float[Array, "*batch K"], has_id: Bool[Array, "*batch K"]) -> Float[Array, "*batch K"]:
-    """A sampler's or teacher's log-probs of K ids without what rounding adds: none above 0, their mass at most 1.
+def at_most_one(
+    log_probs: Float[Array, "*batch K"], has_id: Bool[Array, "*batch K"]
+) -> Float[Array, "*batch K"]:
+    """A sampler's or teacher's log-probs of K ids without what rounding adds: none above 0, their
+    mass at most 1.
 
     A mass that no rounding explains stays as it is.
     """
@@ -108,7 +167,9 @@ def at_most_one(log_probs: Float[Array, "*batch K"], has_id: Bool[Array, "*batch
     return at_most_zero(log_probs) - excess
 
 
-def was_above_one(log_probs: Float[Array, "*batch K"], has_id: Bool[Array, "*batch K"]) -> Bool[Array, "*batch"]:
+def was_above_one(
+    log_probs: Float[Array, "*batch K"], has_id: Bool[Array, "*batch K"]
+) -> Bool[Array, "*batch"]:
     """Where `at_most_one` changes log-probs by more than f32 rounds them."""
     one_is_above = (has_id & (log_probs > 0)).any(axis=-1)
     return one_is_above | (mass_of(log_probs, has_id) > 1 + MAX_LOG_PROB)

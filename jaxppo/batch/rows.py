@@ -1,6 +1,7 @@
 """Turns the arrays of training frameworks into the rows of a batch, on the host or under jit.
 
-Each device that shares a row computes the whole row, and then keeps the positions that the context layout gives it.
+Each device that shares a row computes the whole row, and then keeps the positions that the context
+layout gives it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from jaxppo.sharding import (
 class RowArrays(TypedDict, total=False):
     """The optional arrays of the constructors: `[R, T]` per token, `[R, S]` per sequence.
 
-    `from_padded` takes them as `[B, C]`, aligned to tokens, and `[B]`: advantages and loss_weights in either shape.
+    `from_padded` takes them as `[B, C]`, aligned to tokens, and `[B]`: advantages and loss_weights
+    in either shape.
     """
 
     advantages: Float[AnyArray, "R T"] | None
@@ -86,11 +88,17 @@ def padded_rows(
             shapes[what] = ((B, P + C),)
     for what, x in inputs.items():
         check_row_array(what, x, shapes[what])
-    if pad_id is not None and (isinstance(pad_id, bool) or not isinstance(pad_id, (int, np.integer))):
+    if pad_id is not None and (
+        isinstance(pad_id, bool) or not isinstance(pad_id, (int, np.integer))
+    ):
         raise TypeError(f"pad_id: got {pad_id!r}, expected an integer")
     masks = ("completion_mask", "prompt_mask", "attention_mask")
-    check_on_host(lambda x: _wrong_padded(np, x, pad_id), inputs, ("prompt_ids", "completion_ids", *masks))
-    return on_whole_rows("RolloutBatch.from_padded", _padded, P + C, inputs, (pad_id, places), parallel)
+    check_on_host(
+        lambda x: _wrong_padded(np, x, pad_id), inputs, ("prompt_ids", "completion_ids", *masks)
+    )
+    return on_whole_rows(
+        "RolloutBatch.from_padded", _padded, P + C, inputs, (pad_id, places), parallel
+    )
 
 
 def _wrong_padded(xp: Any, x: Mapping[str, Any], pad_id: int | None) -> Wrong:
@@ -103,11 +111,15 @@ def _wrong_padded(xp: Any, x: Mapping[str, Any], pad_id: int | None) -> Wrong:
     real = _real_tokens(xp, x)
     first = real & (xp.cumsum(real, axis=1) == 1)
     where = "0 on padding, and at a token with none before it, since nothing predicts that one"
-    yield from wrong_masks("completion_mask", trains, real & ~first, where, before=x["prompt_ids"].shape[1])
+    yield from wrong_masks(
+        "completion_mask", trains, real & ~first, where, before=x["prompt_ids"].shape[1]
+    )
 
 
 def _misplaced(x: Mapping[str, Any], pad_id: int | None) -> Wrong:
-    """Completions that begin with padding, and prompts whose padding counts as tokens, although a token trains."""
+    """Completions that begin with padding, and prompts whose padding counts as tokens, although
+    a token trains.
+    """
     if pad_id is None or "attention_mask" in x:
         return
     prompt = x["prompt_ids"]
@@ -130,8 +142,12 @@ def _misplaced(x: Mapping[str, Any], pad_id: int | None) -> Wrong:
         )
 
 
-def check_on_host(wrong: Callable[[dict[str, Any]], Wrong], inputs: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises at the first row that is wrong, if these arrays are on the host; under jit the loss mask becomes NaN."""
+def check_on_host(
+    wrong: Callable[[dict[str, Any]], Wrong], inputs: Mapping[str, Any], names: Iterable[str]
+) -> None:
+    """Raises at the first row that is wrong, if these arrays are on the host; under jit the loss
+    mask becomes NaN.
+    """
     arrays = {name: inputs[name] for name in names if name in inputs}
     for x in arrays.values():
         if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
@@ -150,13 +166,20 @@ def wrong_values(name: str, mask: Any) -> Wrong:
 
 
 def wrong_masks(name: str, mask: Any, inside: Any, expected: str, before: int = 0) -> Wrong:
-    """Rows of a loss mask that has another value than 0 and 1, or a 1 outside of the tokens that may train.
+    """Rows of a loss mask that has another value than 0 and 1, or a 1 outside of the tokens that
+    may train.
 
-    Every constructor asks this of its mask. `before` positions stand before those that the argument has.
+    Every constructor asks this of its mask. `before` positions stand before those that the argument
+    has.
     """
     yield from wrong_values(name, mask)
     lost = (mask.astype(np.float32) != 0) & ~inside
-    yield name, lost.any(axis=1), lambda row: f"1 at {int(np.argmax(lost[row])) - before} of row {row}", expected
+    yield (
+        name,
+        lost.any(axis=1),
+        lambda row: f"1 at {int(np.argmax(lost[row])) - before} of row {row}",
+        expected,
+    )
 
 
 def marked(mask: Array, wrong: Wrong) -> Array:
@@ -168,12 +191,19 @@ def marked(mask: Array, wrong: Wrong) -> Array:
 def _wrong_rows(xp: Any, x: Mapping[str, Any]) -> Wrong:
     """What may be wrong with packed rows; the same on the host and on devices."""
     ids = x["segment_ids"]
-    yield from wrong_masks("loss_mask", x["loss_mask"], ids > 0, "0 where segment_ids is 0: sequences are 1, 2, ...")
+    yield from wrong_masks(
+        "loss_mask", x["loss_mask"], ids > 0, "0 where segment_ids is 0: sequences are 1, 2, ..."
+    )
     before = xp.pad(ids[:, :-1], ((0, 0), (1, 0)))
     is_start = (ids > 0) & (ids != before)
     back = is_start & (ids <= _most_so_far(xp, before))
     expected = "each sequence to be contiguous, and those of a row in rising order"
-    yield "segment_ids", back.any(axis=1), lambda row: f"{ids[row][back[row]][0]} again in row {row}", expected
+    yield (
+        "segment_ids",
+        back.any(axis=1),
+        lambda row: f"{ids[row][back[row]][0]} again in row {row}",
+        expected,
+    )
 
 
 def _most_so_far(xp: Any, x: Any) -> Any:
@@ -183,24 +213,46 @@ def _most_so_far(xp: Any, x: Any) -> Any:
 
 
 def placed_rows(
-    rows: Mapping[str, AnyArray], arrays: RowArrays, num_segments: int | None, parallel: ParallelMesh | None
+    rows: Mapping[str, AnyArray],
+    arrays: RowArrays,
+    num_segments: int | None,
+    parallel: ParallelMesh | None,
 ) -> dict[str, Array]:
-    """See `RolloutBatch.from_token_aligned`; if the rows hold targets, see `from_target_aligned`."""
-    name = "RolloutBatch.from_target_aligned" if "targets" in rows else "RolloutBatch.from_token_aligned"
+    """See `RolloutBatch.from_token_aligned`; if the rows hold targets, see
+    `from_target_aligned`.
+    """
+    name = (
+        "RolloutBatch.from_target_aligned"
+        if "targets" in rows
+        else "RolloutBatch.from_token_aligned"
+    )
     inputs, places = all_arrays(rows, arrays)
     R, T = _shape("tokens", inputs["tokens"])
     ids = inputs["segment_ids"]
     if num_segments is None:
         if isinstance(ids, jax.core.Tracer):
-            raise ValueError("num_segments: got None under jit, expected S, the most sequences that a row may hold")
+            raise ValueError(
+                "num_segments: got None under jit, expected S, the most sequences that a row may"
+                " hold"
+            )
         num_segments = max(1, int(np.max(np.asarray(ids))))
     check_count("num_segments", num_segments, least=1)
     num_segments = int(num_segments)  # i64 of numpy would make sample ids i64 with x64
     if not isinstance(ids, jax.Array):  # losses check the range of ids on devices
         least = ids.min()
         most = int(ids.max())
-        check("segment_ids", least, least >= 0, "0 for padding, and 1, 2, ... for the sequences of a row")
-        check("num_segments", num_segments, most <= num_segments, f"at least {most}, the largest of segment_ids")
+        check(
+            "segment_ids",
+            least,
+            least >= 0,
+            "0 for padding, and 1, 2, ... for the sequences of a row",
+        )
+        check(
+            "num_segments",
+            num_segments,
+            most <= num_segments,
+            f"at least {most}, the largest of segment_ids",
+        )
     for what, x in inputs.items():
         columns = num_segments if what in PER_SEGMENT else T
         check_row_array(what, x, ((R, columns),))
@@ -217,10 +269,15 @@ def _placed(
 
 
 def all_arrays(own: Mapping[str, Any], arrays: RowArrays) -> tuple[dict[str, Any], Places]:
-    """The arrays of a constructor that exist, extras by their long names among them, and where the extras stand."""
+    """The arrays of a constructor that exist, extras by their long names among them, and where
+    the extras stand.
+    """
     for name in arrays:
         if name not in RowArrays.__annotations__:
-            raise TypeError(f"{name}: got an unknown array, expected one of {', '.join(RowArrays.__annotations__)}")
+            raise TypeError(
+                f"{name}: got an unknown array, expected one of"
+                f" {', '.join(RowArrays.__annotations__)}"
+            )
     extras = as_extras(arrays.get("extras"))
     inputs = {name: x for name, x in own.items() if x is not None or name not in _MAY_BE_NONE}
     inputs |= {name: x for name, x in arrays.items() if x is not None and name != "extras"}
@@ -244,9 +301,12 @@ def _check_dtype(name: str, x: Any) -> None:
             raise TypeError(f"{name}: got {x.dtype}, expected integers")
         if name not in IDS:
             check_fits(name, x)
-    elif not (is_integer or jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.bool_)):
+    elif not (
+        is_integer or jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.bool_)
+    ):
         raise TypeError(f"{name}: got {x.dtype}, expected numbers")
-    if isinstance(x, np.ndarray) and name.startswith((PREFIX, "rewards")):  # others may hold anything without loss
+    # others may hold anything without loss
+    if isinstance(x, np.ndarray) and name.startswith((PREFIX, "rewards")):
         as_numbers(name, x)
 
 
@@ -285,22 +345,29 @@ def on_whole_rows(
     options: tuple[Hashable, ...],
     parallel: ParallelMesh | None,
 ) -> dict[str, Array]:
-    """Runs the per-shard `fn(axes, length, *options, arrays)`, whose results are in the mesh's layout, on whole rows.
+    """Runs the per-shard `fn(axes, length, *options, arrays)`, whose results are in the mesh's
+    layout, on whole rows.
 
     `name` is the public function's, for errors, and `options` are static.
     """
     layout, shards = layout_of(parallel)
     check_row_length(length, layout, shards, "row length")
     good = shards == 1 or segment_multiple(layout, shards) == 1 or "cu_seqlens" in inputs
-    expected = "another: its rows are packed for it, by RolloutBatch.from_samples or from_cu_seqlens"
+    expected = (
+        "another: its rows are packed for it, by RolloutBatch.from_samples or from_cu_seqlens"
+    )
     check("parallel", f"context layout {layout!r} in {name}", good, expected)
     outputs = {*REQUIRED, *inputs} - _INPUTS
 
     def specs(p: ParallelMesh) -> tuple[list[PartitionSpec], dict[str, PartitionSpec]]:
-        output_specs = {what: p.rows_spec if what in PER_SEGMENT else p.tokens_spec for what in outputs}
+        output_specs = {
+            what: p.rows_spec if what in PER_SEGMENT else p.tokens_spec for what in outputs
+        }
         return [p.rows_spec] * len(inputs), output_specs
 
-    return shard_call(name, _with_names, parallel, inputs, specs, (fn, length, options, tuple(inputs)))
+    return shard_call(
+        name, _with_names, parallel, inputs, specs, (fn, length, options, tuple(inputs))
+    )
 
 
 def _with_names(axes: ShardAxes, static: tuple[Any, ...], *inputs: Array) -> dict[str, Array]:
@@ -308,7 +375,9 @@ def _with_names(axes: ShardAxes, static: tuple[Any, ...], *inputs: Array) -> dic
     return fn(axes, length, *options, dict(zip(names, inputs, strict=True)))
 
 
-def as_batch(axes: ShardAxes, length: int, num_segments: int, arrays: dict[str, Array]) -> dict[str, Array]:
+def as_batch(
+    axes: ShardAxes, length: int, num_segments: int, arrays: dict[str, Array]
+) -> dict[str, Array]:
     """Numbers the sequences of whole rows in logical order, and keeps this device's positions."""
     segment_ids = arrays["segment_ids"]
     lengths = Segments(segment_ids, num_segments).sum(jnp.ones_like(segment_ids))
@@ -327,7 +396,9 @@ def as_batch(axes: ShardAxes, length: int, num_segments: int, arrays: dict[str, 
 
 
 def taken(x: Array, places: Array, where: Array | None = None, fill: float = 0) -> Array:
-    """`[R, n, ...]`, x at these places of each row, or the fill; `where` and `places` are `[R, n]`."""
+    """`[R, n, ...]`, x at these places of each row, or the fill; `where` and `places` are
+    `[R, n]`.
+    """
     shape = (*places.shape, *(1,) * (x.ndim - 2))
     values = jnp.take_along_axis(x, places.reshape(shape), axis=1)
     if where is None:
@@ -338,7 +409,9 @@ def taken(x: Array, places: Array, where: Array | None = None, fill: float = 0) 
 def aligned_rows(
     axes: ShardAxes, length: int, num_segments: int, places: Places, arrays: dict[str, Array]
 ) -> dict[str, Array]:
-    """Per-shard: the batch of whole rows, whose arrays are aligned to tokens unless there are targets."""
+    """Per-shard: the batch of whole rows, whose arrays are aligned to tokens unless there are
+    targets.
+    """
     if "targets" not in arrays:
         segments = arrays["segment_ids"]
         same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
@@ -349,8 +422,12 @@ def aligned_rows(
     return as_batch(axes, length, num_segments, arrays)
 
 
-def _at_predictors(arrays: dict[str, Array], places: Places, after: Array, follows: Array) -> dict[str, Array]:
-    """The arrays with each value at the position that predicts its token: `after`, where `follows` is True."""
+def _at_predictors(
+    arrays: dict[str, Array], places: Places, after: Array, follows: Array
+) -> dict[str, Array]:
+    """The arrays with each value at the position that predicts its token: `after`, where
+    `follows` is True.
+    """
     fills = {what: fill for what, _, fill in places}
     stay = {"tokens", "segment_ids", "positions", *PER_SEGMENT, *_at_input(places)}
     moved = dict(arrays)
@@ -406,7 +483,9 @@ def _padded(
 
 
 def _behind_prompt(x: Array, prompt_length: int, completion: Array) -> Array:
-    """`[B, P + C, ...]`, values of completions, or one for each completion, with 0 at the prompt."""
+    """`[B, P + C, ...]`, values of completions, or one for each completion, with 0 at the
+    prompt.
+    """
     if x.ndim == 1:
         x = jnp.broadcast_to(x[:, None], completion.shape)
     more = ((0, 0),) * (x.ndim - 2)

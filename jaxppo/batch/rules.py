@@ -1,7 +1,10 @@
-"""The rules for the values of a batch, in one table. The host checks all of them; every loss checks the cheap ones.
+"""The rules for the values of a batch, in one table.
 
-On the host `RolloutBatch.validate` raises. Under jit nothing can be raised: a broken rule makes the loss NaN rather
-than a plausible number, and `explain_broken_rules` reads from a metric which rules were broken.
+The host checks all of them; every loss checks the cheap ones.
+
+On the host `RolloutBatch.validate` raises. Under jit nothing can be raised: a broken rule makes the
+loss NaN rather than a plausible number, and `explain_broken_rules` reads from a metric which rules
+were broken.
 """
 
 from __future__ import annotations
@@ -24,16 +27,18 @@ from jaxppo.batch.trees import has_branches, out_of_order, starts
 class View:
     """The arrays that rules read: on the host in logical order, in a loss one device's shards.
 
-    `arrays` are those that exist, by the names of `PER_TOKEN` and of the rules below; "lasts" `[R, T]`, the last
-    position of each position's sequence; "normalizer", the counts of the given normalizer, "loss_tokens" `[R, S]`, what
-    they should be, and "denominators", its other numbers; "alone", the samples that lack their pair; on the host also
-    the rest of the batch, and "lengths" `[R, S]`, the positions of each segment.
+    `arrays` are those that exist, by the names of `PER_TOKEN` and of the rules below; "lasts"
+    `[R, T]`, the last position of each position's sequence; "normalizer", the counts of the given
+    normalizer, "loss_tokens" `[R, S]`, what they should be, and "denominators", its other numbers;
+    "alone", the samples that lack their pair; on the host also the rest of the batch, and "lengths"
+    `[R, S]`, the positions of each segment.
     """
 
     arrays: Mapping[str, Any]
     num_segments: int
     real_last_targets: bool  # the last position of a sequence has a real target
-    cut: bool  # sequences may continue on other devices, unseen here, because a caller passed its own shards
+    # sequences may continue on other devices, unseen here, because a caller passed its own shards
+    cut: bool
     vocab_size: int | None  # None where it is not known
     xp: ModuleType  # numpy or jax.numpy
     adapters: int = 0  # those of the head
@@ -67,12 +72,15 @@ class View:
 class Rule:
     name: str
     expected: str  # the condition in words, for errors and explanations
-    bad: Callable[[View, Any], Any]  # where an array breaks it; None where there is nothing to check
+    # where an array breaks it; None where there is nothing to check
+    bad: Callable[[View, Any], Any]
     arrays: tuple[str, ...] = ()  # that it checks; by default the one of its own name
     structural: bool = False  # other rules are meaningful only if this one holds
 
     def broken(self, view: View, among: Collection[str] | None = None) -> Iterator[tuple[str, Any]]:
-        """The names of the checked arrays that exist, of those `among` these, and where they break the rule."""
+        """The names of the checked arrays that exist, of those `among` these, and where they
+        break the rule.
+        """
         if among is None:
             among = view.arrays
         for name in self.arrays or (self.name,):
@@ -167,7 +175,9 @@ def _positions(view: View, positions: Any) -> Any:
 
 
 def _tokens(view: View, tokens: Any) -> Any:
-    """Ids above the vocabulary may stand for what a model embeds in another way, such as an image."""
+    """Ids above the vocabulary may stand for what a model embeds in another way, such as an
+    image.
+    """
     segment_ids = view["segment_ids"]
     is_target = (segment_ids == _before(segment_ids)) & _before(view.counts)
     too_large = is_target & (tokens >= view.vocab_size)
@@ -201,39 +211,69 @@ def _before(x: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
 
 
-# The arrays that rules know, beside those of `PER_TOKEN`; what a loss reads under another name is "another_array".
+# The arrays that rules know, beside those of `PER_TOKEN`; what a loss reads under another name is
+# "another_array".
 KNOWN = {
-    *("segment_ids", "positions", "loss_mask", "sample_ids", "parents", "rollout_ids", "normalizer", "denominators"),
-    *("twice", "pair_ids", "sample_rewards", "alone", "targets", "nucleus_ids", "adapter_ids", "temperature", "ids"),
+    *(
+        "segment_ids",
+        "positions",
+        "loss_mask",
+        "sample_ids",
+        "parents",
+        "rollout_ids",
+        "normalizer",
+        "denominators",
+    ),
+    *(
+        "twice",
+        "pair_ids",
+        "sample_rewards",
+        "alone",
+        "targets",
+        "nucleus_ids",
+        "adapter_ids",
+        "temperature",
+        "ids",
+    ),
     *("ids_of_stats", "id_log_probs", "teacher_log_probs", "rollout_log_probs_of_ids", *PER_TOKEN),
 }
 _K_LOG_PROBS = "log-probs of K ids, each at most {most}{mass}; -inf is a probability of 0"
-_OF_NUMBERS = {"draft_ids": "ids of the policy's vocabulary, each once"}  # NaN for another reason than its range
+# NaN for another reason than its range
+_OF_NUMBERS = {"draft_ids": "ids of the policy's vocabulary, each once"}
 _MASK = ("loss_mask",)
 # Causes stand before their effects, since `broken_rules` names the first ones.
 STRUCTURE = (
     Rule(
         "loss_mask_values",
-        "0 or 1. NaN marks a row that its constructor refuses outside jit. from_padded: padding that pad_id shows and "
-        "no mask does, loss on padding or on a token with none before it. from_cu_seqlens: ends that do not fit the "
-        "pack. from_token_aligned, from_target_aligned: loss where segment_ids is 0, sequences out of order",
+        "0 or 1. NaN marks a row that its constructor refuses outside jit. from_padded: padding"
+        " that pad_id shows and no mask does, loss on padding or on a token with none before it."
+        " from_cu_seqlens: ends that do not fit the pack. from_token_aligned, from_target_aligned:"
+        " loss where segment_ids is 0, sequences out of order",
         lambda view, x: view.counts & (x != 1),
         _MASK,
     ),
     Rule(
         "loss_mask_on_padding",
         "0 where segment_ids is 0",
-        lambda view, x: view.counts & (view["segment_ids"] == 0) & ~view.xp.isnan(x),  # the rule before is about NaN
+        # the rule before is about NaN
+        lambda view, x: view.counts & (view["segment_ids"] == 0) & ~view.xp.isnan(x),
         _MASK,
     ),
     Rule(
         "loss_mask_on_last_position",
-        "0 at the last position of a sequence, since its target is no token of it: arrays that are aligned to tokens "
-        "want RolloutBatch.from_token_aligned, and targets that go on past the tokens from_target_aligned",
+        "0 at the last position of a sequence, since its target is no token of it: arrays that are"
+        " aligned to tokens want RolloutBatch.from_token_aligned, and targets that go on past the"
+        " tokens from_target_aligned",
         _on_last_position,
         _MASK,
     ),
-    Rule("segment_ids_range", "0 to {S}", lambda view, x: (x < 0) | (x > view.num_segments), ("segment_ids",), True),
+    Rule(
+        "segment_ids_range",
+        "0 to {S}",
+        lambda view, x: (x < 0) | (x > view.num_segments),
+        ("segment_ids",),
+        True,
+    ),
     Rule(
         "rollout_ids_missing",
         "a rollout id of at least 0 for each sample, and no loss without one",
@@ -242,8 +282,8 @@ STRUCTURE = (
     ),
     Rule(
         "own_ids_of_rollouts",
-        'an id of its own for each sample, since "rollout_mean" takes samples of one id for one rollout; samples that '
-        "a rollout was cut into have rollout_ids",
+        'an id of its own for each sample, since "rollout_mean" takes samples of one id for one'
+        " rollout; samples that a rollout was cut into have rollout_ids",
         lambda view, twice: twice,
         ("twice",),
     ),
@@ -255,28 +295,29 @@ STRUCTURE = (
     ),
     Rule(
         "normalizer_of_another_step",
-        "a normalizer that was made of this step, sliced like it: as many loss tokens for each sequence as it counted",
+        "a normalizer that was made of this step, sliced like it: as many loss tokens for each"
+        " sequence as it counted",
         _of_another_step,
         ("normalizer",),
     ),
     Rule(
         "pairs",
-        "of each pair two samples with one group id and unequal rewards, both with loss tokens and in one micro-batch, "
-        "see micro_batches_of_pairs",
+        "of each pair two samples with one group id and unequal rewards, both with loss tokens and"
+        " in one micro-batch, see micro_batches_of_pairs",
         lambda view, alone: alone,
         ("alone",),
     ),
     Rule(
         "parents",
-        "0, or the number of a segment of the same row that stands before it, with nothing between the two but what "
-        "goes on from that one",
+        "0, or the number of a segment of the same row that stands before it, with nothing between"
+        " the two but what goes on from that one",
         lambda view, x: out_of_order(x, view.xp),
         structural=True,
     ),
     Rule(
         "loss_without_sample",
-        "0 in a shared prefix, which is a segment without a sample: each sample has a loss of its own. Losses read "
-        "`batch` of `TokenTrees`, and not its rows",
+        "0 in a shared prefix, which is a segment without a sample: each sample has a loss of its"
+        " own. Losses read `batch` of `TokenTrees`, and not its rows",
         _without_sample,
         _MASK,
     ),
@@ -293,10 +334,25 @@ OF_INPUTS = (
         "-1, or the number of an adapter of the head, for each row with loss",
         lambda view, x: view.counts.any(axis=-1) & ((x < -1) | (x >= view.adapters)),
     ),
-    Rule("temperature", "finite numbers above 0", lambda view, x: view.counts & ~(view.xp.isfinite(x) & (x > 0))),
-    Rule("ids", "-1, or 0 to {V}, each id once at a position, and those of the statistics, where loss_mask is 1", _ids),
-    *(Rule(name, _OF_NUMBERS.get(name, "a finite number in the range of its field"), _not_finite) for name in NUMBERS),
-    *(Rule(name, "a number in the range of its field, not above the other bound", _nan) for name in BOUNDS),
+    Rule(
+        "temperature",
+        "finite numbers above 0",
+        lambda view, x: view.counts & ~(view.xp.isfinite(x) & (x > 0)),
+    ),
+    Rule(
+        "ids",
+        "-1, or 0 to {V}, each id once at a position, and those of the statistics, where loss_mask"
+        " is 1",
+        _ids,
+    ),
+    *(
+        Rule(name, _OF_NUMBERS.get(name, "a finite number in the range of its field"), _not_finite)
+        for name in NUMBERS
+    ),
+    *(
+        Rule(name, "a number in the range of its field, not above the other bound", _nan)
+        for name in BOUNDS
+    ),
     Rule("another_number", "finite numbers in the fields of your own loss", _not_finite),
     Rule(
         "another_array",
@@ -312,7 +368,9 @@ OF_INPUTS = (
     *(
         Rule(
             name,
-            _K_LOG_PROBS.format(most=MAX_SAMPLED, mass=", the log of their mass too, over the whole vocabulary"),
+            _K_LOG_PROBS.format(
+                most=MAX_SAMPLED, mass=", the log of their mass too, over the whole vocabulary"
+            ),
             _sampled_top_k,
         )
         for name in ("teacher_log_probs", "rollout_log_probs_of_ids")
@@ -325,8 +383,9 @@ OF_INPUTS = (
     ),
     Rule(
         "loss",
-        "a finite loss, and all that it reads is sound. It may be beyond f32, or infinite, as a divergence is where "
-        "one of teacher_log_probs and id_log_probs is -inf and the other is not",
+        "a finite loss, and all that it reads is sound. It may be beyond f32, or infinite, as a"
+        " divergence is where one of teacher_log_probs and id_log_probs is -inf and the other"
+        " is not",
         lambda view, _: None,  # `Broken.metric` counts it
     ),
 )
@@ -345,7 +404,12 @@ ON_HOST = (
         ("segment_ids",),
         structural=True,
     ),
-    Rule("positions", "0, 1, ... in each sequence, or on from its parent", _positions, structural=True),
+    Rule(
+        "positions",
+        "0, 1, ... in each sequence, or on from its parent",
+        _positions,
+        structural=True,
+    ),
     Rule("tokens", "at least 0, and at most {V} where it is a target with loss", _tokens),
     Rule("next_token", "the next token of the sequence", _next_token, ("targets",)),
     Rule("present_ids", "at least 0 for each sequence but a shared prefix", _absent_ids, IDS),

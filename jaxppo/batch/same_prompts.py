@@ -17,10 +17,12 @@ _EXPECTED = "ids that are equal for the samples of one prompt only"
 
 
 def check_groups(samples: Sequence[Sample]) -> Prompts:
-    """Raises where one group id has two prompts, whose samples would then be compared; returns the prompts.
+    """Raises where one group id has two prompts, whose samples would then be compared; returns the
+    prompts.
 
-    Two rollouts have the same prompt if that is so for a sample of each. Two samples do if the longer prompt begins
-    with the shorter: a later part of a rollout continues the prompt of the first, or has a context that was rewritten.
+    Two rollouts have the same prompt if that is so for a sample of each. Two samples do if the
+    longer prompt begins with the shorter: a later part of a rollout continues the prompt of the
+    first, or has a context that was rewritten.
     """
     groups: dict[int, dict[Any, list[int]]] = {}
     for i, sample in enumerate(samples):
@@ -35,7 +37,12 @@ def check_groups(samples: Sequence[Sample]) -> Prompts:
             others = known.setdefault(group, prompts)
             same = any(_begins_alike(prompt, other) for prompt in prompts for other in others)
             got = f"{group} for different prompts in samples {first} and {members[0]}"
-            check("group_id", got, same, f"{_EXPECTED}; parts of one rollout may differ, with a rollout_id")
+            check(
+                "group_id",
+                got,
+                same,
+                f"{_EXPECTED}; parts of one rollout may differ, with a rollout_id",
+            )
     return known
 
 
@@ -45,7 +52,9 @@ def _begins_alike(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def check_groups_of_hosts(known: Prompts) -> None:
-    """Raises where hosts gave one group id to different prompts, as `check_groups` on one host; all must call this."""
+    """Raises where hosts gave one group id to different prompts, as `check_groups` on one host;
+    all must call this.
+    """
     own_lengths = [(group, len(prompt)) for group, prompts in known.items() for prompt in prompts]
     lengths = np.concatenate(_gathered(own_lengths, 2))
     own_begins = []

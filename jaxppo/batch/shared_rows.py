@@ -1,7 +1,9 @@
-"""What the prompts of samples, or whole samples, have in common: tokens, and the extras that are read with them.
+"""What the prompts of samples, or whole samples, have in common: tokens, and the extras that are
+read with them.
 
-Each prompt becomes a matrix of codes, a row for each token: its id, and for each extra at the input the number of its
-value, equal for equal bytes. A prompt's prefix is another's where their codes are equal.
+Each prompt becomes a matrix of codes, a row for each token: its id, and for each extra at the input
+the number of its value, equal for equal bytes. A prompt's prefix is another's where their codes are
+equal.
 """
 
 from __future__ import annotations
@@ -41,12 +43,16 @@ def prompts_of(samples: Sequence[Sample], responses: bool = False) -> Prompts:
         if extras[0].at != "input":
             continue
         numbers, values = _numbered(name, extras, stops)
-        codes = [np.append(own, more, axis=1) for own, more in zip(prompts.codes, numbers, strict=True)]
+        codes = [
+            np.append(own, more, axis=1) for own, more in zip(prompts.codes, numbers, strict=True)
+        ]
         prompts = Prompts(codes, [*prompts.extras, name], [*prompts.values, values])
     return prompts
 
 
-def _numbered(name: str, extras: Sequence[Extra], stops: Sequence[int]) -> tuple[list[Codes], list[np.ndarray]]:
+def _numbered(
+    name: str, extras: Sequence[Extra], stops: Sequence[int]
+) -> tuple[list[Codes], list[np.ndarray]]:
     """A code for each token up to these, and the value of each code."""
     dtype = common_dtype(f"extras[{name!r}]", [extra.values for extra in extras])
     numbers: dict[bytes, int] = {}
@@ -64,8 +70,11 @@ def _numbered(name: str, extras: Sequence[Extra], stops: Sequence[int]) -> tuple
     return codes, values
 
 
-def with_targets(codes: Sequence[Codes], samples: Sequence[Sample], names: Sequence[str]) -> list[Codes]:
-    """The codes of whole samples, and one more of each token for each of these extras, which predictors have.
+def with_targets(
+    codes: Sequence[Codes], samples: Sequence[Sample], names: Sequence[str]
+) -> list[Codes]:
+    """The codes of whole samples, and one more of each token for each of these extras, which
+    predictors have.
 
     A code is unknown where the sample does not train on the token: what it says there is not read.
     """
@@ -84,12 +93,17 @@ def with_targets(codes: Sequence[Codes], samples: Sequence[Sample], names: Seque
 
 
 def in_order(codes: Sequence[Codes]) -> list[int]:
-    """The prompts sorted: the longest common prefix of each is then with a neighbour. What is unknown stands last."""
+    """The prompts sorted: the longest common prefix of each is then with a neighbour.
+
+    What is unknown stands last.
+    """
     return sorted(range(len(codes)), key=lambda i: (codes[i].astype(">u4").tobytes(), i))
 
 
 def in_common(one: Codes, other: Codes, *, or_unknown: bool = False) -> int:
-    """How many first tokens are equal in both prompts, or with `or_unknown` do not contradict each other."""
+    """How many first tokens are equal in both prompts, or with `or_unknown` do not contradict
+    each other.
+    """
     length = min(len(one), len(other))
     one = one[:length]
     other = other[:length]
@@ -100,10 +114,11 @@ def in_common(one: Codes, other: Codes, *, or_unknown: bool = False) -> int:
 
 
 def with_known(samples: Sequence[Sample], responses: bool = False) -> Sequence[Sample]:
-    """The samples, where a value that is unknown in one prompt is that of another which agrees so far.
+    """The samples, where a value that is unknown in one prompt is that of another which agrees so
+    far.
 
-    An engine's prefix cache leaves such gaps: it has no row of experts for tokens that it did not compute again. With
-    `responses` whole samples are filled.
+    An engine's prefix cache leaves such gaps: it has no row of experts for tokens that it did not
+    compute again. With `responses` whole samples are filled.
     """
     prompts = prompts_of(samples, responses)
     if not any((codes == UNKNOWN).any() for codes in prompts.codes):
@@ -113,7 +128,9 @@ def with_known(samples: Sequence[Sample], responses: bool = False) -> Sequence[S
 
 
 def known_codes(codes: Sequence[Codes], first: int = 0) -> list[Codes]:
-    """The codes, where one that is unknown is that of another prompt which agrees so far; in columns from `first`."""
+    """The codes, where one that is unknown is that of another prompt which agrees so far; in
+    columns from `first`.
+    """
     known = [x.copy() for x in codes]
     order = in_order(known)
     for ordered in (order, order[::-1]):

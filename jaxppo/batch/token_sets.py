@@ -1,4 +1,6 @@
-"""Sets of token ids of unequal sizes, one for each token, such as the nuclei that samplers record."""
+"""Sets of token ids of unequal sizes, one for each token, such as the nuclei that samplers
+record.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from jaxppo.batch.host import as_integers
 
 @dataclasses.dataclass(frozen=True)
 class TokenSets:
-    """One set of token ids for each of n tokens, in a flat i64 array: set j is `token_ids[offsets[j]:offsets[j + 1]]`.
+    """One set of token ids for each of n tokens, in a flat i64 array: set j is
+    `token_ids[offsets[j]:offsets[j + 1]]`.
 
     Example:
       >>> TokenSets.of("nucleus", [[5, 6], [], [7]]).offsets.tolist()
@@ -29,7 +32,8 @@ class TokenSets:
 
     @classmethod
     def of(cls, name: str, sets: Any) -> TokenSets:
-        """Reads a sequence of sequences, or a mapping or an object that has it as `token_ids` (vLLM's SamplingMask).
+        """Reads a sequence of sequences, or a mapping or an object that has it as `token_ids`
+        (vLLM's SamplingMask).
 
         With `offsets`, `token_ids` are flat.
 
@@ -40,7 +44,9 @@ class TokenSets:
         if isinstance(sets, TokenSets):
             return sets
         if isinstance(sets, jax.core.Tracer):
-            raise TypeError(f"{name}: got a traced array, expected a sequence of sets, outside of jit")
+            raise TypeError(
+                f"{name}: got a traced array, expected a sequence of sets, outside of jit"
+            )
         if isinstance(sets, Mapping):
             token_ids = sets.get("token_ids")
             offsets = sets.get("offsets")
@@ -58,13 +64,16 @@ class TokenSets:
         """Reads a sequence of sequences."""
         if isinstance(sets, (str, bytes, Mapping)) or not isinstance(sets, Iterable):
             got = type(sets).__name__
-            raise TypeError(f"{name}: got {got}, expected a sequence of sets, or token_ids and offsets")
+            raise TypeError(
+                f"{name}: got {got}, expected a sequence of sets, or token_ids and offsets"
+            )
         sets = list(sets)
         try:
             sizes = np.fromiter(map(len, sets), np.int64, len(sets))
         except TypeError:
             raise TypeError(
-                f"{name}: got something without a length among the sets, expected sequences of ids, or offsets"
+                f"{name}: got something without a length among the sets, expected sequences of ids,"
+                " or offsets"
             ) from None
         if any(isinstance(x, np.ndarray) for x in sets):
             ids = np.concatenate([as_integers(name, x) for x in sets])

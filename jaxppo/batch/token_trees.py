@@ -1,9 +1,11 @@
-"""Samples that share tokens, responses too: a model computes a shared token once, and losses read it for each sample.
+"""Samples that share tokens, responses too: a model computes a shared token once, and losses read
+it for each sample.
 
-Two samples may give one token other advantages, and a loss may clip one of them and not the other. A loss of summed
-advantages is therefore not the sum of losses. So each response is kept apart beside the trees, and what is shared are
-the statistics of a token: a loss reads one number at as many places as there are samples, and gradients of all of them
-meet at the one position of the model.
+Two samples may give one token other advantages, and a loss may clip one of them and not the other.
+A loss of summed advantages is therefore not the sum of losses. So each response is kept apart
+beside the trees, and what is shared are the statistics of a token: a loss reads one number at as
+many places as there are samples, and gradients of all of them meet at the one position of the
+model.
 """
 
 from __future__ import annotations
@@ -33,21 +35,25 @@ Statistics = TypeVar("Statistics")
 @register()
 @dataclasses.dataclass(frozen=True)
 class TokenTrees:
-    """Samples in rows that hold each shared token once, and beside them the response of each sample; a pytree.
+    """Samples in rows that hold each shared token once, and beside them the response of each
+    sample; a pytree.
 
     With p(s, t) the place in `rows` that predicts the token t of sample s, a loss is
 
         loss = sum over samples s and tokens t of w_st loss_st(log_prob[p(s, t)])
 
-    and its gradient at a place is the sum over all samples that read it: the loss and the gradient of samples that are
-    packed whole, for every loss of tokens or of sequences, every aggregation, correction and metric.
+    and its gradient at a place is the sum over all samples that read it: the loss and the gradient
+    of samples that are packed whole, for every loss of tokens or of sequences, every aggregation,
+    correction and metric.
 
     Args:
-      rows: `[R, T]`, what the model and the head read. Its attention must follow `rows.paths`. The loss mask is 1 where
-        a token of any sample trains. No loss reads these rows: a loss of shared tokens is NaN.
-      batch: `[R, U]`, what losses, advantages and normalizers read: of every sample its response, behind the last token
-        of its prompt. Row r has the samples of row r of `rows`. U is not T.
-      places: `i32[R, U]`, for each position of `batch` its place in the same row of `rows`; anything on padding.
+      rows: `[R, T]`, what the model and the head read. Its attention must follow `rows.paths`. The
+        loss mask is 1 where a token of any sample trains. No loss reads these rows: a loss of
+        shared tokens is NaN.
+      batch: `[R, U]`, what losses, advantages and normalizers read: of every sample its response,
+        behind the last token of its prompt. Row r has the samples of row r of `rows`. U is not T.
+      places: `i32[R, U]`, for each position of `batch` its place in the same row of `rows`;
+        anything on padding.
 
     Example:
       >>> from jaxppo.batch.token_trees import TokenTrees
@@ -80,31 +86,33 @@ class TokenTrees:
         head_extras: Sequence[str] = (),
         **sizes: Unpack[RowSizes],
     ) -> TokenTrees:
-        """Packs samples as `RolloutBatch.from_samples` does, with any prefix that samples have in common stored once.
+        """Packs samples as `RolloutBatch.from_samples` does, with any prefix that samples have in
+        common stored once.
 
-        Tokens are shared as far as they agree, with their extras at the input, whether prompt or response: branches of
-        a search, turns whose prompts hold the turns before, or samples that begin alike. Rows are balanced by the
-        tokens that the head computes.
+        Tokens are shared as far as they agree, with their extras at the input, whether prompt or
+        response: branches of a search, turns whose prompts hold the turns before, or samples that
+        begin alike. Rows are balanced by the tokens that the head computes.
 
         Args:
-          samples: at least one; see `RolloutBatch.from_samples`. The optional values belong to each sample. Extras at
-            the "input" are in `rows`, the others in `batch`.
+          samples: at least one; see `RolloutBatch.from_samples`. The optional values belong to each
+            sample. Extras at the "input" are in `rows`, the others in `batch`.
           row_length: T; a multiple of what the context layout needs. A tree that is longer is cut.
-          batch_row_length: U, which must hold the responses of any row; by default row_length, halved or doubled until
-            it does. Give one so that all steps share a compiled program.
+          batch_row_length: U, which must hold the responses of any row; by default row_length,
+            halved or doubled until it does. Give one so that all steps share a compiled program.
           parallel: the mesh, for its layout and data size.
-          head_extras: the names of extras at "predicting" that the head reads by token, such as a teacher's ids, a
-            nucleus or a temperature. `rows.extras` then holds them too, and a token that two samples train on is shared
-            only while they agree.
-          **sizes: rows, buckets, micro_batches, max_tokens and num_segments, which fix R, K and S of both batches: see
-            `jaxppo.sharding.pack`. A shared part of a tree takes a segment too.
+          head_extras: the names of extras at "predicting" that the head reads by token, such as a
+            teacher's ids, a nucleus or a temperature. `rows.extras` then holds them too, and a
+            token that two samples train on is shared only while they agree.
+          **sizes: rows, buckets, micro_batches, max_tokens and num_segments, which fix R, K and S
+            of both batches: see `jaxppo.sharding.pack`. A shared part of a tree takes a segment
+            too.
 
         Returns:
           The trees, of numpy arrays; `[K, R, T]` and `[K, R, U]` with micro_batches or max_tokens.
 
         Raises:
-          TypeError, ValueError: as `RolloutBatch.from_samples`; a batch_row_length that does not hold the responses of
-            a row, or is row_length; head_extras that the samples lack.
+          TypeError, ValueError: as `RolloutBatch.from_samples`; a batch_row_length that does not
+            hold the responses of a row, or is row_length; head_extras that the samples lack.
 
         Example:
           >>> from jaxppo.batch.token_trees import TokenTrees
@@ -118,24 +126,29 @@ class TokenTrees:
         places: Any = packed.places
         return cls(rows, batch, places)
 
-    def to_batch(self, stats: Statistics, *, parallel: ParallelMesh | ShardAxes | None = None) -> Statistics:
-        """The statistics of each token of `batch`, from those of `rows`: y[r, u] = x[r, places[r, u]].
+    def to_batch(
+        self, stats: Statistics, *, parallel: ParallelMesh | ShardAxes | None = None
+    ) -> Statistics:
+        """The statistics of each token of `batch`, from those of `rows`: y[r, u] = x[r, places[r,
+        u]].
 
-        The gradient of x is the sum over the places that read it. Over context shards the rows of x are gathered: a
-        number for each token and statistic, and no hidden states.
+        The gradient of x is the sum over the places that read it. Over context shards the rows of x
+        are gathered: a number for each token and statistic, and no hidden states.
 
         Args:
-          stats: `TokenStats` of `rows`, a critic's values, or another pytree of arrays `[R, T, ...]`; see
-            `log_probs_from_hidden`, with `rows.targets` and where=`rows.loss_mask > 0`.
-          parallel: the mesh; rows sharded over data, positions over context. `ShardAxes` inside the caller's own
-            `shard_map`, None on one device.
+          stats: `TokenStats` of `rows`, a critic's values, or another pytree of arrays
+            `[R, T, ...]`; see `log_probs_from_hidden`, with `rows.targets` and
+            where=`rows.loss_mask > 0`.
+          parallel: the mesh; rows sharded over data, positions over context. `ShardAxes` inside the
+            caller's own `shard_map`, None on one device.
 
         Returns:
           The same pytree, `[R, U, ...]`, in the dtypes of `stats`.
 
         Raises:
           TypeError: something else than arrays.
-          ValueError: arrays of another shape than `rows`; rows in another context layout than the mesh's.
+          ValueError: arrays of another shape than `rows`; rows in another context layout than the
+            mesh's.
 
         Example:
           >>> from jaxppo.batch.token_trees import TokenTrees
@@ -162,11 +175,16 @@ class TokenTrees:
         """The trees on the devices of a mesh, see `RolloutBatch.put`."""
         rows = self.rows.put(parallel)
         batch = self.batch.put(parallel)
-        places = multihost.to_global(self.places, spec_of(parallel.tokens_spec, self.places), parallel)
+        places = multihost.to_global(
+            self.places, spec_of(parallel.tokens_spec, self.places), parallel
+        )
         return TokenTrees(rows, batch, places)
 
     def specs(self, parallel: ParallelMesh) -> TokenTrees:
-        """The PartitionSpec of each array: rows over data, positions over context. None where the array is None."""
+        """The PartitionSpec of each array: rows over data, positions over context.
+
+        None where the array is None.
+        """
         places: Any = spec_of(parallel.tokens_spec, self.places)
         return TokenTrees(self.rows.specs(parallel), self.batch.specs(parallel), places)
 

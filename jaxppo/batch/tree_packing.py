@@ -1,4 +1,6 @@
-"""Packs samples as trees of tokens on the host: rows that store each shared token once, and each sample's response."""
+"""Packs samples as trees of tokens on the host: rows that store each shared token once, and each
+sample's response.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ from jaxppo.sharding import (
 
 
 class PackedTrees(NamedTuple):
-    """The arrays by name, and K, of the rows of trees and of the batch of responses; where these are in the rows."""
+    """The arrays by name, and K, of the rows of trees and of the batch of responses; where these
+    are in the rows.
+    """
 
     rows: dict[str, Any]
     batch: dict[str, Any]
@@ -93,7 +97,11 @@ def packed_trees(
 
 
 def _arrays_of_rows(
-    samples: Sequence[Sample], targets: _Targets, packed: Packed, ids: Sequence[int], head_extras: Sequence[str]
+    samples: Sequence[Sample],
+    targets: _Targets,
+    packed: Packed,
+    ids: Sequence[int],
+    head_extras: Sequence[str],
 ) -> dict[str, Any]:
     """What models and heads read: tokens, and where a token of any sample trains."""
     rows: dict[str, Any] = batch_arrays(
@@ -120,7 +128,10 @@ def _check_options(
         check_count("num_segments", num_segments, least=1)
     if batch_row_length is not None:
         check_row_length(batch_row_length, layout, shards, "batch_row_length")
-        expected = "another than row_length, so that statistics of rows do not pass for statistics of the batch"
+        expected = (
+            "another than row_length, so that statistics of rows do not pass for statistics of the"
+            " batch"
+        )
         check("batch_row_length", batch_row_length, batch_row_length != row_length, expected)
     several = isinstance(head_extras, Sequence) and not isinstance(head_extras, str)
     check_type("head_extras", head_extras, several, "names of extras")
@@ -150,7 +161,9 @@ class _Targets(NamedTuple):
 
     @classmethod
     def of(cls, samples: Sequence[Sample], pieces: Sequence[Piece]) -> _Targets:
-        trained = [np.append(sample.mask[1:] > 0, False)[: len(sample.tokens)] for sample in samples]
+        trained = [
+            np.append(sample.mask[1:] > 0, False)[: len(sample.tokens)] for sample in samples
+        ]
         paths: dict[int, list[int]] = {}
         for number, piece in enumerate(pieces):
             if piece.shared:
@@ -165,13 +178,19 @@ class _Targets(NamedTuple):
         """For each piece 1 where a token of any sample trains, else 0."""
         return self.merged([trains.astype(np.float32) for trains in self.trained], 0)
 
-    def merged(self, values: Sequence[Shaped[np.ndarray, "n ..."]], fill: float) -> list[Shaped[np.ndarray, "n ..."]]:
-        """For each piece the values at positions that train a sample, which are equal in all of them; else the fill.
+    def merged(
+        self, values: Sequence[Shaped[np.ndarray, "n ..."]], fill: float
+    ) -> list[Shaped[np.ndarray, "n ..."]]:
+        """For each piece the values at positions that train a sample, which are equal in all of
+        them; else the fill.
 
         `values` are those of whole samples.
         """
         shape = values[0].shape[1:]
-        merged = [np.full((piece.stop - piece.start, *shape), fill, values[0].dtype) for piece in self.pieces]
+        merged = [
+            np.full((piece.stop - piece.start, *shape), fill, values[0].dtype)
+            for piece in self.pieces
+        ]
         for own, trains, path in zip(values, self.trained, self.paths, strict=True):
             for number in path:
                 span = slice(self.pieces[number].start, self.pieces[number].stop)
@@ -183,14 +202,18 @@ class _Targets(NamedTuple):
 def _read_by_models(sample: Sample) -> Sample:
     """The sample without what a model does not read."""
     extras = {name: extra for name, extra in (sample.extras or {}).items() if extra.at == "input"}
-    nothing: dict[str, Any] = dict.fromkeys((*PER_TOKEN_VALUES, "reward", "group_id", "rollout_id", "nucleus"))
+    nothing: dict[str, Any] = dict.fromkeys(
+        (*PER_TOKEN_VALUES, "reward", "group_id", "rollout_id", "nucleus")
+    )
     return dataclasses.replace(sample, extras=extras, **nothing)
 
 
 def _behind_prompt(sample: Sample) -> Sample:
     """The response behind the last token of its prompt, which predicts it: all that losses read."""
     first = max(sample.start - 1, 0)
-    extras = {name: extra for name, extra in (sample.extras or {}).items() if extra.at == "predicting"}
+    extras = {
+        name: extra for name, extra in (sample.extras or {}).items() if extra.at == "predicting"
+    }
     tokens = np.asarray(sample.tokens)[first:]
     return dataclasses.replace(
         sample,
@@ -218,7 +241,9 @@ def _placed_head_extra(
 
 
 class _Rooms(NamedTuple):
-    """Where the responses of each row stand in the batch's row beside it: one behind the other, as in the tree."""
+    """Where the responses of each row stand in the batch's row beside it: one behind the other,
+    as in the tree.
+    """
 
     lengths: Int[np.ndarray, " N"]
     row: Int[np.ndarray, " N"]
@@ -236,7 +261,8 @@ class _Rooms(NamedTuple):
     ) -> _Rooms:
         multiple = segment_multiple(*layout_of(parallel))
         lengths = np.array([len(response.tokens) for response in responses], np.int32)
-        own = np.array([path[-1] for path in paths])  # the piece of each sample that no other one has
+        # the piece of each sample that no other one has
+        own = np.array([path[-1] for path in paths])
         row = packed.row[own]
         slot = np.zeros(len(responses), np.int32)
         start = np.zeros(len(responses), np.int32)
@@ -261,13 +287,22 @@ class _Rooms(NamedTuple):
         )
 
 
-def _batch_row_length(least: int, given: int | None, row_length: int, parallel: ParallelMesh | None) -> int:
-    """U: by default the row length, halved or doubled until it is just long enough, and not the row length itself."""
+def _batch_row_length(
+    least: int, given: int | None, row_length: int, parallel: ParallelMesh | None
+) -> int:
+    """U: by default the row length, halved or doubled until it is just long enough, and not the
+    row length itself.
+    """
     if hosts_of(parallel):
         multihost.check_equal("batch_row_length", given)
         (least,) = multihost.agree((least,))
     if given is not None:
-        check("batch_row_length", given, least <= given, f"at least {least}, the tokens of all responses of one row")
+        check(
+            "batch_row_length",
+            given,
+            least <= given,
+            f"at least {least}, the tokens of all responses of one row",
+        )
         return given
     twice = 2 * row_multiple(*layout_of(parallel))
     length = row_length
@@ -278,7 +313,9 @@ def _batch_row_length(least: int, given: int | None, row_length: int, parallel: 
     return length
 
 
-def _places(samples: Sequence[Sample], targets: _Targets, packed: Packed) -> list[Int[np.ndarray, " n"]]:
+def _places(
+    samples: Sequence[Sample], targets: _Targets, packed: Packed
+) -> list[Int[np.ndarray, " n"]]:
     """For each token of each response, and the one before it, its place in the row of its tree."""
     place_of = np.argsort(packed.order, axis=1, kind="stable").astype(np.int32)
     places = []

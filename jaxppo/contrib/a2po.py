@@ -18,13 +18,16 @@ __all__ = ["A2PO"]
 
 @dataclasses.dataclass(frozen=True)
 class A2PO(PreferenceLoss):
-    """A*-PO: the mean over samples of (beta d - A)^2, d the sum over a response's loss tokens of log-ratios.
+    """A*-PO: the mean over samples of (beta d - A)^2, d the sum over a response's loss tokens of
+    log-ratios.
 
-    The log-ratios are log_prob - ref_log_prob. A is the optimal advantage r - V*, which the batch has in place of
-    `rewards`. V* is the value of the prompt for the best policy within reach of the reference, estimated once from
-    samples of the reference: docs/recipes.md has both. One sample of a prompt is enough, drawn by the policy itself.
+    The log-ratios are log_prob - ref_log_prob. A is the optimal advantage r - V*, which the batch
+    has in place of `rewards`. V* is the value of the prompt for the best policy within reach of the
+    reference, estimated once from samples of the reference: docs/recipes.md has both. One sample of
+    a prompt is enough, drawn by the policy itself.
 
-    The metrics are those of `KTO`: the samples with A above 0 are the chosen ones, and beta d is their reward.
+    The metrics are those of `KTO`: the samples with A above 0 are the chosen ones, and beta d is
+    their reward.
 
     Args:
       beta: multiplies the log-ratio, above 0; beta2 of the paper and of TRL.

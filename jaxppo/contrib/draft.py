@@ -1,4 +1,6 @@
-"""Trains multi-token prediction heads as a draft model, towards the policy that will accept or reject their tokens."""
+"""Trains multi-token prediction heads as a draft model, towards the policy that will accept or
+reject their tokens.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,15 @@ from jaxppo.head.gradient import stats_of_inputs
 from jaxppo.head.head import Head, as_head
 from jaxppo.head.quantized import QuantizedArray
 from jaxppo.losses.distillation import DivergenceLoss
-from jaxppo.losses.mtp import Heads, OfDepths, States, heads_of, shift_targets, shift_temperature, sum_of_depths
+from jaxppo.losses.mtp import (
+    Heads,
+    OfDepths,
+    States,
+    heads_of,
+    shift_targets,
+    shift_temperature,
+    sum_of_depths,
+)
 from jaxppo.mismatch.heads import F32_UNIT, comparison_of_tokens
 from jaxppo.policy_losses.base import choice, number
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, shift_left
@@ -34,7 +44,8 @@ from jaxppo.step.aggregation import Normalizer, Parallel
 __all__ = ["Draft", "draft_loss", "draft_metrics"]
 
 Objective = Literal["soft_cross_entropy", "total_variation", "end_to_end", "likelihood"]
-DIVERGENCES = {"soft_cross_entropy": ("cross_entropy",), "likelihood": ("forward_kl",)}  # beside the total variation
+# beside the total variation
+DIVERGENCES = {"soft_cross_entropy": ("cross_entropy",), "likelihood": ("forward_kl",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +55,14 @@ class Draft(OfDepths):
     Args:
       depths, aggregation: see `MTP`.
       objective: one of the four of `draft_loss`.
-      eta: how quickly "likelihood" changes from the divergence to the total variation as acceptance grows.
+      eta: how quickly "likelihood" changes from the divergence to the total variation as acceptance
+        grows.
       coef: the factor of the mean, or of the single loss of "end_to_end".
       decay: depth k weighs decay^(k - 1) in the mean over depths; not read by "end_to_end".
 
     Raises:
-      TypeError, ValueError: an option of another type or out of its range; an aggregation by a constant length.
+      TypeError, ValueError: an option of another type or out of its range; an aggregation by a
+        constant length.
 
     Example:
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3, 4], response_start=1)], row_length=4)
@@ -89,40 +102,44 @@ def draft_loss(
     draft_ids: Int[AnyArray, " D"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
-    """coef / W * sum over depths k of decay^(k - 1) * distance of the draft d_k from the policy p, k places later.
+    """coef / W * sum over depths k of decay^(k - 1) * distance of the draft d_k from the policy p,
+    k places later.
 
-    W is the sum of decay^(k - 1). At depth k, position t of the draft predicts what the policy predicts at t + k of the
-    same sequence, where both carry loss. The acceptance a_k = sum over the vocabulary of min(p, d_k) is the chance that
-    rejection sampling accepts a token drawn from d_k, and 1 - a_k is their total variation:
+    W is the sum of decay^(k - 1). At depth k, position t of the draft predicts what the policy
+    predicts at t + k of the same sequence, where both carry loss. The acceptance a_k = sum over the
+    vocabulary of min(p, d_k) is the chance that rejection sampling accepts a token drawn from d_k,
+    and 1 - a_k is their total variation:
 
         soft_cross_entropy   -sum p log d_k
         total_variation      1 - a_k
         likelihood           l KL(p || d_k) + (1 - l) (1 - a_k),   l = exp(-eta a_k), a constant
         end_to_end           1 - (1 / K_t) sum over j of a_1 ... a_j, the K_t depths of token t; one loss for all depths
 
-    With `draft_ids` the draft's head has fewer columns than the policy's. Its probabilities are of these ids, the
-    policy's of its whole vocabulary, so a_k counts what the draft can never draw. -sum p log d_k and KL, the sum of
-    p log(p / d_k) - p + d_k, are over the draft's ids.
+    With `draft_ids` the draft's head has fewer columns than the policy's. Its probabilities are of
+    these ids, the policy's of its whole vocabulary, so a_k counts what the draft can never draw.
+    -sum p log d_k and KL, the sum of p log(p / d_k) - p + d_k, are over the draft's ids.
 
-    The policy and its head are constants: a head that both share gets a gradient through the draft only.
+    The policy and its head are constants: a head that both share gets a gradient through the draft
+    only.
 
     Args:
       hidden, head, parallel, normalizers, **options: the draft's, see `mtp_loss`.
       policy_hidden: `[R, T, G]`, the policy's final hidden states.
-      policy_head: the policy's head, with the same columns and sharding, or with all ids of `draft_ids`.
+      policy_head: the policy's head, with the same columns and sharding, or with all ids of
+        `draft_ids`.
       batch: `[R, T]`; only its sequences, loss mask and loss weights are read.
       loss: the objective and other options; by default `Draft()`.
       temperature: divides both models' logits; where it is an array, see `mtp_loss`.
-      draft_ids: `i32[D]`, the id of each column of the draft's heads in the policy's vocabulary, in any order, as
-        `contrib.draft_ids` makes it. None if both have the same columns.
+      draft_ids: `i32[D]`, the id of each column of the draft's heads in the policy's vocabulary, in
+        any order, as `contrib.draft_ids` makes it. None if both have the same columns.
 
     Returns:
       The scalar f32 loss, and metrics: `draft_loss` (adds up over micro-batches), for each depth k
       `draft_{k}_acceptance`, the mean of a_k, and `draft_{k}_broken_rules` (see `policy_loss`).
 
     Raises:
-      TypeError, ValueError: as `mtp_loss`; states or heads that do not fit each other; ids outside the vocabulary, or
-        an id twice. Under `jit` such ids make the loss NaN.
+      TypeError, ValueError: as `mtp_loss`; states or heads that do not fit each other; ids outside
+        the vocabulary, or an id twice. Under `jit` such ids make the loss NaN.
 
     Example:
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3, 4], response_start=1)], row_length=4)
@@ -130,15 +147,18 @@ def draft_loss(
       >>> round(float(draft_loss(*states, batch, Draft(coef=1.0))[0]), 4)  # log 8
       2.0794
 
-    Total variation: Bebop 2026, https://arxiv.org/abs/2606.12370; likelihood: 2026, https://arxiv.org/abs/2602.23881.
-    Decay: SpecForge, 0.8, as a sum that is not divided by W: times W in coef; Automodel divides. Soft cross-entropy is
-    in SkyRL and NeMo-RL, the others in pull requests of Megatron and speculators.
+    Total variation: Bebop 2026, https://arxiv.org/abs/2606.12370; likelihood: 2026,
+    https://arxiv.org/abs/2602.23881. Decay: SpecForge, 0.8, as a sum that is not divided by W:
+    times W in coef; Automodel divides. Soft cross-entropy is in SkyRL and NeMo-RL, the others in
+    pull requests of Megatron and speculators.
     """
     if loss is None:
         loss = Draft()
     check_type("loss", loss, isinstance(loss, Draft), "Draft")
     call = {"parallel": parallel, "temperature": temperature, "options": options}
-    depths = _depths(loss, normalizers, (hidden, head), (policy_hidden, policy_head), batch, draft_ids, **call)
+    depths = _depths(
+        loss, normalizers, (hidden, head), (policy_hidden, policy_head), batch, draft_ids, **call
+    )
     if loss.objective == "end_to_end":
         losses = [(_end_to_end(depths), depths[0].batch)]
     else:
@@ -175,13 +195,16 @@ def draft_metrics(
     draft_ids: Int[AnyArray, " D"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> Metrics:
-    """Metrics of a draft, forward only: its expected acceptance, and how often draft and policy agree on the top token.
+    """Metrics of a draft, forward only: its expected acceptance, and how often draft and policy
+    agree on the top token.
 
-    Args and errors are those of `draft_loss`. The policy's top token is the one of its whole vocabulary.
+    Args and errors are those of `draft_loss`. The policy's top token is the one of its whole
+    vocabulary.
 
     Returns:
-      For each depth k the means over its tokens `draft_{k}_acceptance`, of sum min(p, d_k), and `draft_{k}_agreement`,
-      the acceptance under greedy decoding. Megatron's `acceptance_rate` is how often the top token is the sampled one.
+      For each depth k the means over its tokens `draft_{k}_acceptance`, of sum min(p, d_k), and
+      `draft_{k}_agreement`, the acceptance under greedy decoding. Megatron's `acceptance_rate` is
+      how often the top token is the sampled one.
 
     Example:
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3, 4], response_start=1)], row_length=4)
@@ -191,7 +214,9 @@ def draft_metrics(
       {'draft_1_acceptance': 0.525, 'draft_1_agreement': 1.0}
     """
     call = {"parallel": parallel, "temperature": temperature, "options": options}
-    depths = _depths(None, None, (hidden, head), (policy_hidden, policy_head), batch, draft_ids, **call)
+    depths = _depths(
+        None, None, (hidden, head), (policy_hidden, policy_head), batch, draft_ids, **call
+    )
     metrics: Metrics = {}
     for k, depth in enumerate(depths, 1):
         metrics[f"draft_{k}_acceptance"] = _mean(1 - depth.apart, depth.batch, parallel)
@@ -205,13 +230,22 @@ class Depth(NamedTuple):
     batch: RolloutBatch
     sound: Any  # 0 where `draft_ids` are different ids of the vocabulary, else NaN
     apart: Float[Array, "R T"]
-    other: Any = None  # the divergence that the objective reads; of metrics, whether the top tokens are the same
+    # the divergence that the objective reads; of metrics, whether the top tokens are the same
+    other: Any = None
 
 
 def _depths(
-    loss: Draft | None, normalizers: Any, draft: Pair, policy: Pair, batch: RolloutBatch, ids: Any, **call: Any
+    loss: Draft | None,
+    normalizers: Any,
+    draft: Pair,
+    policy: Pair,
+    batch: RolloutBatch,
+    ids: Any,
+    **call: Any,
 ) -> list[Depth]:
-    """Each depth k: the draft beside the policy k places later; without a loss also whether they agree on the top."""
+    """Each depth k: the draft beside the policy k places later; without a loss also whether they
+    agree on the top.
+    """
     batch = checked(batch, reader="draft_loss" if loss else "draft_metrics")
     options = loss or Draft()
     parallel = call["parallel"]
@@ -238,7 +272,9 @@ def _depths(
     return depths
 
 
-def _of_equal_columns(loss: Draft | None, pair: tuple[Pair, Pair], batch: RolloutBatch, **call: Any) -> Depth:
+def _of_equal_columns(
+    loss: Draft | None, pair: tuple[Pair, Pair], batch: RolloutBatch, **call: Any
+) -> Depth:
     """One depth of a draft whose head has the policy's columns."""
     spec = call["options"].get("hidden_spec")
     draft, policy = prepare_pair(*pair, names=("draft", "policy"), second_spec=spec, **call)
@@ -247,28 +283,48 @@ def _of_equal_columns(loss: Draft | None, pair: tuple[Pair, Pair], batch: Rollou
     return Depth(batch, None, apart, *others)
 
 
-def _of_fewer_columns(loss: Draft | None, pair: tuple[Pair, Pair], batch: RolloutBatch, ids: Any, **call: Any) -> Depth:
+def _of_fewer_columns(
+    loss: Draft | None, pair: tuple[Pair, Pair], batch: RolloutBatch, ids: Any, **call: Any
+) -> Depth:
     """One depth of a draft whose head has these ids of the policy's vocabulary."""
     kernel = pair[1][1].kernel
     good = not isinstance(kernel, QuantizedArray)
-    check_type("policy_head.kernel", kernel, good, "an array of floats, since a draft's columns are taken from it")
+    check_type(
+        "policy_head.kernel",
+        kernel,
+        good,
+        "an array of floats, since a draft's columns are taken from it",
+    )
     options: dict[str, Any] = {"entropy": "none", "heads": 2, "top_k": 0 if loss else 1, **call}
     targets = None if loss else jnp.zeros_like(batch.targets)
     draft = prepare_head(*pair[0], targets, **options)
-    policy = prepare_head(*pair[1], batch.targets, name="policy_head", logit_stats=("log_z",), **options)
+    policy = prepare_head(
+        *pair[1], batch.targets, name="policy_head", logit_stats=("log_z",), **options
+    )
     ids = as_draft_ids(ids, policy.call.vocab_size)
     columns = draft.call.vocab_size
-    check("draft_ids", ids.shape[0], ids.shape[0] == columns, f"{columns}, the columns of the draft")
+    check(
+        "draft_ids", ids.shape[0], ids.shape[0] == columns, f"{columns}, the columns of the draft"
+    )
     sound = sound_ids(jnp.asarray(ids), policy.call.vocab_size)
-    apart, *others = _per_token(loss, _of_columns, draft, policy, {"draft_ids": ids}, call["parallel"])
+    apart, *others = _per_token(
+        loss, _of_columns, draft, policy, {"draft_ids": ids}, call["parallel"]
+    )
     apart += jnp.where(batch.loss_mask > 0, sound, 0)
     return Depth(batch, sound, apart, *others)
 
 
 def _per_token(
-    loss: Draft | None, fn: Any, draft: Prepared, policy: Prepared, ids: dict[str, Any], parallel: Parallel
+    loss: Draft | None,
+    fn: Any,
+    draft: Prepared,
+    policy: Prepared,
+    ids: dict[str, Any],
+    parallel: Parallel,
 ) -> Any:
-    """The results of the per-shard `fn`, `[R, T]` each: the total variation, and what else the objective reads."""
+    """The results of the per-shard `fn`, `[R, T]` each: the total variation, and what else the
+    objective reads.
+    """
     kinds: tuple[str, ...] = ("total_variation",)
     if loss:
         kinds += DIVERGENCES.get(loss.objective, ())
@@ -286,13 +342,19 @@ def _per_token(
     )
 
 
-def _compare(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Inputs) -> tuple[jax.Array, jax.Array]:
+def _compare(
+    axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Inputs
+) -> tuple[jax.Array, jax.Array]:
     comparison = comparison_of_tokens(call, F32_UNIT, draft, policy)
     return comparison.total_variation, comparison.same_top
 
 
-def _of_columns(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Inputs, ids: Array) -> tuple[Array, ...]:
-    """The divergences of a draft with fewer columns, and with `top_k` whether the top tokens are the same."""
+def _of_columns(
+    axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Inputs, ids: Array
+) -> tuple[Array, ...]:
+    """The divergences of a draft with fewer columns, and with `top_k` whether the top tokens are
+    the same.
+    """
     of_policy = stats_of_inputs(axes, call.teacher, policy)
     student = dataclasses.replace(call.student, asked=Asked())
     teacher, columns = inputs_of_columns(call.teacher, policy, ids, student, draft)
@@ -317,7 +379,9 @@ def _of_depth(depth: Depth, loss: Draft) -> Float[Array, "R T"]:
 
 
 def _end_to_end(depths: Sequence[Depth]) -> Float[Array, "R T"]:
-    """1 minus the mean over a token's depths of the chance that all drafts up to that depth are accepted."""
+    """1 minus the mean over a token's depths of the chance that all drafts up to that depth are
+    accepted.
+    """
     accepted = jnp.ones_like(depths[0].apart)
     counts = jnp.ones(accepted.shape, bool)
     total = jnp.zeros_like(accepted)

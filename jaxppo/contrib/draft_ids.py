@@ -1,4 +1,6 @@
-"""Drafts with a vocabulary of their own: the ids of the policy's vocabulary that the columns of a head stand for."""
+"""Drafts with a vocabulary of their own: the ids of the policy's vocabulary that the columns of
+a head stand for.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,15 @@ def draft_ids_of_d2t(d2t: Int[AnyArray, " D"], vocab_size: int) -> Int[np.ndarra
       vocab_size: V, of the policy.
 
     Raises:
-      TypeError, ValueError: no integers `[D]`; two columns of one id, or an id outside the vocabulary.
+      TypeError, ValueError: no integers `[D]`; two columns of one id, or an id outside the
+        vocabulary.
 
     Example:
       >>> draft_ids_of_d2t(np.array([0, 1, 1, 4]), vocab_size=8).tolist()
       [0, 2, 3, 7]
 
-    Li et al. 2025, EAGLE-3, https://arxiv.org/abs/2503.01840; SpecForge, https://github.com/sgl-project/SpecForge
+    Li et al. 2025, EAGLE-3, https://arxiv.org/abs/2503.01840; SpecForge,
+    https://github.com/sgl-project/SpecForge
     """
     check_array("d2t", d2t)
     check_count("vocab_size", vocab_size, least=1)
@@ -49,7 +53,8 @@ def draft_ids_of_counts(counts: Int[AnyArray, " V"], size: int) -> Int[np.ndarra
     """The ids, `i32[D]`, that occur most often, rising; of equally many the lower ids.
 
     Args:
-      counts: `i32[V]`, how often each id occurs, on the host: `np.bincount(tokens, minlength=V)` of what was drawn.
+      counts: `i32[V]`, how often each id occurs, on the host: `np.bincount(tokens, minlength=V)` of
+        what was drawn.
       size: D, the columns that the draft's head will have.
 
     Raises:
@@ -74,7 +79,8 @@ def draft_targets(
     *,
     parallel: ParallelMesh | ShardAxes | None = None,
 ) -> RolloutBatch:
-    """The batch with targets as columns of a draft's head: for `SFT` and `mtp_loss`, whose targets are columns.
+    """The batch with targets as columns of a draft's head: for `SFT` and `mtp_loss`, whose targets
+    are columns.
 
     Args:
       batch, parallel: `[R, T]`, and the mesh.
@@ -82,10 +88,12 @@ def draft_targets(
       vocab_size: V, of the policy.
 
     Returns:
-      The batch with such targets, and loss mask 0 where the target is not among the ids: the draft cannot draw it.
+      The batch with such targets, and loss mask 0 where the target is not among the ids: the draft
+      cannot draw it.
 
     Raises:
-      TypeError, ValueError: ids that `draft_loss` would refuse. Under `jit` such ids make the mask NaN, and every loss.
+      TypeError, ValueError: ids that `draft_loss` would refuse. Under `jit` such ids make the mask
+        NaN, and every loss.
 
     Example:
       >>> batch = RolloutBatch.from_samples([Sample([1, 7, 3, 5], response_start=1)], row_length=4)
@@ -105,7 +113,9 @@ def draft_targets(
     return dataclasses.replace(batch, targets=targets, loss_mask=mask)
 
 
-def _as_columns(axes: ShardAxes, vocab_size: int, targets: Array, mask: Array, ids: Array) -> tuple[Array, Array]:
+def _as_columns(
+    axes: ShardAxes, vocab_size: int, targets: Array, mask: Array, ids: Array
+) -> tuple[Array, Array]:
     numbers = jnp.arange(ids.shape[0], dtype=jnp.int32)
     columns = jnp.full(vocab_size, -1, jnp.int32).at[ids].set(numbers)
     column = columns[jnp.clip(targets, 0, vocab_size - 1)]
@@ -121,7 +131,9 @@ def as_draft_ids(draft_ids: Any, vocab_size: int) -> Int[AnyArray, " D"]:
 
 
 def _check_ids(what: str, ids: Any, vocab_size: int) -> None:
-    """Raises unless these are different ids of the vocabulary, as far as they are known outside of jit."""
+    """Raises unless these are different ids of the vocabulary, as far as they are known outside
+    of jit.
+    """
     check(what, f"shape {ids.shape}", ids.ndim == 1 and ids.size > 0, "[D]")
     if isinstance(ids, jax.core.Tracer) or not getattr(ids, "is_fully_addressable", True):
         return
@@ -157,7 +169,9 @@ def inputs_of_columns(
         x = getattr(inputs, name)
         if x is not None:
             columns[name] = _columns(x, dim % x.ndim, ids, call.v_names, like.v_names, own)
-    call = dataclasses.replace(call, v_names=like.v_names, vocab_size=like.vocab_size, asked=Asked())
+    call = dataclasses.replace(
+        call, v_names=like.v_names, vocab_size=like.vocab_size, asked=Asked()
+    )
     return call, inputs._replace(**columns, tokens=inputs.tokens._replace(targets=None))
 
 
@@ -168,7 +182,9 @@ def _kernel_dim(call: HeadCall) -> int:
     return call.v_dim - 2
 
 
-def _columns(x: jax.Array, dim: int, ids: jax.Array, names: Names, to: Names, own: int) -> jax.Array:
+def _columns(
+    x: jax.Array, dim: int, ids: jax.Array, names: Names, to: Names, own: int
+) -> jax.Array:
     """The columns `ids` of an array whose columns are divided over `names`, divided over `to`."""
     count = x.shape[dim]
     column = ids

@@ -28,12 +28,14 @@ class States(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Features(TokenLoss[States]):
-    """Smooth L1 between a draft's features and the policy's: the mean over H of beta-smoothed |draft - policy|.
+    """Smooth L1 between a draft's features and the policy's: the mean over H of beta-smoothed
+    |draft - policy|.
 
-    An error e counts as e^2 / (2 beta) below beta, as |e| - beta / 2 beyond. `loss_from_stats` takes `States` as
-    statistics; shift the policy's states first, `shift_left(hidden, parallel, 1, 0, segment_ids, num_segments)`, where
-    the draft predicts the next position's. The published sum is this and 0.1 times the cross-entropy of `draft_loss`.
-    The metric is `features`, the mean over tokens.
+    An error e counts as e^2 / (2 beta) below beta, as |e| - beta / 2 beyond. `loss_from_stats`
+    takes `States` as statistics; shift the policy's states first,
+    `shift_left(hidden, parallel, 1, 0, segment_ids, num_segments)`, where the draft predicts the
+    next position's. The published sum is this and 0.1 times the cross-entropy of `draft_loss`. The
+    metric is `features`, the mean over tokens.
 
     Args:
       beta: where the square ends.
@@ -70,7 +72,9 @@ class Features(TokenLoss[States]):
             return {}
         return {"draft_states": stats.draft, "policy_states": stats.policy}
 
-    def terms(self, stats: States, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
+    def terms(
+        self, stats: States, batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> Losses:
         error = jnp.abs(stats.draft - lax.stop_gradient(stats.policy))
         beta = for_each(self.beta)
         inside = jnp.minimum(error, beta)

@@ -1,4 +1,6 @@
-"""REAL: the rewards of a group are labels, and the loss tells its good samples from its bad ones."""
+"""REAL: the rewards of a group are labels, and the loss tells its good samples from its bad
+ones.
+"""
 
 from __future__ import annotations
 
@@ -40,23 +42,26 @@ class Labelled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class REAL(OfPairs[TokenStats]):
-    """Rewards as labels: a classifier's loss of each group, whose scores are the samples' log-ratios.
+    """Rewards as labels: a classifier's loss of each group, whose scores are the samples'
+    log-ratios.
 
     With s the mean over a sample's loss tokens of log_prob - old_log_prob, the loss of a group is
 
         log(1 + sum over its good samples of exp(-s / tau)) + log(1 + sum over its bad samples of exp(s / tau))
 
-    A sample with a reward above 0 is good. Where rewards are no labels, give the batch `advantages.dr_grpo` of them in
-    their place: then those above the mean of their group are good. A group without good or without bad samples has a
-    loss of 0, as in ms-swift. No sample's pull is above 1 / tau, and a good one pulls more the less likely it became.
+    A sample with a reward above 0 is good. Where rewards are no labels, give the batch
+    `advantages.dr_grpo` of them in their place: then those above the mean of their group are good.
+    A group without good or without bad samples has a loss of 0, as in ms-swift. No sample's pull is
+    above 1 / tau, and a good one pulls more the less likely it became.
 
-    The loss is the mean over the groups of the step. A group counts as one rollout: give the batch `group_ids` as its
-    `rollout_ids`, with `Normalizer.of` after that. All samples of a group must be in one micro-batch, as
-    `preference.micro_batches_of_pairs` packs them; the loss is NaN where they are not. From hidden states it takes two
-    passes.
+    The loss is the mean over the groups of the step. A group counts as one rollout: give the batch
+    `group_ids` as its `rollout_ids`, with `Normalizer.of` after that. All samples of a group must
+    be in one micro-batch, as `preference.micro_batches_of_pairs` packs them; the loss is NaN where
+    they are not. From hidden states it takes two passes.
 
-    The metrics are `loss` (adds up over micro-batches), `chosen_log_ratio` and `rejected_log_ratio` (means of s over
-    good and bad samples), `one_sided` (the share of groups with a loss of 0) and `broken_rules` (see `policy_loss`).
+    The metrics are `loss` (adds up over micro-batches), `chosen_log_ratio` and `rejected_log_ratio`
+    (means of s over good and bad samples), `one_sided` (the share of groups with a loss of 0) and
+    `broken_rules` (see `policy_loss`).
 
     Args:
       tau: the temperature of the scores, above 0.
@@ -73,7 +78,8 @@ class REAL(OfPairs[TokenStats]):
       >>> round(float(loss), 4)  # 2 log 2
       1.3863
 
-    2026, Rewards as labels, https://arxiv.org/abs/2602.05630; shipped by ms-swift 4.6 as `loss_type="real"`
+    2026, Rewards as labels, https://arxiv.org/abs/2602.05630; shipped by ms-swift 4.6 as
+    `loss_type="real"`
     """
 
     aggregation = "rollout_mean"
@@ -84,7 +90,11 @@ class REAL(OfPairs[TokenStats]):
         super().check(batch)
         needed("batch.old_log_probs", batch.old_log_probs, f"f32[R, T] for {self}")
         needed("batch.group_ids", batch.group_ids, "i32[R, S], one id for the samples of a prompt")
-        needed("batch.rollout_ids", batch.rollout_ids, "i32[R, S], the group_ids: a group counts as one rollout")
+        needed(
+            "batch.rollout_ids",
+            batch.rollout_ids,
+            "i32[R, S], the group_ids: a group counts as one rollout",
+        )
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
         reads = {**super().reads(stats, batch, segments), "old_log_probs": batch.old_log_probs}
@@ -93,7 +103,9 @@ class REAL(OfPairs[TokenStats]):
         return reads
 
     def constants(self, stats: TokenStats | None, step: Step) -> Float[Array, "R T"]:
-        """1 where this batch has all loss tokens of a sample's group, and NaN where others are elsewhere."""
+        """1 where this batch has all loss tokens of a sample's group, and NaN where others are
+        elsewhere.
+        """
         segments = step.segments
         tokens = segments.sum(step.batch.loss_mask)
         groups = _groups(step.batch, segments, tokens)
@@ -101,11 +113,15 @@ class REAL(OfPairs[TokenStats]):
         is_whole = (tokens == 0) | (here == step.normalizer.denominators)
         return segments.spread(jnp.where(is_whole, jnp.float32(1), jnp.nan))
 
-    def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
+    def terms(
+        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> Losses:
         terms = super().terms(stats, batch, constants, segments)
         return {"real": terms["preference"] * constants}
 
-    def of_batch(self, stats: TokenStats, batch: RolloutBatch, segments: Segments, tokens: Numbers) -> Labelled:
+    def of_batch(
+        self, stats: TokenStats, batch: RolloutBatch, segments: Segments, tokens: Numbers
+    ) -> Labelled:
         log_ratio = segments.mean(stats.log_probs - batch.old_log_probs, batch.loss_mask)
         groups = _groups(batch, segments, tokens)
         good = batch.rewards > 0
@@ -135,7 +151,9 @@ def _groups(batch: RolloutBatch, segments: Segments, tokens: Numbers) -> ById:
 
 
 def _log_one_plus(groups: ById, x: PerSample, side: Bool[Array, "R S"]) -> tuple[Numbers, Numbers]:
-    """By group, log(1 + the sum of exp(x) over its samples of this side), and how many these are."""
+    """By group, log(1 + the sum of exp(x) over its samples of this side), and how many these
+    are.
+    """
     x = groups.gather(x)
     belongs = groups.gather(side.astype(jnp.float32)) > 0
     # the largest exponent is taken out of the sum, and the 1 has the exponent 0

@@ -1,4 +1,6 @@
-"""Score centering: removes from a policy loss the gradient that it has on average over the sampler's tokens."""
+"""Score centering: removes from a policy loss the gradient that it has on average over the
+sampler's tokens.
+"""
 
 from __future__ import annotations
 
@@ -31,43 +33,49 @@ CenteringTail = Literal["bucket", "renormalise"]
 
 @dataclasses.dataclass(frozen=True)
 class ScoreCentering(OfConfig, OfIds):
-    """A term for a policy loss that makes its expected gradient over the sampler's tokens 0 for equal advantages.
+    """A term for a policy loss that makes its expected gradient over the sampler's tokens 0 for
+    equal advantages.
 
-    Let p be the policy's probability of a token, q the sampler's, and A the advantage. If the gradient of the policy
-    loss at a drawn token is -A f(p / q) grad log p, then the term is
+    Let p be the policy's probability of a token, q the sampler's, and A the advantage. If the
+    gradient of the policy loss at a drawn token is -A f(p / q) grad log p, then the term is
 
         loss = sum over tokens of weight_t * A_t * sum over ids v of c_v log p_v
         c_v = q_v f(p_v / q_v) - a p_v
 
-    The c_v are constants. f comes from the config's loss: it is 1 for `Reinforce`, min(r, 1 + clip_high) for
-    `CISPO(clip_low=1)`, a mask for `ProbabilityMask`. For f = r, as in a `PPO` that clips nothing, all c_v are 0. Only
-    the part of the gradient that is due to advantages is centred: a pull to the sampler stays.
+    The c_v are constants. f comes from the config's loss: it is 1 for `Reinforce`, min(r, 1 +
+    clip_high) for `CISPO(clip_low=1)`, a mask for `ProbabilityMask`. For f = r, as in a `PPO` that
+    clips nothing, all c_v are 0. Only the part of the gradient that is due to advantages is
+    centred: a pull to the sampler stays.
 
-    a p_v stands for the tokens that are not among the ids (the tail). They are treated as one token, which the policy
-    draws with probability 1 - sum p and the sampler with 1 - sum q, with sums over the ids of the position. The
-    expected gradient of that token, (1 - sum q) f(1 / rho) grad log(1 - sum p), is -a sum over v of p_v grad log p_v:
+    a p_v stands for the tokens that are not among the ids (the tail). They are treated as one
+    token, which the policy draws with probability 1 - sum p and the sampler with 1 - sum q, with
+    sums over the ids of the position. The expected gradient of that token, (1 - sum q) f(1 / rho)
+    grad log(1 - sum p), is -a sum over v of p_v grad log p_v:
 
         rho = (1 - sum q) / (1 - sum p),   a = rho f(1 / rho)
 
-    Use this term as a part of a sum beside the config: its value means nothing, only its gradient, which is exact if
-    the ids are all that the sampler could draw. An id that the policy finds impossible makes the loss NaN. With an
-    `Unusable` its c_v is 0, since drawing it has no policy loss. A token without a policy loss because the sampler's
-    log-prob is not finite has no term either.
+    Use this term as a part of a sum beside the config: its value means nothing, only its gradient,
+    which is exact if the ids are all that the sampler could draw. An id that the policy finds
+    impossible makes the loss NaN. With an `Unusable` its c_v is 0, since drawing it has no policy
+    loss. A token without a policy loss because the sampler's log-prob is not finite has no term
+    either.
 
-    The metrics are `loss` (its value), `policy_mass` and `rollout_mass` (sum p and sum q, means over tokens),
-    `rollout_capped` (see docs/metrics.md) and `broken_rules`.
+    The metrics are `loss` (its value), `policy_mass` and `rollout_mass` (sum p and sum q, means
+    over tokens), `rollout_capped` (see docs/metrics.md) and `broken_rules`.
 
     Args:
-      config: the config of the `policy_loss` to which this term is added. Only its loss, `ratio_to`, aggregation and
-        `unusable` are read.
-      tail: "bucket", or "renormalise" if the ids are the sampler's whole nucleus: p and q are then divided by their
-        sums, and a is 0, since there is no tail. The log-probs of the policy loss then need the same `nucleus_ids`.
-      ids, log_probs: the names of the extras that hold the sampler's top-k and its log-probs of these ids over the
-        whole vocabulary, see `TopKDistillation`.
+      config: the config of the `policy_loss` to which this term is added. Only its loss,
+        `ratio_to`, aggregation and `unusable` are read.
+      tail: "bucket", or "renormalise" if the ids are the sampler's whole nucleus: p and q are then
+        divided by their sums, and a is 0, since there is no tail. The log-probs of the policy loss
+        then need the same `nucleus_ids`.
+      ids, log_probs: the names of the extras that hold the sampler's top-k and its log-probs of
+        these ids over the whole vocabulary, see `TopKDistillation`.
 
     Raises:
-      TypeError, ValueError: the config's loss of a token depends on other tokens, or selects tokens; its ratio is over
-        the trainer's old policy, whose log-probs of the ids are not known; it has an off-policy correction.
+      TypeError, ValueError: the config's loss of a token depends on other tokens, or selects
+        tokens; its ratio is over the trainer's old policy, whose log-probs of the ids are not
+        known; it has an off-policy correction.
 
     Example:
       >>> sampler = {"sampler_ids": [[0, 1, 2]], "sampler_log_probs": np.log([[0.5, 0.25, 0.25]])}
@@ -94,7 +102,12 @@ class ScoreCentering(OfConfig, OfIds):
         super().__post_init__()
         check_config(self.config)
         loss = self.config.loss
-        check("config.loss", loss, loss.token_local and not loss.selects, "one whose tokens are each on their own")
+        check(
+            "config.loss",
+            loss,
+            loss.token_local and not loss.selects,
+            "one whose tokens are each on their own",
+        )
         expected = "'rollout' or 'current': only the sampler's ids are known"
         check("config.ratio_to", "'old'", self.config.ratio_to != "old", expected)
         expected = "None: its weights of the ids are not known"
@@ -115,10 +128,14 @@ class ScoreCentering(OfConfig, OfIds):
         """The loss tokens whose policy loss is 0, whichever id was drawn."""
         return without_policy_loss(self.config, None, batch)
 
-    def unusable_tokens(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
+    def unusable_tokens(
+        self, stats: TokenStats | None, batch: RolloutBatch
+    ) -> Bool[Array, "R T"] | None:
         return unusable_tokens(self.config, None, batch)
 
-    def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
+    def terms(
+        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> Losses:
         ids, log_p, log_q = self.of_ids(stats, batch)
         has_id = ids != -1
         log_p = with_tail(log_p, has_id, self.tail)
@@ -139,8 +156,12 @@ class ScoreCentering(OfConfig, OfIds):
         centring = jnp.where(has_id, lax.stop_gradient(expected) * finite, 0)
         return {"centring": -centring.sum(axis=-1)}
 
-    def _slopes(self, log_p: PerId, log_q: PerId, advantages: Float[Array, "R T"], segments: Segments) -> PerId:
-        """The loss's gradient by each log p if that token had been drawn, minus its gradient at an advantage of 0."""
+    def _slopes(
+        self, log_p: PerId, log_q: PerId, advantages: Float[Array, "R T"], segments: Segments
+    ) -> PerId:
+        """The loss's gradient by each log p if that token had been drawn, minus its gradient at
+        an advantage of 0.
+        """
         R, T, K = log_p.shape
 
         def flat(x: PerId) -> Float[Array, "R TK"]:
@@ -150,8 +171,12 @@ class ScoreCentering(OfConfig, OfIds):
         old = flat(log_p if self.config.ratio_to == "current" else log_q)
         of_each_id = flat(jnp.repeat(advantages[..., None], K, -1))
         # a number of each token is one of each of its ids
-        by_token = {path: x for path, x in leaves(self.config.loss).items() if getattr(x, "ndim", 0) == 2}
-        loss = with_leaves(self.config.loss, {path: jnp.repeat(x, K, axis=-1) for path, x in by_token.items()})
+        by_token = {
+            path: x for path, x in leaves(self.config.loss).items() if getattr(x, "ndim", 0) == 2
+        }
+        loss = with_leaves(
+            self.config.loss, {path: jnp.repeat(x, K, axis=-1) for path, x in by_token.items()}
+        )
 
         def loss_at(x: Float[Array, "R TK"], advantages: Float[Array, "R TK"]) -> Float[Array, ""]:
             result = loss(x, old, advantages, mask=jnp.ones_like(x), segments=segments)

@@ -19,16 +19,18 @@ def align_spans(
     """The shortest spans of a text whose borders are borders of tokens in both tokenizations.
 
     Args:
-      ends: for each token of the student where it ends in the text, in bytes (a token may hold a part of a character),
-        never less than the one before; see the offset mapping of a fast tokenizer of Hugging Face.
+      ends: for each token of the student where it ends in the text, in bytes (a token may hold a
+        part of a character), never less than the one before; see the offset mapping of a fast
+        tokenizer of Hugging Face.
       teacher_ends: the same for the teacher's tokens of the same text.
 
     Returns:
-      For each token of either the number of its span, -1 where there is none: tokens after the last common border, and
-      those that hold no text there.
+      For each token of either the number of its span, -1 where there is none: tokens after the last
+      common border, and those that hold no text there.
 
     Raises:
-      TypeError, ValueError: ends that go back or are not integers; pairs, of which an end is the second.
+      TypeError, ValueError: ends that go back or are not integers; pairs, of which an end is the
+        second.
 
     Example:
       >>> from jaxppo.contrib.spans import align_spans
@@ -59,12 +61,14 @@ def span_distillation(
     *,
     coef: float = 1.0,
 ) -> Float[np.ndarray, " m"]:
-    """Advantages that pull to a teacher with another tokenizer: the teacher's log-prob of a span less the student's.
+    """Advantages that pull to a teacher with another tokenizer: the teacher's log-prob of a span
+    less the student's.
 
         D_c = sum of the teacher's log-probs over span c - sum of the student's,   A_t = coef D_c / n_c
 
-    n_c is the number of the student's tokens in the span. For equal tokenizers this is `on_policy_distillation` of
-    advantages of 0. Give the result to `Sample(advantages=)`, or add it to other advantages.
+    n_c is the number of the student's tokens in the span. For equal tokenizers this is
+    `on_policy_distillation` of advantages of 0. Give the result to `Sample(advantages=)`, or add it
+    to other advantages.
 
     Args:
       log_probs: of the student's response tokens, under the policy that sampled.
@@ -76,8 +80,9 @@ def span_distillation(
       `f32[m]`, 0 for tokens in no span, and in spans that have no token on one side.
 
     Raises:
-      TypeError, ValueError: arrays of unequal lengths, spans that are not integers of at least -1, log-probs in a span
-        that are not finite, or above 0 by more than rounding explains: 0.001, the teacher's 0.125.
+      TypeError, ValueError: arrays of unequal lengths, spans that are not integers of at least -1,
+        log-probs in a span that are not finite, or above 0 by more than rounding explains: 0.001,
+        the teacher's 0.125.
 
     Example:
       >>> from jaxppo.contrib.spans import align_spans, span_distillation
@@ -85,7 +90,8 @@ def span_distillation(
       >>> span_distillation(np.log([0.5, 0.4]), np.log([0.3]), student, teacher).round(4).tolist()
       [0.20270000398159027, 0.20270000398159027]
 
-    The alignment: GOLD, https://huggingface.co/spaces/HuggingFaceH4/on-policy-distillation; sums over aligned chunks:
+    The alignment: GOLD, https://huggingface.co/spaces/HuggingFaceH4/on-policy-distillation; sums
+    over aligned chunks:
     2026, https://arxiv.org/abs/2606.09456, https://github.com/inclusionAI/AReaL/pull/1452
     """
     coef = finite_number("coef", coef, "a finite number")
@@ -101,11 +107,18 @@ def span_distillation(
     return np.where(own_spans >= 0, of_tokens, 0).astype(np.float32)
 
 
-def _span_sums(name: str, log_probs: object, spans: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+def _span_sums(
+    name: str, log_probs: object, spans: np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The sum of the log-probs of each span, and its number of tokens."""
     as_numbers(name, log_probs, "log-probs")
     x = np.asarray(log_probs, np.float64)
-    check(name, f"shape {x.shape}", x.shape == spans.shape, f"{spans.shape}, one for each token of its spans")
+    check(
+        name,
+        f"shape {x.shape}",
+        x.shape == spans.shape,
+        f"{spans.shape}, one for each token of its spans",
+    )
     x = x[spans >= 0]
     spans = spans[spans >= 0]
     most = needed(name, KINDS[name].most)

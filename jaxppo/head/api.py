@@ -1,4 +1,6 @@
-"""Log-probs and entropies: from hidden states and a head, without all logits at once, or from logits."""
+"""Log-probs and entropies: from hidden states and a head, without all logits at once, or from
+logits.
+"""
 
 from __future__ import annotations
 
@@ -44,41 +46,50 @@ def log_probs_from_hidden(
     adapter_ids: Int[Array, " R"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> TokenStats:
-    """Log-probs of the targets, and entropies, from hidden states and a head; the logits need not exist as a whole.
+    """Log-probs of the targets, and entropies, from hidden states and a head; the logits need not
+    exist as a whole.
 
-    The logits are z = softcap(scale * (hidden @ kernel + bias + LoRA)) / temperature; `log_probs_from_logits` has the
-    formulas of the results. The backward computes the logits again. If `memory` is given and has room for them, they
-    wait for it instead, 4 bytes for each token and column of a device.
+    The logits are z = softcap(scale * (hidden @ kernel + bias + LoRA)) / temperature;
+    `log_probs_from_logits` has the formulas of the results. The backward computes the logits again.
+    If `memory` is given and has room for them, they wait for it instead, 4 bytes for each token and
+    column of a device.
 
     Args:
       hidden: `[R, T, H]`, f32 or bf16; sharded by `parallel.hidden_spec`.
-      head: a `Head`, or its bare kernel `[H, V]`. Only the gradients that are asked for are computed.
+      head: a `Head`, or its bare kernel `[H, V]`. Only the gradients that are asked for are
+        computed.
       targets: `i32[R, T]`, the token that each position predicts.
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
-      temperature: divides the logits, as the sampler did; a positive scalar or `[R, T]`. No gradient flows to it.
-      entropy: "none", "metric" (no gradient, and no cost in the backward) or "bonus" (differentiable).
-      logit_stats: names of further statistics, see `TokenStats`: "log_z" and "mean_logit", which are differentiable,
-        "accuracy" and "sum_p2", which are not. A statistic that you do not name costs nothing.
-      top_k: how many of the likeliest ids to find, with their log-probs in the full distribution, without gradients:
+      temperature: divides the logits, as the sampler did; a positive scalar or `[R, T]`. No
+        gradient flows to it.
+      entropy: "none", "metric" (no gradient, and no cost in the backward) or "bonus"
+        (differentiable).
+      logit_stats: names of further statistics, see `TokenStats`: "log_z" and "mean_logit", which
+        are differentiable, "accuracy" and "sum_p2", which are not. A statistic that you do not name
+        costs nothing.
+      top_k: how many of the likeliest ids to find, with their log-probs in the full distribution,
+        without gradients:
         for gradients ask for those ids again, as `ids`.
-      nucleus_ids: `i32[R, T, K]`, -1 padded, the sampler's top-p/top-k nucleus. Log-probs are renormalised over the
-        nucleus and the target; the entropy stays that of the full distribution.
-      ids: `i32[R, T, K]`, more ids whose log-probs are computed, such as a teacher's top-k, in any order. The log-probs
-        are differentiable and those of the full distribution; an id that stands twice gets both gradients. -1 is an
-        empty slot, with log-prob -inf and probability 0.
-      adapter_ids: `i32[R]`, the adapter of each row if the head has several, -1 for none; see `LoRA`. The results of a
-        row are NaN if its id names no adapter.
-      where: `bool[R, T]`, the positions that count. The others are not computed: the results there are 0, and the
-        inputs may hold anything.
+      nucleus_ids: `i32[R, T, K]`, -1 padded, the sampler's top-p/top-k nucleus. Log-probs are
+        renormalised over the nucleus and the target; the entropy stays that of the full
+        distribution.
+      ids: `i32[R, T, K]`, more ids whose log-probs are computed, such as a teacher's top-k, in any
+        order. The log-probs are differentiable and those of the full distribution; an id that
+        stands twice gets both gradients. -1 is an empty slot, with log-prob -inf and probability 0.
+      adapter_ids: `i32[R]`, the adapter of each row if the head has several, -1 for none; see
+        `LoRA`. The results of a row are NaN if its id names no adapter.
+      where: `bool[R, T]`, the positions that count. The others are not computed: the results there
+        are 0, and the inputs may hold anything.
       **options: see `HeadOptions`.
 
     Returns:
-      `TokenStats`: `f32[R, T]` each, `[R, T, K]` for `ids` and for the likeliest ids, None for what was not asked for.
-      A log-prob is at most 0. It is NaN if a target that counts, an id of its nucleus, or the id itself is not in the
-      vocabulary.
+      `TokenStats`: `f32[R, T]` each, `[R, T, K]` for `ids` and for the likeliest ids, None for what
+      was not asked for. A log-prob is at most 0. It is NaN if a target that counts, an id of its
+      nucleus, or the id itself is not in the vocabulary.
 
     Raises:
-      TypeError, ValueError: an argument has a wrong dtype, rank, shape, sharding or range; the message names it.
+      TypeError, ValueError: an argument has a wrong dtype, rank, shape, sharding or range; the
+        message names it.
 
     Example:
       >>> hidden, kernel = jnp.ones((1, 2, 3)), jnp.zeros((3, 4))
@@ -109,7 +120,9 @@ def log_probs_from_hidden(
     if prepared.call.memory is not None:
         stats_of = stats_with_kept_logits
     args = {"head": prepared.inputs}
-    stats: TokenStats = shard_call("log_probs_from_hidden", stats_of, parallel, args, specs, prepared.call)
+    stats: TokenStats = shard_call(
+        "log_probs_from_hidden", stats_of, parallel, args, specs, prepared.call
+    )
     return dataclasses.replace(stats, ids=prepared.inputs.tokens.ids)
 
 
@@ -127,22 +140,27 @@ def log_probs_from_logits(
     where: Bool[Array, "R T"] | None = None,
     vocab_size: int | None = None,
 ) -> TokenStats:
-    """Log-probs of the targets, and the entropy, of logits whose vocabulary may be sharded over the tensor axis.
+    """Log-probs of the targets, and the entropy, of logits whose vocabulary may be sharded over the
+    tensor axis.
 
-    log_prob = (z_y - m) - log s and entropy = log s - u / s, with y the target, z = logits / temperature, m = max z,
-    s = sum exp(z - m) and u = sum exp(z - m) (z - m), all in f32. No softmax is kept for the backward.
+    log_prob = (z_y - m) - log s and entropy = log s - u / s, with y the target, z = logits /
+    temperature, m = max z, s = sum exp(z - m) and u = sum exp(z - m) (z - m), all in f32. No
+    softmax is kept for the backward.
 
     Args:
-      logits: `[R, T, V]`, f32 or bf16; sharded by `parallel.logits_spec`. If the tensor axis does not divide V they are
-        replicated over it, and each device works on a window of their columns.
-      targets, parallel, temperature, entropy, logit_stats, top_k, nucleus_ids, ids, where: see `log_probs_from_hidden`.
+      logits: `[R, T, V]`, f32 or bf16; sharded by `parallel.logits_spec`. If the tensor axis does
+        not divide V they are replicated over it, and each device works on a window of their
+        columns.
+      targets, parallel, temperature, entropy, logit_stats, top_k, nucleus_ids, ids, where: see
+      `log_probs_from_hidden`.
       vocab_size: columns from here on are padding, with probability 0 and gradient 0.
 
     Returns:
       `TokenStats`, as `log_probs_from_hidden` returns them.
 
     Raises:
-      TypeError, ValueError: an argument has a wrong dtype, rank, shape or range; the message names it.
+      TypeError, ValueError: an argument has a wrong dtype, rank, shape or range; the message names
+        it.
 
     Example:
       >>> log_probs_from_logits(jnp.zeros((1, 2, 4)), jnp.array([[0, 3]])).log_probs.round(4)
@@ -153,21 +171,30 @@ def log_probs_from_logits(
     asked = as_asked(entropy, logit_stats, top_k)
     if vocab_size is not None:
         check_count("vocab_size", vocab_size, least=1)
-    tokens, where = as_token_arrays("logits", logits.shape[:2], targets, nucleus_ids, ids, where, temperature)
+    tokens, where = as_token_arrays(
+        "logits", logits.shape[:2], targets, nucleus_ids, ids, where, temperature
+    )
     args = {"logits": logits, "tokens": tokens, "where": where}
 
     def specs(parallel: ParallelMesh) -> tuple[list[Any], P]:
         spec = parallel.logits_spec
-        if logits.shape[2] % parallel.tensor_size:  # JAX cannot shard what an axis does not divide: it arrives whole
+        # JAX cannot shard what an axis does not divide: it arrives whole
+        if logits.shape[2] % parallel.tensor_size:
             spec = P(*parallel.tokens_spec, None)
         return [spec, token_specs(parallel, tokens), parallel.tokens_spec], parallel.tokens_spec
 
-    stats: TokenStats = shard_call("log_probs_from_logits", _of_logits, parallel, args, specs, (asked, vocab_size))
+    stats: TokenStats = shard_call(
+        "log_probs_from_logits", _of_logits, parallel, args, specs, (asked, vocab_size)
+    )
     return dataclasses.replace(stats, ids=tokens.ids)
 
 
 def _of_logits(
-    axes: ShardAxes, static: tuple[Asked, int | None], logits: jax.Array, tokens: Tokens, where: jax.Array | None
+    axes: ShardAxes,
+    static: tuple[Asked, int | None],
+    logits: jax.Array,
+    tokens: Tokens,
+    where: jax.Array | None,
 ) -> TokenStats:
     asked, vocab_size = static
     R, T, V_local = logits.shape
@@ -193,30 +220,52 @@ class _LogitsCall(NamedTuple):
 
 
 def _own_logits(call: _LogitsCall, given: jax.Array, tokens: Tokens) -> tuple[jax.Array, Columns]:
-    """The logits of the columns on which this device works, f32[N, V] after temperature, and these columns."""
+    """The logits of the columns on which this device works, f32[N, V] after temperature, and
+    these columns.
+    """
     given = own_columns(call.axes, call.v_names, call.vocab_size, given, dim=1)
     columns = columns_of(call.axes, call.vocab_size, given.shape[1])
-    return to_logits(Transform(), given.astype(jnp.float32), tokens.temperature, columns.valid), columns
+    return (
+        to_logits(Transform(), given.astype(jnp.float32), tokens.temperature, columns.valid),
+        columns,
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _statistics(call: _LogitsCall, given: jax.Array, tokens: Tokens, where: jax.Array | None) -> TokenStats:
+def _statistics(
+    call: _LogitsCall, given: jax.Array, tokens: Tokens, where: jax.Array | None
+) -> TokenStats:
     return _forward(call, given, tokens, where)[0]
 
 
-def _forward(call: _LogitsCall, given: jax.Array, tokens: Tokens, where: jax.Array | None) -> tuple[TokenStats, Any]:
+def _forward(
+    call: _LogitsCall, given: jax.Array, tokens: Tokens, where: jax.Array | None
+) -> tuple[TokenStats, Any]:
     z, columns = _own_logits(call, where_counts(where, given), tokens)
-    reduced = statistics.over_devices(statistics.reduce_columns(call.asked, z, tokens, columns), call.axes)
+    reduced = statistics.over_devices(
+        statistics.reduce_columns(call.asked, z, tokens, columns), call.axes
+    )
     stats = statistics.stats_of_numbers(call.asked, reduced, tokens, call.vocab_size)
-    return where_counts(where, stats), (given, tokens, where, statistics.left_for_gradients(call.asked, reduced))
+    return where_counts(where, stats), (
+        given,
+        tokens,
+        where,
+        statistics.left_for_gradients(call.asked, reduced),
+    )
 
 
 def _backward(call: _LogitsCall, saved: Any, dstats: TokenStats) -> tuple[jax.Array, None, None]:
     given, tokens, where, reduced = saved
-    asked, counts, dsums = statistics.cotangents(call.asked, reduced, tokens, call.vocab_size, dstats)
-    # A token whose numbers are finite counts even without a cotangent: its gradient is 0, but may have a derivative.
-    # One that has no loss and holds NaN, or excludes all columns, does not: 0 * NaN is NaN.
-    finite = [jnp.isfinite(numbers).reshape(given.shape[0], -1).all(1) for numbers in reduced.sums.values()]
+    asked, counts, dsums = statistics.cotangents(
+        call.asked, reduced, tokens, call.vocab_size, dstats
+    )
+    # A token whose numbers are finite counts even without a cotangent: its gradient is 0, but may
+    # have a derivative. One that has no loss and holds NaN, or excludes all columns, does not: 0 *
+    # NaN is NaN.
+    finite = [
+        jnp.isfinite(numbers).reshape(given.shape[0], -1).all(1)
+        for numbers in reduced.sums.values()
+    ]
     counts |= jnp.stack(finite).all(0) & (reduced.sums["s"] > 0)
     if where is not None:
         counts = counts & where

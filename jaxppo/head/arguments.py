@@ -1,4 +1,6 @@
-"""Checks the arguments of a call to a head, and makes one static object, arrays and their PartitionSpecs of them."""
+"""Checks the arguments of a call to a head, and makes one static object, arrays and their
+PartitionSpecs of them.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def prepare_head(
     heads: int = 1,  # that share the memory
     name: str = "head",  # in errors
 ) -> Prepared:
-    """Checks the arguments of `log_probs_from_hidden`, with targets or without, and prepares the call."""
+    """Checks the arguments of `log_probs_from_hidden`, with targets or without, and prepares the
+    call.
+    """
     prefix = name.removesuffix("head")  # of its arguments' names
     checked = check_options(options)
     hidden_spec = checked.pop("hidden_spec")
@@ -64,7 +68,9 @@ def prepare_head(
 
     check_floating(f"{prefix}hidden", hidden, 3, "[R, T, H]")
     head = as_head(name, head)
-    hidden, sequence_parallel = _bring_hidden(f"{prefix}hidden_spec", parallel, axes, hidden, hidden_spec)
+    hidden, sequence_parallel = _bring_hidden(
+        f"{prefix}hidden_spec", parallel, axes, hidden, hidden_spec
+    )
     head = head.checked(name, hidden.shape[2])
     h_names, v_names = _kernel_axes(parallel, axes, name, hidden, head)
 
@@ -77,9 +83,16 @@ def prepare_head(
     vocab_size = kernel_width
     if head.vocab_size is not None:
         vocab_size = head.vocab_size
-    check(f"{name}.vocab_size", vocab_size, vocab_size <= kernel_width, f"1 to {kernel_width}, the columns there are")
+    check(
+        f"{name}.vocab_size",
+        vocab_size,
+        vocab_size <= kernel_width,
+        f"1 to {kernel_width}, the columns there are",
+    )
 
-    tokens, where = as_token_arrays(f"{prefix}hidden", (R, T), targets, nucleus_ids, ids, where, temperature)
+    tokens, where = as_token_arrays(
+        f"{prefix}hidden", (R, T), targets, nucleus_ids, ids, where, temperature
+    )
     adapter_ids = as_adapter_ids(f"{name}.lora", head.lora, adapter_ids, R)
 
     device = profiles.device_kind(parallel, jax.tree.leaves(head.kernel)[0])
@@ -108,7 +121,9 @@ def prepare_head(
 
 
 def _lies_transposed(parallel: Parallel, head: Head, v_names: Names, device: str) -> bool:
-    """Whether the device stores a `[H, V]` kernel as `[V, H]`: TPUs do unless 128, their lanes, divides V."""
+    """Whether the device stores a `[H, V]` kernel as `[V, H]`: TPUs do unless 128, their lanes,
+    divides V.
+    """
     width = head.kernel.shape[head.v_dim]  # of a device
     if isinstance(parallel, ParallelMesh):
         width //= math.prod(parallel.mesh.shape.get(name, 1) for name in v_names)
@@ -128,7 +143,9 @@ def _scales(head: Head) -> tuple[float, ...]:
 def _bring_hidden(
     what: str, parallel: Parallel, axes: ShardAxes, hidden: jax.Array, spec: P | None
 ) -> tuple[jax.Array, bool]:
-    """Reshards hidden states like the batch's tokens, and tells whether the tensor axis shards their positions too."""
+    """Reshards hidden states like the batch's tokens, and tells whether the tensor axis shards
+    their positions too.
+    """
     check_type(what, spec, isinstance(spec, P | None), "a PartitionSpec or None")
     if parallel is None:
         check(what, f"{spec} without parallel=", not any(spec or ()), NO_MESH)
@@ -157,7 +174,9 @@ def _bring_hidden(
 
 
 def _cutting_axes(sizes: Any, entries: Sequence[Any]) -> list[Names]:
-    """The axes of each entry, without those of size 1, which have no role and do not cut anything."""
+    """The axes of each entry, without those of size 1, which have no role and do not cut
+    anything.
+    """
     each = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
     return [tuple(name for name in names if sizes.get(name) != 1) for names in each]
 
@@ -165,13 +184,26 @@ def _cutting_axes(sizes: Any, entries: Sequence[Any]) -> list[Names]:
 def _can_move(parallel: ParallelMesh, hidden: jax.Array, entries: list[Names]) -> bool:
     """Whether hidden states can have this spec, of R and T."""
     names = [name for entry in entries for name in entry]
-    if len(entries) != 3 or entries[2] or len(set(names)) < len(names) or not set(names) <= set(parallel.mesh.shape):
+    if (
+        len(entries) != 3
+        or entries[2]
+        or len(set(names)) < len(names)
+        or not set(names) <= set(parallel.mesh.shape)
+    ):
         return False
-    return all(n % parallel.size(entry) == 0 for n, entry in zip(hidden.shape, entries, strict=True))
+    return all(
+        n % parallel.size(entry) == 0 for n, entry in zip(hidden.shape, entries, strict=True)
+    )
 
 
 def _wrong_spec(
-    what: str, parallel: Parallel, hidden: jax.Array, spec: P, data: Names, context: Names, tensor: Names
+    what: str,
+    parallel: Parallel,
+    hidden: jax.Array,
+    spec: P,
+    data: Names,
+    context: Names,
+    tensor: Names,
 ) -> str:
     expected = f"{P(data or None, context or None, None)}, as the tokens of the batch lie"
     if tensor:
@@ -183,8 +215,13 @@ def _wrong_spec(
     return f"{what}: got {spec} for shape {hidden.shape}{where}, expected {expected}"
 
 
-def _kernel_axes(parallel: Parallel, axes: ShardAxes, name: str, hidden: jax.Array, head: Head) -> tuple[Names, Names]:
-    """The mesh axes that shard the kernel's H and its V. Raises unless its shape then fits the hidden states."""
+def _kernel_axes(
+    parallel: Parallel, axes: ShardAxes, name: str, hidden: jax.Array, head: Head
+) -> tuple[Names, Names]:
+    """The mesh axes that shard the kernel's H and its V.
+
+    Raises unless its shape then fits the hidden states.
+    """
     kernel = head.kernel
     on_mesh = isinstance(parallel, ParallelMesh)
     h_names, v_names = _spec_axes(parallel, axes, name, hidden, head)
@@ -202,17 +239,25 @@ def _kernel_axes(parallel: Parallel, axes: ShardAxes, name: str, hidden: jax.Arr
     sharded = bool(set(axes.tensor) & names)
     if sharded and head.vocab_size is not None and head.vocab_size <= width * (shards - 1):
         raise ValueError(
-            f"{name}.vocab_size: got {head.vocab_size} with {width} columns on each of {shards} tensor shards, the "
-            "last of which would hold padding alone, expected each device's part of the vocabulary; a kernel that was "
-            "gathered over the tensor axis is to be invariant over it: all_gather(..., to='invarying')"
+            f"{name}.vocab_size: got {head.vocab_size} with {width} columns on each of {shards}"
+            " tensor shards, the last of which would hold padding alone, expected each device's"
+            " part of the vocabulary; a kernel that was gathered over the tensor axis is to be"
+            " invariant over it: all_gather(..., to='invarying')"
         )
     if isinstance(kernel, QuantizedArray):
         whole = not set(h_names) & varying(kernel.scale)
-        check(f"{name}.kernel.scale", f"one that differs over {h_names}", whole, "that of all H on each device")
+        check(
+            f"{name}.kernel.scale",
+            f"one that differs over {h_names}",
+            whole,
+            "that of all H on each device",
+        )
     return h_names, tuple(n for n in v_names if n in names)
 
 
-def _spec_axes(parallel: Parallel, axes: ShardAxes, name: str, hidden: jax.Array, head: Head) -> tuple[Names, Names]:
+def _spec_axes(
+    parallel: Parallel, axes: ShardAxes, name: str, hidden: jax.Array, head: Head
+) -> tuple[Names, Names]:
     """The axes of the head's spec, of H and of V, or the defaults."""
     spec = head.spec
     if isinstance(parallel, ParallelMesh) and parallel.is_explicit and spec is None:
@@ -229,21 +274,34 @@ def _spec_axes(parallel: Parallel, axes: ShardAxes, name: str, hidden: jax.Array
     h_names = entries[1 - head.v_dim]
     v_names = entries[head.v_dim]
     tensor = set(axes.tensor)
-    check(what, spec, not set(h_names) & tensor, f"the tensor axes {axes.tensor} on the vocabulary only")
-    check(what, spec, set(h_names) <= set(axes.tokens), f"H over axes that tokens are spread over, {axes.tokens}")
+    check(
+        what,
+        spec,
+        not set(h_names) & tensor,
+        f"the tensor axes {axes.tensor} on the vocabulary only",
+    )
+    check(
+        what,
+        spec,
+        set(h_names) <= set(axes.tokens),
+        f"H over axes that tokens are spread over, {axes.tokens}",
+    )
     good = set(v_names) & tensor in (set(), tensor)
     check(what, spec, good, f"all of the tensor axes {axes.tensor} or none")
     return h_names, v_names
 
 
-def _default_axes(parallel: Parallel, axes: ShardAxes, hidden: jax.Array, head: Head) -> tuple[Names, Names]:
+def _default_axes(
+    parallel: Parallel, axes: ShardAxes, hidden: jax.Array, head: Head
+) -> tuple[Names, Names]:
     """H over the fsdp axes, V over the tensor axes."""
     if not isinstance(parallel, ParallelMesh):
         if head.kernel.shape[1 - head.v_dim] == hidden.shape[2]:
             return (), axes.tensor
         return axes.fsdp, axes.tensor
     if head.kernel.shape[head.v_dim] % parallel.tensor_size:
-        return axes.fsdp, ()  # JAX cannot shard a kernel that the tensor axis does not divide, so it arrives whole
+        # JAX cannot shard a kernel that the tensor axis does not divide, so it arrives whole
+        return axes.fsdp, ()
     return axes.fsdp, axes.tensor
 
 
@@ -287,10 +345,15 @@ def token_specs(parallel: ParallelMesh, tokens: Tokens) -> Tokens:
 
 
 def check_options(options: HeadOptions) -> dict[str, Any]:
-    """All options, with a precision and a dtype as names; raises if one is unknown or out of range."""
+    """All options, with a precision and a dtype as names; raises if one is unknown or out of
+    range.
+    """
     unknown = set(options) - set(HeadOptions.__annotations__)
     if unknown:
-        raise TypeError(f"options: got {sorted(unknown)}, expected some of {sorted(HeadOptions.__annotations__)}")
+        raise TypeError(
+            f"options: got {sorted(unknown)}, expected some of"
+            f" {sorted(HeadOptions.__annotations__)}"
+        )
     checked: dict[str, Any] = dict.fromkeys(HeadOptions.__annotations__)
     checked |= {"gradient_sum_dtype": "float32", "follow_mask": True, "deterministic": False}
     checked |= options
@@ -317,37 +380,59 @@ def prepare_pair(
     options: HeadOptions,
     **arguments: Any,
 ) -> tuple[Prepared, Prepared]:
-    """Prepares two calls, each of hidden states and a head, and checks that tokens, columns and shards agree.
+    """Prepares two calls, each of hidden states and a head, and checks that tokens, columns and
+    shards agree.
 
-    `names` are those of the models in errors: the arguments may be `hidden`, `head`, `teacher_hidden`, `teacher_head`.
+    `names` are those of the models in errors: the arguments may be `hidden`, `head`,
+    `teacher_hidden`, `teacher_head`.
     """
     name = f"{names[1]}_head"
     the = f"the {names[0]}'s"
-    prepare: Callable[..., Prepared] = partial(prepare_head, targets=None, entropy="none", heads=2, **arguments)
+    prepare: Callable[..., Prepared] = partial(
+        prepare_head, targets=None, entropy="none", heads=2, **arguments
+    )
     one = prepare(*first, options=options)
     other = prepare(*second, name=name, options={**options, "hidden_spec": second_spec})
     good = one.shape == other.shape
     check(f"{names[1]}_hidden", f"[R, T] = {other.shape}", good, f"{the}, {one.shape}")
     widths = (one.call.kernel_width, other.call.kernel_width)
     vocab_sizes = (one.call.vocab_size, other.call.vocab_size)
-    by_padding = widths[0] != widths[1] and vocab_sizes[0] == vocab_sizes[1]  # equal but for padding
-    cut = isinstance(arguments["parallel"], ShardAxes) and bool(one.call.v_names or other.call.v_names)
+    # equal but for padding
+    by_padding = widths[0] != widths[1] and vocab_sizes[0] == vocab_sizes[1]
+    cut = isinstance(arguments["parallel"], ShardAxes) and bool(
+        one.call.v_names or other.call.v_names
+    )
     if by_padding and not cut:
         first = (first[0], _padded(as_head("head", first[1]), max(widths)))
         second = (second[0], _padded(as_head(name, second[1]), max(widths)))
-        return prepare_pair(first, second, names=names, second_spec=second_spec, options=options, **arguments)
+        return prepare_pair(
+            first, second, names=names, second_spec=second_spec, options=options, **arguments
+        )
     advice = ""
     if by_padding:  # padding at the end of each device's part would move the columns after it
         advice = "; pad kernels that a shard_map cuts to one width before it, and give vocab_size"
     elif widths[0] != widths[1]:
         advice = (
-            f"; if some are padding, give both heads one vocab_size, here {vocab_sizes[1]} and {the} {vocab_sizes[0]}"
+            f"; if some are padding, give both heads one vocab_size, here {vocab_sizes[1]} and"
+            f" {the} {vocab_sizes[0]}"
         )
-    check(f"{name}.kernel", f"{widths[1]} columns", widths[0] == widths[1], f"{the} {widths[0]}{advice}")
-    check(f"{name}.vocab_size", vocab_sizes[1], vocab_sizes[0] == vocab_sizes[1], f"{the}, {vocab_sizes[0]}")
+    check(
+        f"{name}.kernel",
+        f"{widths[1]} columns",
+        widths[0] == widths[1],
+        f"{the} {widths[0]}{advice}",
+    )
+    check(
+        f"{name}.vocab_size",
+        vocab_sizes[1],
+        vocab_sizes[0] == vocab_sizes[1],
+        f"{the}, {vocab_sizes[0]}",
+    )
     v_names = (one.call.v_names, other.call.v_names)
     good = v_names[0] == v_names[1]
-    check(f"{name}.kernel", f"its vocabulary over {v_names[1]}", good, f"over {v_names[0]}, as {the}")
+    check(
+        f"{name}.kernel", f"its vocabulary over {v_names[1]}", good, f"over {v_names[0]}, as {the}"
+    )
     return one, other
 
 
@@ -367,4 +452,6 @@ def _padded(head: Head, width: int) -> Head:
     if isinstance(kernel, QuantizedArray):
         kernel = kernel.by_column(head.v_dim)
     kernel = jax.tree.map(partial(jnp.pad, pad_width=padding), kernel)
-    return dataclasses.replace(head, kernel=kernel, bias=bias, lora=lora, vocab_size=head.vocab_size or before)
+    return dataclasses.replace(
+        head, kernel=kernel, bias=bias, lora=lora, vocab_size=head.vocab_size or before
+    )

@@ -1,4 +1,6 @@
-"""The second of two passes: blocks of columns by all tokens, so that only the gradients of a block's logits exist."""
+"""The second of two passes: blocks of columns by all tokens, so that only the gradients of a
+block's logits exist.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,16 @@ from jaxppo.head.walk import Chunk, Work, gradient_of_raw
 from jaxppo.sharding import vary, varying
 
 SumsOfRaw = Callable[[jax.Array], Any]  # the sums of a tile as a function of its raw logits
-# sums_at(work of a block, its first column, i, chunk i, what `by_token` has of its tokens): the sums of the tile, and
-# their cotangents
+# sums_at(work of a block, its first column, i, chunk i, what `by_token` has of its tokens): the
+# sums of the tile, and their cotangents
 SumsAt = Callable[[Work, Index, Index, Chunk, Any], tuple[SumsOfRaw, Any]]
 
 
 def second_pass(work: Work, local: Local, width: int, by_token: Any, sums_at: SumsAt) -> Local:
-    """The cotangents of `local`, in blocks of `width` columns. `by_token` are arrays `[N', ...]` of tokens in order."""
+    """The cotangents of `local`, in blocks of `width` columns.
+
+    `by_token` are arrays `[N', ...]` of tokens in order.
+    """
     V = work.columns.width
     v_dim = work.call.v_dim
 
@@ -36,13 +41,20 @@ def second_pass(work: Work, local: Local, width: int, by_token: Any, sums_at: Su
         # the last block overlaps the one before it: there its gradients are 0
         start = jnp.minimum(b * width, V - width)
         columns = block_of(work.columns, start, width, b * width)
-        block = work._replace(parameters=read(work.parameters, start, width, v_dim), columns=columns)
+        block = work._replace(
+            parameters=read(work.parameters, start, width, v_dim), columns=columns
+        )
         d_raw = work.vary(lax.empty((work.rows, width), work.dtype))
         write_tile = partial(_write_tile, block, partial(sums_at, block, start), by_token)
         dfeatures, d_raw = loop(work.turns, write_tile, (dfeatures, d_raw))
-        added = [parameter_cotangent(block, k, primal, d_raw, pieces=1) for k, primal in enumerate(local.parameters)]
+        added = [
+            parameter_cotangent(block, k, primal, d_raw, pieces=1)
+            for k, primal in enumerate(local.parameters)
+        ]
         before = read(dparameters, start, width, v_dim)
-        return dfeatures, write(dparameters, jax.tree.map(jnp.add, before, tuple(added)), start, v_dim)
+        return dfeatures, write(
+            dparameters, jax.tree.map(jnp.add, before, tuple(added)), start, v_dim
+        )
 
     dfeatures = work.vary(tuple(jnp.zeros(feature.shape, jnp.float32) for feature in work.features))
     zeros: list[Any] = []
@@ -59,8 +71,12 @@ def second_pass(work: Work, local: Local, width: int, by_token: Any, sums_at: Su
     return Local(tuple(feature_cotangents), dparameters, None, None)
 
 
-def _write_tile(block: Work, sums_at: Callable[..., Any], by_token: Any, i: Index, carry: Any) -> Any:
-    """Writes the gradients of the products of one tile, chunk i by a block, and adds those of features."""
+def _write_tile(
+    block: Work, sums_at: Callable[..., Any], by_token: Any, i: Index, carry: Any
+) -> Any:
+    """Writes the gradients of the products of one tile, chunk i by a block, and adds those of
+    features.
+    """
     dfeatures, d_raw = carry
     call = block.call
     C = block.chunk

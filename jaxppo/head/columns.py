@@ -17,7 +17,8 @@ class Columns(NamedTuple):
 
     first: jax.Array | int  # the id of the first one
     width: int
-    valid: jax.Array | None = None  # bool[B], False for padding and for another block's columns; None if none is
+    # bool[B], False for padding and for another block's columns; None if none is
+    valid: jax.Array | None = None
 
     @property
     def ids(self) -> jax.Array:

@@ -1,4 +1,6 @@
-"""Two heads at each token, tile by tile over both vocabularies at once: divergences with gradients, comparisons."""
+"""Two heads at each token, tile by tile over both vocabularies at once: divergences with
+gradients, comparisons.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ Softmaxes = tuple[Softmax, Softmax]  # of student and teacher
 
 @dataclasses.dataclass(frozen=True)
 class DivergenceCall:
-    """The static part of a call: two heads whose blocks hold the same columns, and the divergences, see `terms_of`."""
+    """The static part of a call: two heads whose blocks hold the same columns, and the
+    divergences, see `terms_of`.
+    """
 
     student: HeadCall
     teacher: HeadCall
@@ -43,9 +47,10 @@ def terms_of(
 ) -> Float[Array, "..."]:
     """The term of each column in the divergence of student p and teacher q; no term is below 0.
 
-    A column's term of KL(a || b) is a log(a / b) - a + b: the part -a + b is 0 in the sum over all columns, and keeps
-    the rounding error of a term as small as the term. "cross_entropy" is -q log p. Any other name means
-    beta KL(q || mixture) + (1 - beta) KL(p || mixture), with the mixture beta q + (1 - beta) p.
+    A column's term of KL(a || b) is a log(a / b) - a + b: the part -a + b is 0 in the sum over all
+    columns, and keeps the rounding error of a term as small as the term. "cross_entropy" is -q log
+    p. Any other name means beta KL(q || mixture) + (1 - beta) KL(p || mixture), with the mixture
+    beta q + (1 - beta) p.
     """
     p = jnp.exp(log_p)
     q = jnp.exp(log_q)
@@ -54,7 +59,8 @@ def terms_of(
     if divergence == "cross_entropy":
         return jnp.where(q == 0, 0, -q * log_p)  # a weight of NaN stays NaN
     if divergence == "total_variation":
-        return (magnitude(p - q) + p - q) / 2  # max(p - q, 0): right also where q has columns that p lacks
+        # max(p - q, 0): right also where q has columns that p lacks
+        return (magnitude(p - q) + p - q) / 2
     if divergence == "forward_kl":
         return _kl_term(q, log_q, p, log_p)
     log_mixture = jnp.logaddexp(log_q + jnp.log(beta), log_p + jnp.log1p(-beta))
@@ -64,7 +70,9 @@ def terms_of(
     return beta * of_teacher + (1 - beta) * of_student
 
 
-def _kl_term(first: jax.Array, log_first: jax.Array, second: jax.Array, log_second: jax.Array) -> jax.Array:
+def _kl_term(
+    first: jax.Array, log_first: jax.Array, second: jax.Array, log_second: jax.Array
+) -> jax.Array:
     """a log(a / b) - a + b of the first a and the second b, at least 0.
 
     With d = log(b / a) below 1 it is computed as a (exp(d) - 1 - d).
@@ -76,9 +84,16 @@ def _kl_term(first: jax.Array, log_first: jax.Array, second: jax.Array, log_seco
 
 
 def divergences_of_tokens(
-    axes: ShardAxes, call: DivergenceCall, inputs: Inputs, teacher: Inputs, log_z: Float[Array, "R T"] | None = None
+    axes: ShardAxes,
+    call: DivergenceCall,
+    inputs: Inputs,
+    teacher: Inputs,
+    log_z: Float[Array, "R T"] | None = None,
 ) -> tuple[Float[Array, "R T"], ...]:
-    """Per-shard: the divergences of the device's tokens. `log_z` is that of a teacher whose head lacks some columns."""
+    """Per-shard: the divergences of the device's tokens.
+
+    `log_z` is that of a teacher whose head lacks some columns.
+    """
     call, local, teacher_local = local_pair(call, inputs, teacher)
     if log_z is not None:
         log_z = log_z.reshape(-1)
@@ -87,8 +102,13 @@ def divergences_of_tokens(
     return tuple(divergence.reshape(inputs.hidden.shape[0], -1) for divergence in each)
 
 
-def local_pair(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[DivergenceCall, Local, Local]:
-    """Both heads' arrays. If one's hidden states are sharded by position over the tensor axis they are gathered."""
+def local_pair(
+    call: DivergenceCall, inputs: Inputs, teacher: Inputs
+) -> tuple[DivergenceCall, Local, Local]:
+    """Both heads' arrays.
+
+    If one's hidden states are sharded by position over the tensor axis they are gathered.
+    """
     student_call = call.student
     teacher_call = call.teacher
     if student_call.sequence_parallel != teacher_call.sequence_parallel:
@@ -99,7 +119,9 @@ def local_pair(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[D
     teacher_local = enter(teacher_call, teacher)
     # a divergence differs between devices wherever either model's hidden states do
     names = varying(local.features, teacher_local.features)
-    features = tuple(vary_with_f32_sum(feature, names - varying(feature)) for feature in local.features)
+    features = tuple(
+        vary_with_f32_sum(feature, names - varying(feature)) for feature in local.features
+    )
     local = local._replace(features=features)
     return call, local, teacher_local
 
@@ -122,7 +144,9 @@ def works_of(call: DivergenceCall, local: Local, teacher_local: Local) -> tuple[
 
 def finite_logits(work: Work, chunk: Chunk) -> jax.Array:
     """f32[C, V], of columns that a head excludes `LOW`, which keeps slopes finite; NaN stays."""
-    return _finite(work.logits(raw_logits(work.call, chunk.features, work.parameters), chunk.tokens))
+    return _finite(
+        work.logits(raw_logits(work.call, chunk.features, work.parameters), chunk.tokens)
+    )
 
 
 def _finite(z: jax.Array) -> jax.Array:
@@ -138,7 +162,9 @@ def exact_log_p(z: jax.Array, softmax: Softmax) -> jax.Array:
     return jnp.where(z <= LOW / 2, -jnp.inf, _log_p(z, softmax))
 
 
-def sums_of_terms(call: DivergenceCall, columns: Columns, log_p: jax.Array, log_q: jax.Array) -> tuple[jax.Array, ...]:
+def sums_of_terms(
+    call: DivergenceCall, columns: Columns, log_p: jax.Array, log_q: jax.Array
+) -> tuple[jax.Array, ...]:
     """The sums of the terms of each divergence over some columns."""
     sums = []
     for divergence in call.divergences:
@@ -150,14 +176,21 @@ def sums_of_terms(call: DivergenceCall, columns: Columns, log_p: jax.Array, log_
 
 
 def compared(
-    student: Work, teacher: Work, softmaxes: Softmaxes, of_logits: Callable[[jax.Array, jax.Array, Softmaxes], Tree]
+    student: Work,
+    teacher: Work,
+    softmaxes: Softmaxes,
+    of_logits: Callable[[jax.Array, jax.Array, Softmaxes], Tree],
 ) -> Tree:
-    """of_logits(z, teacher's z, softmaxes) of each chunk, as arrays `[N', ...]` of all tokens in order."""
+    """of_logits(z, teacher's z, softmaxes) of each chunk, as arrays `[N', ...]` of all tokens in
+    order.
+    """
 
     def of_chunk(i: Index) -> Tree:
         z = finite_logits(student, student.read(i))
         teacher_z = finite_logits(teacher, teacher.read(i))
-        return student.vary(of_logits(z, teacher_z, read(softmaxes, i * student.chunk, student.chunk)))
+        return student.vary(
+            of_logits(z, teacher_z, read(softmaxes, i * student.chunk, student.chunk))
+        )
 
     return over_chunks(student, of_chunk)
 
@@ -170,7 +203,8 @@ def softmax_of(reduced: Reduced) -> Softmax:
 def _evaluate(
     call: DivergenceCall, local: Local, teacher_local: Local, log_z: jax.Array | None
 ) -> tuple[tuple[jax.Array, ...], Any]:
-    """Divergences by a sweep for both softmaxes, and a walk for the sums of their terms and slopes by log s.
+    """Divergences by a sweep for both softmaxes, and a walk for the sums of their terms and slopes
+    by log s.
 
     The backward needs no more: JAX differentiates the terms in each tile.
     """
@@ -189,7 +223,9 @@ def _evaluate(
         (m, log_s), teacher_softmax = softmaxes
 
         def shifted(log_s: jax.Array) -> tuple[jax.Array, ...]:
-            return sums_of_terms(call, student.columns, _log_p(z, (m, log_s)), _log_p(teacher_z, teacher_softmax))
+            return sums_of_terms(
+                call, student.columns, _log_p(z, (m, log_s)), _log_p(teacher_z, teacher_softmax)
+            )
 
         _, slopes = jax.jvp(shifted, (log_s,), (jnp.ones_like(log_s),))
         log_p = exact_log_p(z, softmaxes[0])
@@ -215,19 +251,27 @@ def _divergences(
     return _evaluate(call, local, teacher_local, log_z)[0]
 
 
-def _forward(call: DivergenceCall, local: Local, teacher_local: Local, log_z: jax.Array | None) -> Any:
-    divergences, left = _evaluate(call, *jax.tree.map(refuse_second_derivatives, (local, teacher_local, log_z)))
+def _forward(
+    call: DivergenceCall, local: Local, teacher_local: Local, log_z: jax.Array | None
+) -> Any:
+    divergences, left = _evaluate(
+        call, *jax.tree.map(refuse_second_derivatives, (local, teacher_local, log_z))
+    )
     return divergences, (local, teacher_local, left)
 
 
-def _backward(call: DivergenceCall, saved: Any, cotangents: tuple[jax.Array, ...]) -> tuple[Local, None, None]:
+def _backward(
+    call: DivergenceCall, saved: Any, cotangents: tuple[jax.Array, ...]
+) -> tuple[Local, None, None]:
     local, teacher_local, (slopes, softmaxes) = saved
     has_cotangent = jnp.stack([cotangent != 0 for cotangent in cotangents]).any(0)
     if local.counts is not None:
         has_cotangent &= local.counts
     (m, log_s), teacher_softmax = softmaxes
     # d log s = ds / s, and ds is the sum of the exponentials' own slopes
-    ds = sum(cotangent * slope for cotangent, slope in zip(cotangents, slopes, strict=True)) / jnp.exp(log_s)
+    ds = sum(
+        cotangent * slope for cotangent, slope in zip(cotangents, slopes, strict=True)
+    ) / jnp.exp(log_s)
     student_softmax = (where_counts(has_cotangent, m, -LOW), where_counts(has_cotangent, log_s))
     by_token = (
         student_softmax,
@@ -236,14 +280,28 @@ def _backward(call: DivergenceCall, saved: Any, cotangents: tuple[jax.Array, ...
     )
     chunk, _ = block_of_second(call.student, local)
     follow = local.counts is not None
-    teacher = Work.of(call.teacher, teacher_local._replace(counts=has_cotangent), chunk, follow=follow)
-    return gradients(call.student, local, has_cotangent, by_token, partial(_sums_at, call, teacher)), None, None
+    teacher = Work.of(
+        call.teacher, teacher_local._replace(counts=has_cotangent), chunk, follow=follow
+    )
+    return (
+        gradients(call.student, local, has_cotangent, by_token, partial(_sums_at, call, teacher)),
+        None,
+        None,
+    )
 
 
 def _sums_at(
-    call: DivergenceCall, teacher: Work, block: Work, start: Index, i: Index, chunk: Chunk, by_token: Any
+    call: DivergenceCall,
+    teacher: Work,
+    block: Work,
+    start: Index,
+    i: Index,
+    chunk: Chunk,
+    by_token: Any,
 ) -> Any:
-    """The sums of terms of a tile, and of the student's exponentials, with their cotangents; see `SumsAt`."""
+    """The sums of terms of a tile, and of the student's exponentials, with their cotangents; see
+    `SumsAt`.
+    """
     student_softmax, teacher_softmax, dsums = by_token
     columns = block.columns
     parameters = read(teacher.parameters, start, columns.width, call.teacher.v_dim)

@@ -1,11 +1,14 @@
-"""Brings a call's arrays to the one layout that the walks know, and gradients back by JAX's transpose.
+"""Brings a call's arrays to the one layout that the walks know, and gradients back by JAX's
+transpose.
 
-Inside, a device has all features of its tokens, `[N, f]`, and an equal share V of the vocabulary of each parameter,
-`[f, V]` or `[V, f]` as the kernel lies. `enter` makes that of any layout but for the sums over devices:
-`whole_features` and `whole_parameter` stand within the custom rules, which sum gradients in f32 there.
+Inside, a device has all features of its tokens, `[N, f]`, and an equal share V of the vocabulary of
+each parameter, `[f, V]` or `[V, f]` as the kernel lies. `enter` makes that of any layout but for
+the sums over devices:
+`whole_features` and `whole_parameter` stand within the custom rules, which sum gradients in f32
+there.
 
-`varying(x)` is the set of mesh axes along which devices hold different x, by its type. `vary(x, axes)` adds axes to
-that type and sends nothing; its transpose is a sum over devices.
+`varying(x)` is the set of mesh axes along which devices hold different x, by its type.
+`vary(x, axes)` adds axes to that type and sends nothing; its transpose is a sum over devices.
 """
 
 from __future__ import annotations
@@ -37,7 +40,10 @@ class Local(NamedTuple):
 
 
 def enter(call: HeadCall, inputs: Inputs) -> Local:
-    """Adapters and bias as further products, the device's columns, and tokens flat. JAX differentiates it."""
+    """Adapters and bias as further products, the device's columns, and tokens flat.
+
+    JAX differentiates it.
+    """
     R, T = inputs.hidden.shape[:2]
     kernel = inputs.kernel
     if call.transposed:
@@ -60,8 +66,9 @@ def enter(call: HeadCall, inputs: Inputs) -> Local:
     if counts is None and call.deterministic:
         counts = jnp.ones(N, bool)  # the same program with a mask and without
     tokens, counts = flat_tokens(inputs.tokens, counts, N, call.vocab_size)
-    # If devices share hidden states but not targets, the gradients of hidden states are summed over these devices.
-    # Ones that a bias is multiplied by differ as hidden states do: their gradients do.
+    # If devices share hidden states but not targets, the gradients of hidden states are summed over
+    # these devices. Ones that a bias is multiplied by differ as hidden states do: their gradients
+    # do.
     names = varying(inputs.hidden, tokens, counts)
     for k, feature in enumerate(features):
         missing = names - varying(feature)
@@ -90,11 +97,14 @@ def _adapter(call: HeadCall, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     return low, lora_b
 
 
-def own_columns(axes: ShardAxes, v_names: Names, vocab_size: int, matrix: jax.Array, dim: int) -> jax.Array:
-    """This device's equal share of the columns of a matrix, along `dim`, which the axes `v_names` shard.
+def own_columns(
+    axes: ShardAxes, v_names: Names, vocab_size: int, matrix: jax.Array, dim: int
+) -> jax.Array:
+    """This device's equal share of the columns of a matrix, along `dim`, which the axes `v_names`
+    shard.
 
-    Other axes than the tensor axes, or these in another order, are gathered first. What the tensor axes do not divide
-    is padded. Padding becomes 0, as it may hold NaN.
+    Other axes than the tensor axes, or these in another order, are gathered first. What the tensor
+    axes do not divide is padded. Padding becomes 0, as it may hold NaN.
     """
     shards = axes.size(axes.tensor)
     first = v_names[: len(axes.tensor)]
@@ -118,7 +128,9 @@ def own_columns(axes: ShardAxes, v_names: Names, vocab_size: int, matrix: jax.Ar
 def flat_tokens(
     tokens: Tokens, counts: jax.Array | None, size: int, vocab_size: int
 ) -> tuple[Tokens, jax.Array | None]:
-    """What statistics read of tokens, `[N, ...]`, without that of tokens that do not count: it may be anything."""
+    """What statistics read of tokens, `[N, ...]`, without that of tokens that do not count: it
+    may be anything.
+    """
     if tokens.nucleus_ids is not None:
         # an id outside the vocabulary makes the log-prob NaN, as a target of -2 does
         exist = (tokens.nucleus_ids >= -1) & (tokens.nucleus_ids < vocab_size)
@@ -131,7 +143,12 @@ def flat_tokens(
 
     tokens, counts = jax.tree.map(flat, (tokens, counts))
     fills = Tokens(targets=0, nucleus_ids=-1, ids=-1, temperature=1)
-    return Tokens(*(where_counts(counts, array, fill) for array, fill in zip(tokens, fills, strict=True))), counts
+    return (
+        Tokens(
+            *(where_counts(counts, array, fill) for array, fill in zip(tokens, fills, strict=True))
+        ),
+        counts,
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -152,20 +169,28 @@ vary_with_f32_sum.defvjp(lambda array, mesh_axes: (vary(array, mesh_axes), None)
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def all_positions(hidden: jax.Array, names: Names) -> jax.Array:
-    """Hidden states `[R, T, H]` of which each device along these axes holds some positions; gradients add up in f32."""
+    """Hidden states `[R, T, H]` of which each device along these axes holds some positions;
+    gradients add up in f32.
+    """
     return lax.all_gather(hidden, names, axis=1, tiled=True)
 
 
-def _all_positions_backward(names: Names, _residual: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _all_positions_backward(
+    names: Names, _residual: None, cotangent: jax.Array
+) -> tuple[jax.Array]:
     share = lax.psum_scatter(cotangent.astype(jnp.float32), names, scatter_dimension=1, tiled=True)
     return (rounded(share, cotangent.dtype),)
 
 
-all_positions.defvjp(lambda hidden, names: (all_positions(hidden, names), None), _all_positions_backward)
+all_positions.defvjp(
+    lambda hidden, names: (all_positions(hidden, names), None), _all_positions_backward
+)
 
 
 def whole_features(call: HeadCall, mesh_axes: MeshAxes, features: jax.Array) -> jax.Array:
-    """The features of all N tokens, `[N, f]`, from those that a device holds, `[R, T, f]`; linear."""
+    """The features of all N tokens, `[N, f]`, from those that a device holds, `[R, T, f]`;
+    linear.
+    """
     if call.sequence_parallel:
         features = lax.all_gather(features, call.axes.tensor, axis=1, tiled=True)
     return vary(features.reshape(-1, features.shape[2]), mesh_axes)

@@ -1,7 +1,7 @@
 """Deterministic calls: the vocabulary in eighths, so that sums have one order on any tensor axis.
 
-Products have one shape on 1, 2, 4 and 8 devices. Two eighths are merged at a time, in the same pairs: first those of a
-device, then the results of all devices.
+Products have one shape on 1, 2, 4 and 8 devices. Two eighths are merged at a time, in the same
+pairs: first those of a device, then the results of all devices.
 """
 
 from __future__ import annotations
@@ -30,23 +30,30 @@ def sweep_in_eighths(work: Work) -> Reduced:
         start = i * width
         columns = Columns(work.columns.first + start, width)
         if work.columns.valid is not None:
-            # not read from the array of all: on tp=8 XLA for CPUs made another program of that, with other bits
+            # not read from the array of all: on tp=8 XLA for CPUs made another program of that,
+            # with other bits
             columns = columns._replace(valid=columns.ids < call.vocab_size)
         parameters = read(work.parameters, start, width, call.v_dim)
         eighth = sweep(work._replace(parameters=parameters, columns=columns))
         return write(reduced, jax.tree.map(lambda array: array[None], eighth), i)
 
     like = jax.eval_shape(partial(sweep, work))
-    zeros = work.vary(jax.tree.map(lambda array: jnp.zeros((count, *array.shape), array.dtype), like))
-    # XLA would leave out a loop of one turn, and the rest is another program with other bits: it gets a number of turns
-    # that it does not know
+    zeros = work.vary(
+        jax.tree.map(lambda array: jnp.zeros((count, *array.shape), array.dtype), like)
+    )
+    # XLA would leave out a loop of one turn, and the rest is another program with other bits: it
+    # gets a number of turns that it does not know
     turns = jnp.minimum(lax.optimization_barrier(jnp.int32(count)), count)
     with note("eighths of the vocabulary, whatever the tensor axis"):
         reduced = _merged(lax.fori_loop(0, turns, write_eighth, zeros))
         names = call.axes.tensor
         if not names:
             return reduced
-        return _merged(jax.tree.map(lambda array: lax.all_gather(vary(array, names), names, to="invarying"), reduced))
+        return _merged(
+            jax.tree.map(
+                lambda array: lax.all_gather(vary(array, names), names, to="invarying"), reduced
+            )
+        )
 
 
 def _merged(reduced: Any) -> Reduced:

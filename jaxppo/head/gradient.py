@@ -1,4 +1,6 @@
-"""The gradient rules of the head, per device: statistics of tokens, and a loss of tokens reduced to one number."""
+"""The gradient rules of the head, per device: statistics of tokens, and a loss of tokens reduced
+to one number.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ from jaxppo.head.tile import LOW
 from jaxppo.head.walk import Chunk, Work, one_pass, sweep, tile_sums
 from jaxppo.sharding import ShardAxes, note, vary, varying
 
-# (statistics f32[n], arrays [n, ...] of these tokens, `shared` arrays that are read whole) -> weighted losses f32[n], 0
-# where tokens do not count
+# (statistics f32[n], arrays [n, ...] of these tokens, `shared` arrays that are read whole) ->
+# weighted losses f32[n], 0 where tokens do not count
 WeightedLosses = Callable[..., jax.Array]
 LossAndStats = tuple[jax.Array, TokenStats]  # the sum of losses, and statistics
 QUARTERS = 4  # of the tokens: the second pass walks whole ones, so that few products are compiled
@@ -46,10 +48,12 @@ def in_rows(shape: tuple[int, ...], stats: Any) -> Any:
 def reduce_tokens(
     call: HeadCall, inputs: Inputs, token_loss: WeightedLosses, per_token: Any, shared: Any
 ) -> LossAndStats:
-    """Per-shard: the sum of all devices' token losses, and this device's statistics without gradients.
+    """Per-shard: the sum of all devices' token losses, and this device's statistics without
+    gradients.
 
-    `token_loss` is hashable, and the loss of a token depends on that token alone. It reads the arrays `[R, T, ...]` of
-    `per_token` by token and those of `shared` whole; no gradient flows to them.
+    `token_loss` is hashable, and the loss of a token depends on that token alone. It reads the
+    arrays `[R, T, ...]` of `per_token` by token and those of `shared` whole; no gradient flows to
+    them.
     """
     local = enter(call, inputs)
     per_token = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), per_token)
@@ -57,9 +61,12 @@ def reduce_tokens(
     reason = "one pass does not fit the memory"
     if call.deterministic:
         reason = "deterministic"
-    elif any(array.dtype == jnp.float16 for array in jax.tree.leaves((local.features, local.parameters))):
+    elif any(
+        array.dtype == jnp.float16 for array in jax.tree.leaves((local.features, local.parameters))
+    ):
         sizes = None
-        reason = "float16"  # one pass would round gradients to f16 before a loss scale multiplies them
+        # one pass would round gradients to f16 before a loss scale multiplies them
+        reason = "float16"
     if sizes is not None:
         total, stats = loss_in_one_pass(call, sizes, token_loss, local, per_token, shared)
     else:
@@ -70,7 +77,9 @@ def reduce_tokens(
 
 
 def over_tokens(call: HeadCall, losses: jax.Array) -> jax.Array:
-    """The sum over all devices, so that its cotangent is one number for all: gradients are already summed over them."""
+    """The sum over all devices, so that its cotangent is one number for all: gradients are
+    already summed over them.
+    """
     return call.axes.psum(vary(losses.sum(), call.axes.tokens), call.axes.tokens)
 
 
@@ -89,7 +98,9 @@ def _stats_and_numbers(call: HeadCall, local: Local) -> tuple[TokenStats, Reduce
             *_stats_and_numbers(_asking(call, "metric"), local)
         )  # the same sums, and so the same bits
     work = Work.of(call, local, chunk_of_forward(call, local))
-    with note(f"forward, {work.chunk} tokens x {work.columns.width // max(1, call.eighths)} columns"):
+    with note(
+        f"forward, {work.chunk} tokens x {work.columns.width // max(1, call.eighths)} columns"
+    ):
         if call.eighths:
             reduced = sweep_in_eighths(work)
         else:
@@ -106,8 +117,8 @@ def _asking(call: HeadCall, entropy: Any) -> HeadCall:
 
 
 def _without_entropy(stats: TokenStats, reduced: Reduced) -> tuple[TokenStats, Reduced]:
-    # A use of the entropy, without which the compiler would leave it out. It is NaN only where the whole distribution
-    # is; with a nucleus the log-prob alone might be a number.
+    # A use of the entropy, without which the compiler would leave it out. It is NaN only where the
+    # whole distribution is; with a nucleus the log-prob alone might be a number.
     log_probs = jnp.where(jnp.isnan(stats.entropy), jnp.nan, stats.log_probs)
     stats = dataclasses.replace(stats, log_probs=log_probs, entropy=None, entropy_mode="none")  # type: ignore[arg-type]
     return stats, reduced
@@ -118,15 +129,24 @@ def _token_stats_forward(call: HeadCall, local: Local) -> Any:
     return stats, (local, statistics.left_for_gradients(call.asked, reduced))
 
 
-def _token_stats_backward(call: HeadCall, saved: tuple[Local, Reduced], dstats: TokenStats) -> tuple[Local]:
+def _token_stats_backward(
+    call: HeadCall, saved: tuple[Local, Reduced], dstats: TokenStats
+) -> tuple[Local]:
     local, reduced = saved
-    asked, has_cotangent, dsums = statistics.cotangents(call.asked, reduced, local.tokens, call.vocab_size, dstats)
+    asked, has_cotangent, dsums = statistics.cotangents(
+        call.asked, reduced, local.tokens, call.vocab_size, dstats
+    )
     call = dataclasses.replace(call, asked=asked)
     if local.counts is not None:
         has_cotangent &= local.counts
-    # hidden states may be NaN at tokens without a cotangent; a peak far above all logits makes exponentials 0
+    # hidden states may be NaN at tokens without a cotangent; a peak far above all logits makes
+    # exponentials 0
     peaks = where_counts(has_cotangent, reduced.peaks, -LOW)
-    return (gradients(call, local, has_cotangent, (peaks, where_counts(has_cotangent, dsums)), _sums_at),)
+    return (
+        gradients(
+            call, local, has_cotangent, (peaks, where_counts(has_cotangent, dsums)), _sums_at
+        ),
+    )
 
 
 def _sums_at(block: Work, start: Index, i: Index, chunk: Chunk, by_token: Any) -> Any:
@@ -138,7 +158,9 @@ def _sums_at(block: Work, start: Index, i: Index, chunk: Chunk, by_token: Any) -
 token_stats.defvjp(_token_stats_forward, _token_stats_backward)
 
 
-def gradients(call: HeadCall, local: Local, has_cotangent: jax.Array, by_token: Any, sums_at: SumsAt) -> Local:
+def gradients(
+    call: HeadCall, local: Local, has_cotangent: jax.Array, by_token: Any, sums_at: SumsAt
+) -> Local:
     """The cotangents of `local` by a second pass. `has_cotangent` is bool[N].
 
     `by_token` are arrays `[N, ...]`, of which `sums_at` gets those of a chunk's tokens.
@@ -154,15 +176,18 @@ def gradients(call: HeadCall, local: Local, has_cotangent: jax.Array, by_token: 
 
 @jax.custom_jvp
 def refuse_second_derivatives(array: jax.Array) -> jax.Array:
-    """The array, from which gradients follow that cannot be differentiated again: an attempt raises."""
+    """The array, from which gradients follow that cannot be differentiated again: an attempt
+    raises.
+    """
     return array
 
 
 @refuse_second_derivatives.defjvp
 def _second_order(primals: Any, tangents: Any) -> NoReturn:
     raise NotImplementedError(
-        "second derivatives of a loss from hidden states: not implemented, since they would keep every block of "
-        "logits; for a small vocabulary log_probs_from_logits has them in reverse mode, as jax.grad of a jax.grad"
+        "second derivatives of a loss from hidden states: not implemented, since they would keep"
+        " every block of logits; for a small vocabulary log_probs_from_logits has them in reverse"
+        " mode, as jax.grad of a jax.grad"
     )
 
 
@@ -171,20 +196,34 @@ def _second_order(primals: Any, tangents: Any) -> NoReturn:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def loss_in_one_pass(
-    call: HeadCall, sizes: tuple[int, int], token_loss: WeightedLosses, local: Local, per_token: Any, shared: Any
+    call: HeadCall,
+    sizes: tuple[int, int],
+    token_loss: WeightedLosses,
+    local: Local,
+    per_token: Any,
+    shared: Any,
 ) -> LossAndStats:
-    """The sum of all devices' losses, and this device's statistics (not differentiable), f32[N] each."""
+    """The sum of all devices' losses, and this device's statistics (not differentiable), f32[N]
+    each.
+    """
     stats, _ = _stats_and_numbers(call, local)
     return over_tokens(call, token_loss(stats, per_token, shared=shared)), stats
 
 
 def _one_pass_forward(
-    call: HeadCall, sizes: tuple[int, int], token_loss: WeightedLosses, local: Local, per_token: Any, shared: Any
+    call: HeadCall,
+    sizes: tuple[int, int],
+    token_loss: WeightedLosses,
+    local: Local,
+    per_token: Any,
+    shared: Any,
 ) -> Any:
     local, per_token, shared = jax.tree.map(refuse_second_derivatives, (local, per_token, shared))
     chunk, group = sizes
     groups = -(-Sizes.of(call, local).N // group)
-    work = Work.of(call, local, chunk, group=group, parts=call.profile.parts * groups, together=True)
+    work = Work.of(
+        call, local, chunk, group=group, parts=call.profile.parts * groups, together=True
+    )
     per_token = work.order.put(per_token, work.rows)
 
     loss = partial(token_loss, shared=shared)
@@ -204,7 +243,11 @@ def _one_pass_forward(
 
 
 def _one_pass_backward(
-    call: HeadCall, sizes: tuple[int, int], token_loss: WeightedLosses, cotangents: Local, dresults: Any
+    call: HeadCall,
+    sizes: tuple[int, int],
+    token_loss: WeightedLosses,
+    cotangents: Local,
+    dresults: Any,
 ) -> Any:
     factor = dresults[0]
 

@@ -1,4 +1,6 @@
-"""One pass in groups of chunks, for so many tokens that the gradients of all their logits do not fit the memory."""
+"""One pass in groups of chunks, for so many tokens that the gradients of all their logits do not
+fit the memory.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from jax import lax
 from jaxppo.head import statistics
 from jaxppo.head.door import Local
 from jaxppo.head.head import TokenStats
-from jaxppo.head.late import cut_dim, feature_cotangent, feature_term, of_written, sum_features, sum_parameter
+from jaxppo.head.late import (
+    cut_dim,
+    feature_cotangent,
+    feature_term,
+    of_written,
+    sum_features,
+    sum_parameter,
+)
 from jaxppo.head.order import Index, Order, read, write
 from jaxppo.head.quantized import QuantizedArray
 from jaxppo.head.sums import stored
@@ -26,7 +35,8 @@ def one_pass_in_groups(
 ) -> tuple[tuple[jax.Array, TokenStats], Local]:
     """What `one_pass` returns of all tokens, and the cotangents of `local`.
 
-    The gradients of parameters of all groups add up in f32, and are summed over devices behind the last group.
+    The gradients of parameters of all groups add up in f32, and are summed over devices behind the
+    last group.
     """
     call = work.call
 
@@ -58,11 +68,17 @@ def one_pass_in_groups(
     return results, Local(tuple(feature_cotangents), tuple(parameter_cotangents), None, None)
 
 
-def _products_of_group(group_work: Work, local: Local, totals: Parameters, d_raw: jax.Array) -> tuple[Any, Any]:
-    """The gradients of a group's features, and the totals of those of parameters with the group's added."""
+def _products_of_group(
+    group_work: Work, local: Local, totals: Parameters, d_raw: jax.Array
+) -> tuple[Any, Any]:
+    """The gradients of a group's features, and the totals of those of parameters with the
+    group's added.
+    """
     gradients = []
     for k, primal in enumerate(local.features):
-        gradients.append(sum_features(group_work, partial(feature_term, group_work, k, d_raw), primal))
+        gradients.append(
+            sum_features(group_work, partial(feature_term, group_work, k, d_raw), primal)
+        )
     added = []
     for k, total in enumerate(totals):
         if total is not None:
@@ -95,7 +111,9 @@ def _group_of(work: Work, start: Index, group: int) -> Work:
 
 
 def _add(work: Work, k: int, total: jax.Array, d_raw: jax.Array, rows: int) -> jax.Array:
-    """The total with a group's gradient, in the product's own branch: XLA for GPUs adds as it multiplies."""
+    """The total with a group's gradient, in the product's own branch: XLA for GPUs adds as it
+    multiplies.
+    """
     features = work.features[k]
     if isinstance(features, QuantizedArray):
         features = features.dequantized(work.dtype)
@@ -103,7 +121,10 @@ def _add(work: Work, k: int, total: jax.Array, d_raw: jax.Array, rows: int) -> j
 
 
 def _zero_total(parameter: Any, primal: Any) -> jax.Array | None:
-    """Zeros, in f32, for the gradients of a whole parameter. A kernel that is quantised already has none."""
+    """Zeros, in f32, for the gradients of a whole parameter.
+
+    A kernel that is quantised already has none.
+    """
     if isinstance(primal, QuantizedArray):
         return None
     return jnp.zeros(parameter.shape, jnp.float32)

@@ -1,6 +1,8 @@
-"""Two passes whose first keeps its raw logits for the second, where the memory has room: f32 `[N', V]` of a device.
+"""Two passes whose first keeps its raw logits for the second, where the memory has room: f32
+`[N', V]` of a device.
 
-Their gradients then follow without the product of hidden states and kernel, and late products multiply these.
+Their gradients then follow without the product of hidden states and kernel, and late products
+multiply these.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ from jaxppo.sharding import ShardAxes, note
 
 
 def stats_with_kept_logits(axes: ShardAxes, call: HeadCall, inputs: Inputs) -> TokenStats:
-    """Per-shard: what `stats_of_inputs` returns. The logits wait for the gradients if the memory has room for them."""
+    """Per-shard: what `stats_of_inputs` returns.
+
+    The logits wait for the gradients if the memory has room for them.
+    """
     local = enter(call, inputs)
     chunk = chunk_of_kept(call, local)
     if chunk is None:
@@ -38,7 +43,10 @@ def stats_with_kept_logits(axes: ShardAxes, call: HeadCall, inputs: Inputs) -> T
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def kept_stats(call: HeadCall, chunk: int, local: Local) -> TokenStats:
-    """The statistics of one device's tokens, f32[N] each. Nothing is kept if nobody asks for gradients."""
+    """The statistics of one device's tokens, f32[N] each.
+
+    Nothing is kept if nobody asks for gradients.
+    """
     return token_stats(call, local)
 
 
@@ -59,12 +67,20 @@ def _forward(call: HeadCall, chunk: int, local: Local) -> Any:
     reduced = statistics.over_devices(where_counts(work.counts, reduced, 1), call.axes)
     reduced = work.order.take_back(reduced)
     stats = statistics.stats_of_numbers(call.asked, reduced, local.tokens, call.vocab_size)
-    return where_counts(local.counts, stats), (local, statistics.left_for_gradients(call.asked, reduced), kept)
+    return where_counts(local.counts, stats), (
+        local,
+        statistics.left_for_gradients(call.asked, reduced),
+        kept,
+    )
 
 
-def _backward(call: HeadCall, chunk: int, saved: tuple[Local, Reduced, jax.Array], dstats: TokenStats) -> tuple[Local]:
+def _backward(
+    call: HeadCall, chunk: int, saved: tuple[Local, Reduced, jax.Array], dstats: TokenStats
+) -> tuple[Local]:
     local, reduced, kept = saved
-    asked, has_cotangent, dsums = statistics.cotangents(call.asked, reduced, local.tokens, call.vocab_size, dstats)
+    asked, has_cotangent, dsums = statistics.cotangents(
+        call.asked, reduced, local.tokens, call.vocab_size, dstats
+    )
     call = dataclasses.replace(call, asked=asked)
     if local.counts is not None:
         has_cotangent &= local.counts

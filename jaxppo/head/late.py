@@ -1,7 +1,9 @@
-"""The products that wait for a walk: gradients of features and of parameters, from those of all tiles' raw logits.
+"""The products that wait for a walk: gradients of features and of parameters, from those of all
+tiles' raw logits.
 
-They follow the mask: rows after the last chunk that counts are not multiplied, but for what a part rounds up to. A
-device's gradient is its term of a sum over devices. `sums.py` asks for it piece by piece along one dimension.
+They follow the mask: rows after the last chunk that counts are not multiplied, but for what a part
+rounds up to. A device's gradient is its term of a sum over devices. `sums.py` asks for it piece by
+piece along one dimension.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def late_products(work: Work, local: Local, d_raw: jax.Array) -> Local:
     for k, primal in enumerate(local.features):
         total = sum_features(work, partial(feature_term, work, k, d_raw), primal)
         dfeatures.append(feature_cotangent(work, total, primal))
-    dparameters = [parameter_cotangent(work, k, primal, d_raw) for k, primal in enumerate(local.parameters)]
+    dparameters = [
+        parameter_cotangent(work, k, primal, d_raw) for k, primal in enumerate(local.parameters)
+    ]
     return Local(tuple(dfeatures), tuple(dparameters), None, None)
 
 
@@ -57,9 +61,11 @@ def feature_term(work: Work, k: int, d_raw: jax.Array, starts: Starts, size: int
 
 
 def sum_features(work: Work, term: Term, primal: jax.Array) -> jax.Array:
-    """The gradient of features of all tokens in order, `[N', f]`, summed over the axes that the features lack.
+    """The gradient of features of all tokens in order, `[N', f]`, summed over the axes that the
+    features lack.
 
-    It is no sum yet, and f32, if each device holds the features of some positions: then `feature_cotangent` sums it.
+    It is no sum yet, and f32, if each device holds the features of some positions: then
+    `feature_cotangent` sums it.
     """
     if work.call.sequence_parallel:
         return where_counts(work.counts, term((0,), work.rows))
@@ -80,8 +86,11 @@ def feature_cotangent(work: Work, total: jax.Array, primal: jax.Array) -> jax.Ar
     return rounded(cotangent, primal.dtype)
 
 
-def parameter_cotangent(work: Work, k: int, primal: Any, d_raw: jax.Array, pieces: int = PIECES) -> Any:
-    """The gradient of the columns of parameter k that `d_raw` is of, summed over devices in so many pieces.
+def parameter_cotangent(
+    work: Work, k: int, primal: Any, d_raw: jax.Array, pieces: int = PIECES
+) -> Any:
+    """The gradient of the columns of parameter k that `d_raw` is of, summed over devices in so many
+    pieces.
 
     None for a kernel that is quantised already.
     """
@@ -116,13 +125,19 @@ def _columns_term(
     return of_written(work, product)
 
 
-def _features_term(work: Work, k: int, features: jax.Array, d_raw: jax.Array, starts: Starts, size: int) -> jax.Array:
-    """The gradient of some features of parameter k; one product for all starts, since it reads all of `d_raw`."""
+def _features_term(
+    work: Work, k: int, features: jax.Array, d_raw: jax.Array, starts: Starts, size: int
+) -> jax.Array:
+    """The gradient of some features of parameter k; one product for all starts, since it reads
+    all of `d_raw`.
+    """
 
     def product(rows: int) -> jax.Array:
         x = []
         for start in starts:
-            x.append(lax.dynamic_slice(features, (0, start), (rows, size), allow_negative_indices=False))
+            x.append(
+                lax.dynamic_slice(features, (0, start), (rows, size), allow_negative_indices=False)
+            )
         return parameter_gradient(work.call, k, d_raw[:rows], jnp.concatenate(x, 1))
 
     return of_written(work, product)
@@ -133,11 +148,17 @@ def of_written(work: Work, product: Callable[[int], jax.Array]) -> jax.Array:
     if isinstance(work.turns, int):
         return product(work.rows)
     written = [*range(0, work.rows, work.chunks_of_part * work.chunk), work.rows]
-    return lax.switch(-(-work.turns // work.chunks_of_part), [partial(product, rows) for rows in written])
+    return lax.switch(
+        -(-work.turns // work.chunks_of_part), [partial(product, rows) for rows in written]
+    )
 
 
-def sum_parameter(work: Work, k: int, term: Term, primal: jax.Array, length: int, pieces: int = PIECES) -> jax.Array:
-    """The sum over devices of terms of the gradient of parameter k, cut along `cut_dim`, in the parameter's dtype."""
+def sum_parameter(
+    work: Work, k: int, term: Term, primal: jax.Array, length: int, pieces: int = PIECES
+) -> jax.Array:
+    """The sum over devices of terms of the gradient of parameter k, cut along `cut_dim`, in the
+    parameter's dtype.
+    """
     call = work.call
     dim = cut_dim(work, k)
     names = in_order(work.mesh_axes - varying(primal))
@@ -153,7 +174,9 @@ def _rounded_term(term: Term, dtype: Any, starts: Starts, size: int) -> jax.Arra
 
 
 def cut_dim(work: Work, k: int) -> int:
-    """The dimension of parameter k along which its gradient is computed in pieces: features if FSDP shards these."""
+    """The dimension of parameter k along which its gradient is computed in pieces: features if
+    FSDP shards these.
+    """
     if k == 0 and work.call.h_names:
         return 1 - work.call.v_dim
     return work.call.v_dim

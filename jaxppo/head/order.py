@@ -1,4 +1,6 @@
-"""Tokens that count before the others, so that a loop over chunks can stop behind the last of them."""
+"""Tokens that count before the others, so that a loop over chunks can stop behind the last of
+them.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,12 @@ def rows_at(places: jax.Array, array: jax.Array) -> jax.Array:
     if array.ndim > 1:
         starts = lax.pad(starts, np.int32(0), ((0, 0, 0), (0, array.ndim - 1, 0)))
     offsets = tuple(range(1, array.ndim))
-    dims = lax.GatherDimensionNumbers(offsets, collapsed_slice_dims=(0,), start_index_map=tuple(range(array.ndim)))
-    return lax.gather(array, starts, dims, slice_sizes=(1, *array.shape[1:]), mode="promise_in_bounds")
+    dims = lax.GatherDimensionNumbers(
+        offsets, collapsed_slice_dims=(0,), start_index_map=tuple(range(array.ndim))
+    )
+    return lax.gather(
+        array, starts, dims, slice_sizes=(1, *array.shape[1:]), mode="promise_in_bounds"
+    )
 
 
 def read(tree: Tree, start: Index, size: int, dim: int = 0) -> Tree:
@@ -83,7 +89,9 @@ def write(tree: Tree, new: Tree, start: Index, dim: int = 0) -> Tree:
     def write_one(array: jax.Array, entries: jax.Array) -> jax.Array:
         if entries.shape == array.shape:
             return entries
-        return lax.dynamic_update_slice_in_dim(array, entries, start, dim, allow_negative_indices=False)
+        return lax.dynamic_update_slice_in_dim(
+            array, entries, start, dim, allow_negative_indices=False
+        )
 
     return jax.tree.map(write_one, tree, new)
 

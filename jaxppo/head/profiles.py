@@ -24,14 +24,18 @@ class Profile:
     tile_tokens: int = 8192  # the most tokens of a tile of the second pass, without a mask
     block_width_with_mask: int | None = None  # tiles have fewer tokens then; None for `block_width`
     fixed_chunk: int = 1024  # tokens of a chunk of a deterministic call
-    group_tokens: int = 8192  # the most tokens whose gradients of raw logits exist at once in one pass
+    # the most tokens whose gradients of raw logits exist at once in one pass
+    group_tokens: int = 8192
     shrinks_groups: bool = True  # where groups do not fit the memory; else two passes are taken
-    ring: int = 0  # the most devices around which a sum goes beside its products, if all need it; 0 for no ring
+    # the most devices around which a sum goes beside its products, if all need it; 0 for no ring
+    ring: int = 0
     parts: int = 4  # in which the products of one pass follow a mask
     logit_copies: int = 1  # how many arrays of a tile's f32 logits XLA keeps at once
     upcast: bool = False  # bf16 is multiplied as f32
-    gathers: bool = False  # logits lie in memory, where a target's is read; else XLA finds it in a sum over all columns
-    rounding_products: bool = False  # a product rounds its f32 sums itself, if no sum over devices follows
+    # logits lie in memory, where a target's is read; else XLA finds it in a sum over all columns
+    gathers: bool = False
+    # a product rounds its f32 sums itself, if no sum over devices follows
+    rounding_products: bool = False
 
 
 def _tpu(kind: str, block_width: int, mebibytes: int = 150, tile_tokens: int = 4096) -> Profile:
@@ -40,9 +44,17 @@ def _tpu(kind: str, block_width: int, mebibytes: int = 150, tile_tokens: int = 4
 
 
 def _gpu(kind: str) -> Profile:
-    """XLA for GPUs would write an f32 product to memory before it rounds it: dkernel would exist twice."""
+    """XLA for GPUs would write an f32 product to memory before it rounds it: dkernel would exist
+    twice.
+    """
     return Profile(
-        _eighth(kind), 512 * MIB, 2048, 4608, block_width_with_mask=9216, gathers=True, rounding_products=True
+        _eighth(kind),
+        512 * MIB,
+        2048,
+        4608,
+        block_width_with_mask=9216,
+        gathers=True,
+        rounding_products=True,
     )
 
 
@@ -53,8 +65,8 @@ def _eighth(kind: str) -> int:
     return device.memory // 8
 
 
-# XLA for CPUs multiplies bf16 faster as f32, copies the rows that a product in a branch reads, keeps exponentials
-# beside logits, and updates dkernel slowly
+# XLA for CPUs multiplies bf16 faster as f32, copies the rows that a product in a branch reads,
+# keeps exponentials beside logits, and updates dkernel slowly
 CPU = Profile(
     48 * MIB,
     16 * MIB,
@@ -69,8 +81,8 @@ CPU = Profile(
     upcast=True,
     gathers=True,
 )
-# By a part of a device's kind, which described devices have too: they have no memory to ask for. The first part that is
-# in the kind is taken; the last one is in all.
+# By a part of a device's kind, which described devices have too: they have no memory to ask for.
+# The first part that is in the kind is taken; the last one is in all.
 PROFILES = {
     "cpu": CPU,
     "TPU v4": _tpu("TPU v4", 2048),
@@ -90,10 +102,15 @@ PROFILES = {
 
 
 def device_kind(parallel: ParallelMesh | ShardAxes | None, array: Any) -> str:
-    """The kind of the mesh's devices, of the `shard_map` or Explicit axes around the call, or of JAX's first device."""
+    """The kind of the mesh's devices, of the `shard_map` or Explicit axes around the call, or of
+    JAX's first device.
+    """
     if isinstance(parallel, ParallelMesh):
         return str(parallel.mesh.devices.flat[0].device_kind)
-    for mesh in (jax.sharding.get_abstract_mesh(), getattr(jax.typeof(array).sharding, "mesh", None)):
+    for mesh in (
+        jax.sharding.get_abstract_mesh(),
+        getattr(jax.typeof(array).sharding, "mesh", None),
+    ):
         device = getattr(mesh, "abstract_device", None)  # has no platform in JAX 0.10.0
         if device is not None:
             return str(device.device_kind)

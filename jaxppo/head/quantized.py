@@ -1,8 +1,11 @@
-"""Kernels and hidden states of 8 bits: how they are rounded, and their product. Its gradient ignores the rounding.
+"""Kernels and hidden states of 8 bits: how they are rounded, and their product.
 
-A call rounds the device's share of a kernel once, and the hidden states of its tokens once. The values that are
-multiplied have 8 bits, and scales multiply the sums. The gradients are those of the dequantised numbers, values times
-scale, which are made in the dtype of hidden states where a product reads them.
+Its gradient ignores the rounding.
+
+A call rounds the device's share of a kernel once, and the hidden states of its tokens once. The
+values that are multiplied have 8 bits, and scales multiply the sums. The gradients are those of the
+dequantised numbers, values times scale, which are made in the dtype of hidden states where a
+product reads them.
 """
 
 from __future__ import annotations
@@ -16,35 +19,50 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import check, check_choice, check_count, check_flag, check_floating, dtype_name, plain_number
+from jaxppo.base.arrays import (
+    check,
+    check_choice,
+    check_count,
+    check_flag,
+    check_floating,
+    dtype_name,
+    plain_number,
+)
 from jaxppo.base.pytree import register
 from jaxppo.head.order import Index, loop, read
 from jaxppo.sharding import vary, varying
 
 EightBits = Literal["float8_e4m3fn", "int8"]
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}
-LEAST_SCALE = float(np.sqrt(np.finfo(np.float32).tiny))  # below it numbers are 0, and their scale is 1, as Qwix has it
+# below it numbers are 0, and their scale is 1, as Qwix has it
+LEAST_SCALE = float(np.sqrt(np.finfo(np.float32).tiny))
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """How a head rounds its kernel and its hidden states to 8 bits before it multiplies them; static.
+    """How a head rounds its kernel and its hidden states to 8 bits before it multiplies them;
+    static.
 
     Numbers that share a scale are, in f32,
 
         scale = max |x| / largest        values = nearest(x / scale), ties to even        x is read as values * scale
 
-    Both quotients are products with an inverse. Each column of a kernel has scales of its own, and so has each token of
-    the hidden states. Products of values of 8 bits add up in f32, those of int8 in i32, and both scales multiply the
-    sum. The gradient ignores the rounding: it is that of the product of `values * scale`, and reaches the kernel and
-    the hidden states as they were given.
+    Both quotients are products with an inverse. Each column of a kernel has scales of its own, and
+    so has each token of the hidden states. Products of values of 8 bits add up in f32, those of
+    int8 in i32, and both scales multiply the sum. The gradient ignores the rounding: it is that of
+    the product of `values * scale`, and reaches the kernel and the hidden states as they were
+    given.
 
     Args:
       dtype: "float8_e4m3fn" or "int8", a name or a dtype.
-      block: of how many features a column or a token has a scale each; it divides H. None for one scale of all.
-      hidden: whether hidden states are rounded too. If not, values of the kernel are multiplied in their dtype.
-      largest: the value of the largest number; by default that of the dtype, 448 or 127. Qwix has 127.5 for int8.
-      powers_of_two: whether scales are rounded up to powers of two, as those of MXFP8, whose blocks have 32 features.
+      block: of how many features a column or a token has a scale each; it divides H. None for one
+        scale of all.
+      hidden: whether hidden states are rounded too. If not, values of the kernel are multiplied in
+        their dtype.
+      largest: the value of the largest number; by default that of the dtype, 448 or 127. Qwix has
+        127.5 for int8.
+      powers_of_two: whether scales are rounded up to powers of two, as those of MXFP8, whose blocks
+        have 32 features.
 
     Raises:
       ValueError: an unknown dtype, a number out of its range.
@@ -53,9 +71,10 @@ class Quantization:
       >>> Quantization("int8").largest
       127.0
 
-    The dtype: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433. Blocks of 128: DeepSeek-V3,
-    https://arxiv.org/abs/2412.19437. MXFP8: Rouhani et al. 2023, https://arxiv.org/abs/2310.10537, with scales that are
-    rounded up, as in Qwix, https://github.com/google/qwix
+    The dtype: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433. Blocks of 128:
+    DeepSeek-V3, https://arxiv.org/abs/2412.19437. MXFP8: Rouhani et al. 2023,
+    https://arxiv.org/abs/2310.10537, with scales that are rounded up, as in Qwix,
+    https://github.com/google/qwix
     """
 
     dtype: EightBits = "float8_e4m3fn"
@@ -82,13 +101,14 @@ class Quantization:
 class QuantizedArray:
     """A kernel that is quantised already, values * scale. No gradient flows to it.
 
-    A `Head` of it multiplies hidden states as they are, unless its `quantized=` says that they are rounded too.
+    A `Head` of it multiplies hidden states as they are, unless its `quantized=` says that they are
+    rounded too.
 
     Args:
       values: e4m3 or int8 `[H, V]`, or `[V, H]` with layout "vh"; sharded as a kernel of floats is.
-      scale: floats of as many dimensions, each a divisor of that of `values`: `[1, V]` for a scale of each column,
-        `[H / 128, V]` for blocks of 128 features, `[H / 128, V / 128]` for blocks of both, as DeepSeek-V3 has them. On
-        a mesh every device has it for all of H.
+      scale: floats of as many dimensions, each a divisor of that of `values`: `[1, V]` for a scale
+        of each column, `[H / 128, V]` for blocks of 128 features, `[H / 128, V / 128]` for blocks
+        of both, as DeepSeek-V3 has them. On a mesh every device has it for all of H.
 
     Example:
       >>> import jax.numpy as jnp
@@ -118,7 +138,9 @@ class QuantizedArray:
         return QuantizedArray(self.values.T, self.scale.T)
 
     def by_column(self, v_dim: int) -> QuantizedArray:
-        """The same numbers with an f32 scale of each column, `[blocks, V]` or `[V, blocks]`; without a gradient."""
+        """The same numbers with an f32 scale of each column, `[blocks, V]` or `[V, blocks]`;
+        without a gradient.
+        """
         width = self.shape[v_dim]
         scale = self.scale.astype(jnp.float32)
         scales = scale.shape[v_dim]
@@ -130,7 +152,9 @@ class QuantizedArray:
         """values * scale, rounded to this dtype."""
         rows, columns = self.shape
         row_scales, column_scales = self.scale.shape
-        in_blocks = self.values.reshape(row_scales, rows // row_scales, column_scales, columns // column_scales)
+        in_blocks = self.values.reshape(
+            row_scales, rows // row_scales, column_scales, columns // column_scales
+        )
         numbers = in_blocks.astype(jnp.float32) * self.scale[:, None, :, None]
         return numbers.astype(dtype).reshape(self.shape)
 
@@ -141,16 +165,24 @@ def check_quantized(name: str, kernel: QuantizedArray, features: int, v_dim: int
     if dtype not in LARGEST:
         raise TypeError(f"{name}.values: got {dtype}, expected an array of {' or '.join(LARGEST)}")
     shape = kernel.values.shape
-    check(f"{name}.values", f"shape {shape}", len(shape) == 2 and 0 not in shape, "[H, V] or [V, H]")
+    check(
+        f"{name}.values", f"shape {shape}", len(shape) == 2 and 0 not in shape, "[H, V] or [V, H]"
+    )
     check_floating(f"{name}.scale", kernel.scale, 2, "[blocks, V] or [V, blocks]")
     sizes = [features, features]
     sizes[v_dim] = shape[v_dim]
-    divides = all(size % scales == 0 for size, scales in zip(sizes, kernel.scale.shape, strict=True))
+    divides = all(
+        size % scales == 0 for size, scales in zip(sizes, kernel.scale.shape, strict=True)
+    )
     check(f"{name}.scale", f"shape {kernel.scale.shape}", divides, f"divisors of {tuple(sizes)}")
 
 
-def rule_of(name: str, rule: Quantization | None, kernel: QuantizedArray, features: int, v_dim: int) -> Quantization:
-    """How a head with this kernel rounds: as the kernel was, and hidden states if the rule says so."""
+def rule_of(
+    name: str, rule: Quantization | None, kernel: QuantizedArray, features: int, v_dim: int
+) -> Quantization:
+    """How a head with this kernel rounds: as the kernel was, and hidden states if the rule says
+    so.
+    """
     block = features // kernel.scale.shape[1 - v_dim]
     dtype: Any = dtype_name(kernel.values.dtype)
     if rule is None:
@@ -161,29 +193,36 @@ def rule_of(name: str, rule: Quantization | None, kernel: QuantizedArray, featur
 
 
 def quantize(rule: Quantization, array: jax.Array, dim: int) -> QuantizedArray:
-    """An array of two dimensions in values of the rule. Its numbers along `dim`, or those of a block, share a scale."""
+    """An array of two dimensions in values of the rule.
+
+    Its numbers along `dim`, or those of a block, share a scale.
+    """
     size = array.shape[dim]
     block = rule.block or size
     in_blocks = [*array.shape]
     in_blocks[dim : dim + 1] = [size // block, block]
     numbers = array.astype(jnp.float32).reshape(in_blocks)
-    # products with inverses have the same bits everywhere: XLA makes them of these divisions in some programs only
+    # products with inverses have the same bits everywhere: XLA makes them of these divisions in
+    # some programs only
     scale = jnp.abs(numbers).max(dim + 1, keepdims=True) * np.float32(1 / cast(float, rule.largest))
     scale = jnp.where(scale < LEAST_SCALE, 1, scale)
     if rule.powers_of_two:
         nearest_power = lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=0)
         scale = jnp.where(nearest_power < scale, 2 * nearest_power, nearest_power)
-    # without a barrier XLA for GPUs would write the quotients too, as it turns values of 8 bits round
+    # without a barrier XLA for GPUs would write the quotients too, as it turns values of 8 bits
+    # round
     values = lax.optimization_barrier(nearest(rule.dtype, numbers * (1 / scale)))
     return QuantizedArray(values.reshape(array.shape), scale.squeeze(dim + 1))
 
 
 def nearest(dtype: EightBits, numbers: jax.Array) -> jax.Array:
-    """f32 numbers as the nearest values of this dtype, ties to even; larger ones become its largest."""
+    """f32 numbers as the nearest values of this dtype, ties to even; larger ones become its
+    largest.
+    """
     if dtype == "int8":
         return jnp.clip(jnp.round(numbers), -128, 127).astype(jnp.int8)
-    # XLA for CPUs would convert by way of f16, and so round twice: values of 4 bits, and below 2**-6 multiples of
-    # 2**-9, are converted exactly
+    # XLA for CPUs would convert by way of f16, and so round twice: values of 4 bits, and below
+    # 2**-6 multiples of 2**-9, are converted exactly
     normal = lax.reduce_precision(numbers, exponent_bits=8, mantissa_bits=3)
     subnormal = jnp.round(numbers * 512) / 512
     values = jnp.where(jnp.abs(numbers) < 2**-6, subnormal, normal)
@@ -204,9 +243,15 @@ def quantized_operands(
 
 
 def quantized_product(
-    hidden: jax.Array | QuantizedArray, kernel: QuantizedArray, dim: int, upcast: bool, precision: Any
+    hidden: jax.Array | QuantizedArray,
+    kernel: QuantizedArray,
+    dim: int,
+    upcast: bool,
+    precision: Any,
 ) -> jax.Array:
-    """The product of hidden states `[C, H]` and a kernel whose dimension `dim` is H: f32 `[C, B]`."""
+    """The product of hidden states `[C, H]` and a kernel whose dimension `dim` is H: f32
+    `[C, B]`.
+    """
     blocks = kernel.scale.shape[dim]
     size = kernel.shape[dim] // blocks
 
@@ -235,8 +280,13 @@ def _sums(left: jax.Array, right: jax.Array, dim: int, upcast: bool, precision: 
         left = left.astype(jnp.float32)
         right = right.astype(jnp.float32)
     if left.dtype == jnp.int8:
-        return lax.dot_general(left, right, dims, preferred_element_type=jnp.int32).astype(jnp.float32)
+        return lax.dot_general(left, right, dims, preferred_element_type=jnp.int32).astype(
+            jnp.float32
+        )
     if precision is None and left.dtype in (jnp.float32, jnp.float8_e4m3fn):
-        # accelerators would multiply f32 in one bf16 or TF32 pass, and GPUs add products of fp8 in fewer bits than f32
+        # accelerators would multiply f32 in one bf16 or TF32 pass, and GPUs add products of fp8 in
+        # fewer bits than f32
         precision = "highest"
-    return lax.dot_general(left, right, dims, precision=precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        left, right, dims, precision=precision, preferred_element_type=jnp.float32
+    )

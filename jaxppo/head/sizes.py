@@ -1,7 +1,10 @@
-"""The sizes of chunks and blocks, from the memory that a call may take. They change results by rounding only.
+"""The sizes of chunks and blocks, from the memory that a call may take.
 
-A chunk is some of a device's tokens. A group is some chunks, whose gradients of raw logits exist at once. A block is
-some columns, and its width is their number. A tile is a chunk by all columns or by a block.
+They change results by rounding only.
+
+A chunk is some of a device's tokens. A group is some chunks, whose gradients of raw logits exist at
+once. A block is some columns, and its width is their number. A tile is a chunk by all columns or by
+a block.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ def chunk_of_forward(call: HeadCall, local: Local) -> int:
     token_bytes = logit_bytes * V
     if call.deterministic:
         fixed = call.profile.fixed_chunk
-        least = fixed * token_bytes // call.profile.logit_copies  # f32 logits alone: a fixed chunk cannot be smaller
+        # f32 logits alone: a fixed chunk cannot be smaller
+        least = fixed * token_bytes // call.profile.logit_copies
         if call.heads == 1:
             least //= max(1, call.eighths)  # two heads are compared by all columns
         _check(call, least)
@@ -50,19 +54,23 @@ def chunk_of_one_pass(call: HeadCall, local: Local) -> tuple[int, int] | None:
     if call.quantized is not None:
         memory -= (1 + number_bytes) * H * (N + V)  # operands of 8 bits, and dequantised ones
     messages = 0  # around a ring, after the chunks: half as much as the kernel's gradient
-    if call.profile.ring and (call.h_names or 1 < call.axes.size(call.axes.tokens) <= call.profile.ring):
+    if call.profile.ring and (
+        call.h_names or 1 < call.axes.size(call.axes.tokens) <= call.profile.ring
+    ):
         messages = 2 * H * V
     group = N
     most = call.profile.chunk_tokens
     if call.profile.group_tokens < N:
         group = equal_part(N, call.profile.group_tokens // 2)
     while True:
-        # beside a group's gradients of raw logits: those of a piece of the kernel in f32, or of all for several groups
+        # beside a group's gradients of raw logits: those of a piece of the kernel in f32, or of all
+        # for several groups
         gradient = 4 * H * V
         if group == N:
             gradient //= 4
         else:
-            most = call.profile.chunk_tokens // 2  # so that several groups take little more memory than one
+            # so that several groups take little more memory than one
+            most = call.profile.chunk_tokens // 2
         room = memory - number_bytes * group * V - gradient
         if room >= max(min(N, 4 * LEAST) * token_bytes, messages):
             chunk = fitting(group, most, token_bytes, room)
@@ -73,7 +81,8 @@ def chunk_of_one_pass(call: HeadCall, local: Local) -> tuple[int, int] | None:
 
 
 def chunk_of_kept(call: HeadCall, local: Local) -> int | None:
-    """The tokens of a chunk of a walk that keeps its products in f32; None if they do not fit the memory.
+    """The tokens of a chunk of a walk that keeps its products in f32; None if they do not fit the
+    memory.
 
     Beside them the gradients follow as in one pass, of all tokens in one group.
     """
@@ -82,15 +91,22 @@ def chunk_of_kept(call: HeadCall, local: Local) -> int | None:
     most = call.profile.chunk_tokens
     if local.counts is None:
         most = N  # a single chunk is what is kept, and not copied there
-    profile = dataclasses.replace(call.profile, chunk_tokens=most, group_tokens=N, shrinks_groups=False)
-    sizes = chunk_of_one_pass(dataclasses.replace(call, memory=max(1, memory), profile=profile), local)
+    profile = dataclasses.replace(
+        call.profile, chunk_tokens=most, group_tokens=N, shrinks_groups=False
+    )
+    sizes = chunk_of_one_pass(
+        dataclasses.replace(call, memory=max(1, memory), profile=profile), local
+    )
     if sizes is None:
         return None
     return sizes[0]
 
 
 def block_of_second(call: HeadCall, local: Local) -> tuple[int, int]:
-    """The tokens of a chunk and the width of a block of the second pass. Raises if no tile fits the memory."""
+    """The tokens of a chunk and the width of a block of the second pass.
+
+    Raises if no tile fits the memory.
+    """
     N, H, V, number_bytes, logit_bytes = Sizes.of(call, local)
     width = call.profile.block_width
     most = call.profile.tile_tokens
@@ -133,7 +149,9 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, call: HeadCall, local: Local) -> Sizes:
-        """Beside a logit lie a nucleus, the gradients of ids, and the likeliest ids with their places."""
+        """Beside a logit lie a nucleus, the gradients of ids, and the likeliest ids with their
+        places.
+        """
         hidden = local.features[0]
         kernel = local.parameters[0]
         H = hidden.shape[-1]
@@ -163,7 +181,9 @@ def fitting(N: int, most: int, token_bytes: int, memory: int) -> int:
 
 
 def equal_part(count: int, most: int, unit: int = LEAST) -> int:
-    """The size of equal parts of at most `most`, as few as that allows, in whole units: of 2304 by 2048 it is 1152."""
+    """The size of equal parts of at most `most`, as few as that allows, in whole units: of 2304
+    by 2048 it is 1152.
+    """
     if count <= most:
         return count
     size = -(-count // -(-count // most))
@@ -175,4 +195,6 @@ def equal_part(count: int, most: int, unit: int = LEAST) -> int:
 
 def _check(call: HeadCall, least: int) -> None:
     if call.memory is not None and least > call.memory:
-        raise ValueError(f"memory: got {call.memory} bytes, expected at least {least} for this head and batch")
+        raise ValueError(
+            f"memory: got {call.memory} bytes, expected at least {least} for this head and batch"
+        )

@@ -1,7 +1,8 @@
-"""The statistics of a token's distribution, which follow from a few numbers over the vocabulary's columns, `Reduced`.
+"""The statistics of a token's distribution, which follow from a few numbers over the vocabulary's
+columns, `Reduced`.
 
-Each device reduces its columns, and `over_devices` joins the numbers of all. JAX differentiates `sums_of` tile by tile,
-and `stats_of_numbers` once per token.
+Each device reduces its columns, and `over_devices` joins the numbers of all. JAX differentiates
+`sums_of` tile by tile, and `stats_of_numbers` once per token.
 """
 
 from __future__ import annotations
@@ -46,12 +47,19 @@ class Reduced(NamedTuple):
 #        ids        f32[N, K], the logits of `tokens.ids`
 
 
-def reduce_columns(asked: Asked, z: jax.Array, tokens: Tokens, columns: Columns, gathers: bool = False) -> Reduced:
-    """All numbers of one tile; sums are relative to the largest logits. `gathers` reads a target's logit by itself."""
+def reduce_columns(
+    asked: Asked, z: jax.Array, tokens: Tokens, columns: Columns, gathers: bool = False
+) -> Reduced:
+    """All numbers of one tile; sums are relative to the largest logits.
+
+    `gathers` reads a target's logit by itself.
+    """
     constant = lax.stop_gradient(z)
     peaks = {"m": jnp.maximum(constant.max(1), LOW)}  # all logits may be -inf
     if tokens.nucleus_ids is not None:
-        peaks["nucleus"] = jnp.where(columns.nucleus(tokens) & ~(constant < LOW), constant, LOW).max(1)
+        peaks["nucleus"] = jnp.where(
+            columns.nucleus(tokens) & ~(constant < LOW), constant, LOW
+        ).max(1)
     if "accuracy" in asked.logit_stats:
         peaks["key"] = _sortable(constant, columns.one_hot(tokens.targets)).max(1)
     top = None
@@ -72,8 +80,9 @@ def sums_of(
 ) -> Numbers:
     """The sums over columns `[C, B]`, or only those through which a gradient flows.
 
-    With `differentiated` the others are left out: JAX would compute their derivatives and multiply them by 0. With
-    `gathers` a target's logit is read where it lies, but not if JAX differentiates: a gather's transpose scatters.
+    With `differentiated` the others are left out: JAX would compute their derivatives and multiply
+    them by 0. With `gathers` a target's logit is read where it lies, but not if JAX differentiates:
+    a gather's transpose scatters.
     """
     d = z - peaks["m"][:, None]
     e = jnp.exp(d)
@@ -151,7 +160,9 @@ def first_of(z: jax.Array, ids: jax.Array, k: int) -> Top:
 
 
 def over_devices(reduced: Reduced, axes: ShardAxes) -> Reduced:
-    """The numbers over the whole vocabulary: a maximum, a sum, and a gather of the k largest, over the tensor axis."""
+    """The numbers over the whole vocabulary: a maximum, a sum, and a gather of the k largest,
+    over the tensor axis.
+    """
     names = axes.tensor
     if not names:
         return reduced
@@ -162,7 +173,10 @@ def over_devices(reduced: Reduced, axes: ShardAxes) -> Reduced:
         return Reduced(peaks, sums)
     k = reduced.top[0].shape[1]
     with note(f"{k} likeliest ids per token, gathered over the tensor axis"):
-        z, ids = (lax.all_gather(array, names, axis=1, tiled=True, to="invarying") for array in reduced.top)
+        z, ids = (
+            lax.all_gather(array, names, axis=1, tiled=True, to="invarying")
+            for array in reduced.top
+        )
     return Reduced(peaks, sums, first_of(z, ids, k))
 
 
@@ -184,7 +198,8 @@ def rescaled(sums: Numbers, old: Numbers, new: Numbers) -> Numbers:
 def stats_of_numbers(
     asked: Asked, reduced: Reduced, tokens: Tokens, vocab_size: int, sums: Numbers | None = None
 ) -> TokenStats:
-    """The statistics from the numbers over the whole vocabulary; JAX differentiates it with respect to `sums`.
+    """The statistics from the numbers over the whole vocabulary; JAX differentiates it with respect
+    to `sums`.
 
     They take the place of those of `reduced` that have their names.
     """
@@ -218,7 +233,9 @@ def stats_of_numbers(
     return TokenStats(**stats, entropy_mode=asked.entropy)
 
 
-def _target_log_probs(peaks: Numbers, sums: Numbers, log_s: jax.Array, tokens: Tokens, vocab_size: int) -> jax.Array:
+def _target_log_probs(
+    peaks: Numbers, sums: Numbers, log_s: jax.Array, tokens: Tokens, vocab_size: int
+) -> jax.Array:
     """The log-probs of the targets, in the whole distribution or in the nucleus."""
     exists = (tokens.targets >= 0) & (tokens.targets < vocab_size)
     peak = peaks["m"]
@@ -280,7 +297,9 @@ def left_for_gradients(asked: Asked, reduced: Reduced) -> Reduced:
 def cotangents(
     asked: Asked, reduced: Reduced, tokens: Tokens, vocab_size: int, dstats: TokenStats
 ) -> tuple[Asked, jax.Array, Numbers]:
-    """What a backward asks for, the tokens with a cotangent that is not 0, and the cotangents of the sums."""
+    """What a backward asks for, the tokens with a cotangent that is not 0, and the cotangents of
+    the sums.
+    """
     logit_stats = tuple(name for name in asked.logit_stats if name in DIFFERENTIABLE)
     names = ["log_probs", "id_log_probs", *logit_stats]
     asked_back = Asked("none", logit_stats)  # no gradient reads an entropy as a metric

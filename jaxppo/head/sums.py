@@ -1,7 +1,8 @@
-"""Sums over devices of gradients, in f32: collectives, or a ring whose messages travel beside the products.
+"""Sums over devices of gradients, in f32: collectives, or a ring whose messages travel beside the
+products.
 
-A term is this device's part of a sum: `term(starts, size)` computes so many of its rows or columns from each start on,
-one after another.
+A term is this device's part of a sum: `term(starts, size)` computes so many of its rows or columns
+from each start on, one after another.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ def stored(array: jax.Array, dim: int, starts: Starts, size: int) -> jax.Array:
     return jnp.concatenate([read(array, start, size, dim) for start in starts], dim)
 
 
-def summed(term: Term, dim: int, length: int, names: Names, dtype: Any, ring: int, pieces: int) -> jax.Array:
-    """The sum over the axes `names` of terms with this length of a dimension, rounded after the sum.
+def summed(
+    term: Term, dim: int, length: int, names: Names, dtype: Any, ring: int, pieces: int
+) -> jax.Array:
+    """The sum over the axes `names` of terms with this length of a dimension, rounded after the
+    sum.
 
-    Whole shares go around a ring of at most so many devices. Collectives sum the rest, or else all in so many pieces:
-    the product of one is computed beside the sum of another. Without a sum there is one piece: XLA for GPUs would copy
-    several.
+    Whole shares go around a ring of at most so many devices. Collectives sum the rest, or else all
+    in so many pieces:
+    the product of one is computed beside the sum of another. Without a sum there is one piece: XLA
+    for GPUs would copy several.
     """
     devices = lax.axis_size(names)
     sums = []
@@ -46,7 +51,9 @@ def summed(term: Term, dim: int, length: int, names: Names, dtype: Any, ring: in
         pieces = 1  # for what is left
     if done:
         share = ring_sum(term, dim, done, names)
-        sums.append(lax.all_gather(rounded(share, dtype), names, axis=dim, tiled=True, to="invarying"))
+        sums.append(
+            lax.all_gather(rounded(share, dtype), names, axis=dim, tiled=True, to="invarying")
+        )
     size = max(1, -(-(length - done) // pieces))
     for start in range(done, length, size):
         piece = term((start,), min(size, length - start))
@@ -56,11 +63,15 @@ def summed(term: Term, dim: int, length: int, names: Names, dtype: Any, ring: in
     return jnp.concatenate(sums, dim)
 
 
-def scattered(term: Term, dim: int, length: int, names: Names, rest: Names, dtype: Any, ring: int) -> jax.Array:
-    """This device's share, as the axes `names` shard a dimension, of the sum over them and the axes `rest`.
+def scattered(
+    term: Term, dim: int, length: int, names: Names, rest: Names, dtype: Any, ring: int
+) -> jax.Array:
+    """This device's share, as the axes `names` shard a dimension, of the sum over them and the axes
+    `rest`.
 
-    Around at most `ring` devices the sum goes as in `ring_sum`, around more as in `wide_ring_sum`: XLA for TPUs makes
-    an all-reduce of a psum_scatter over 16. If `ring` is 0, or the length does not divide, it is a psum_scatter.
+    Around at most `ring` devices the sum goes as in `ring_sum`, around more as in `wide_ring_sum`:
+    XLA for TPUs makes an all-reduce of a psum_scatter over 16. If `ring` is 0, or the length does
+    not divide, it is a psum_scatter.
     """
     devices = lax.axis_size(names)
     is_ring = ring > 0 and devices > 1 and names == in_order(names)
@@ -83,8 +94,9 @@ def in_order(names: Any) -> Names:
 def ring_sum(term: Term, dim: int, length: int, names: Names) -> jax.Array:
     """This device's share of the sum over a ring of devices, whose halves go around one each way.
 
-    Share i of the first half starts on device i + 1 and reaches device i last. Each device on its way adds its own
-    term, which it can compute while the sum so far is on a link. The second half goes the other way.
+    Share i of the first half starts on device i + 1 and reaches device i last. Each device on its
+    way adds its own term, which it can compute while the sum so far is on a link. The second half
+    goes the other way.
     """
     devices = lax.axis_size(names)
     size = length // (2 * devices)  # of half a share
@@ -103,11 +115,13 @@ def ring_sum(term: Term, dim: int, length: int, names: Names) -> jax.Array:
 
 
 def wide_ring_sum(term: Term, dim: int, length: int, names: Names) -> jax.Array:
-    """This device's share of the sum over a ring of many devices, to which half of them send from each side.
+    """This device's share of the sum over a ring of many devices, to which half of them send from
+    each side.
 
-    A sum that goes up starts on the farthest device below and comes to that of its share. Each device on its way adds
-    its own term. At each step a device computes its terms of two shares, one that goes up and one that goes down, as
-    one product where it can: `ring_sum` would take four times as many, each of which reads the same array.
+    A sum that goes up starts on the farthest device below and comes to that of its share. Each
+    device on its way adds its own term. At each step a device computes its terms of two shares, one
+    that goes up and one that goes down, as one product where it can: `ring_sum` would take four
+    times as many, each of which reads the same array.
     """
     devices = lax.axis_size(names)
     size = length // devices
@@ -138,8 +152,12 @@ def neighbours(devices: int) -> tuple[Permutation, Permutation]:
     return up, down
 
 
-def _passed_on(total: jax.Array | None, names: Names, permutation: Permutation, own: jax.Array) -> jax.Array:
-    """The sum so far, as a neighbour sends it, and a device's own term; the term alone where the sum starts."""
+def _passed_on(
+    total: jax.Array | None, names: Names, permutation: Permutation, own: jax.Array
+) -> jax.Array:
+    """The sum so far, as a neighbour sends it, and a device's own term; the term alone where the
+    sum starts.
+    """
     if total is None:
         return own
     return lax.ppermute(total, names, permutation) + own

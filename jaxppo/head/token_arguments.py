@@ -1,4 +1,6 @@
-"""Checks of the arguments that hold something for each token, and of statistics that a caller gives back."""
+"""Checks of the arguments that hold something for each token, and of statistics that a caller
+gives back.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,40 @@ from jaxppo.base.arrays import (
 from jaxppo.head.call import Asked, Tokens
 from jaxppo.head.head import Entropy, LogitStat, TokenStats
 
-_OF_IDS = ("ids", "id_log_probs", "top_ids", "top_log_probs")  # the statistics that have a dimension K
+# the statistics that have a dimension K
+_OF_IDS = ("ids", "id_log_probs", "top_ids", "top_log_probs")
 
 
 def as_token_arrays(
-    source: str, shape: tuple[int, ...], targets: Any, nucleus_ids: Any, ids: Any, where: Any, temperature: Any
+    source: str,
+    shape: tuple[int, ...],
+    targets: Any,
+    nucleus_ids: Any,
+    ids: Any,
+    where: Any,
+    temperature: Any,
 ) -> tuple[Tokens, Any]:
-    """The last five arguments, checked against the [R, T] of `source`: ids in i32, the temperature in f32."""
+    """The last five arguments, checked against the [R, T] of `source`: ids in i32, the
+    temperature in f32.
+    """
     if targets is not None:
         check_array("targets", targets)
-        check("targets", f"shape {targets.shape}", targets.shape == shape, f"{shape}, the [R, T] of {source}")
+        check(
+            "targets",
+            f"shape {targets.shape}",
+            targets.shape == shape,
+            f"{shape}, the [R, T] of {source}",
+        )
         targets = as_token_ids(targets)
     temperature = as_temperature(temperature, shape)
     if where is not None:
         check_array("where", where)
-        check("where", f"shape {where.shape}", where.shape == shape, f"{shape}, the [R, T] of {source}")
+        check(
+            "where",
+            f"shape {where.shape}",
+            where.shape == shape,
+            f"{shape}, the [R, T] of {source}",
+        )
         if where.dtype != bool:
             temperature = _nan_where_no_mask(temperature, where)
         where = where.astype(bool)
@@ -48,7 +69,9 @@ def as_token_arrays(
 
 
 def _nan_where_no_mask(temperature: Any, where: Any) -> Any:
-    """The temperature, NaN where a mask of numbers is neither 0 nor 1: the results there are then NaN."""
+    """The temperature, NaN where a mask of numbers is neither 0 nor 1: the results there are
+    then NaN.
+    """
     if temperature is None:
         temperature = jnp.float32(1)
     is_no_mask = (where != 0) & (where != 1)
@@ -64,16 +87,36 @@ def as_asked(entropy: Any, logit_stats: Any, top_k: Any) -> Asked:
 def as_adapter_ids(what: str, lora: Any, adapter_ids: Any, rows: int) -> Int[Array, " R"] | None:
     """The adapter of each row, as i32; None if all rows share one adapter, or there is none."""
     if lora is None or lora.a.ndim == 2:
-        check("adapter_ids", "an array", adapter_ids is None, f"None without several adapters in {what}, [A, H, r]")
+        check(
+            "adapter_ids",
+            "an array",
+            adapter_ids is None,
+            f"None without several adapters in {what}, [A, H, r]",
+        )
         return None
-    check("adapter_ids", None, adapter_ids is not None, f"i32[R] for the {lora.a.shape[0]} adapters of {what}")
+    check(
+        "adapter_ids",
+        None,
+        adapter_ids is not None,
+        f"i32[R] for the {lora.a.shape[0]} adapters of {what}",
+    )
     check_array("adapter_ids", adapter_ids)
-    check("adapter_ids", f"shape {adapter_ids.shape}", adapter_ids.shape == (rows,), f"{(rows,)}, one per row")
+    check(
+        "adapter_ids",
+        f"shape {adapter_ids.shape}",
+        adapter_ids.shape == (rows,),
+        f"{(rows,)}, one per row",
+    )
     return as_token_ids(adapter_ids)
 
 
-def as_temperature(temperature: Any, shape: tuple[int, ...]) -> Float[Array, ""] | Float[Array, "R T"] | None:
-    """The temperature in f32, without a gradient; NaN where it is not a finite number above 0. None stands for 1."""
+def as_temperature(
+    temperature: Any, shape: tuple[int, ...]
+) -> Float[Array, ""] | Float[Array, "R T"] | None:
+    """The temperature in f32, without a gradient; NaN where it is not a finite number above 0.
+
+    None stands for 1.
+    """
     if not isinstance(temperature, (np.ndarray, jax.Array)):
         check_number("temperature", temperature, above=0)
     else:
@@ -100,14 +143,17 @@ def as_id_sets(what: str, ids: Any, shape: tuple[int, ...]) -> Any:
 def as_logit_stats(logit_stats: Any) -> tuple[LogitStat, ...]:
     """The names, each once and in one order."""
     names = get_args(LogitStat)
-    several = isinstance(logit_stats, Collection) and not isinstance(logit_stats, (str, jax.Array, np.ndarray))
+    several = isinstance(logit_stats, Collection) and not isinstance(
+        logit_stats, (str, jax.Array, np.ndarray)
+    )
     good = several and all(isinstance(x, str) and x in names for x in logit_stats)
     check("logit_stats", repr(logit_stats), good, f"some of {names}, in a tuple, list or set")
     return tuple(name for name in names if name in logit_stats)
 
 
 def check_stats(stats: TokenStats, shape: tuple[int, ...], *read: str, how: str = "") -> None:
-    """Raises unless these are statistics of a batch of shape `[R, T]` or `[K, R, T]`, in the dtypes of `arrays.KINDS`.
+    """Raises unless these are statistics of a batch of shape `[R, T]` or `[K, R, T]`, in the dtypes
+    of `arrays.KINDS`.
 
     The fields `read` must not be None, nor log-probs; `how` tells in the error how to get them.
     """

@@ -1,4 +1,6 @@
-"""Chunks of tokens by all of a device's columns: their statistics, and a loss with the gradients of raw logits."""
+"""Chunks of tokens by all of a device's columns: their statistics, and a loss with the gradients
+of raw logits.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class Work(NamedTuple):
     """A device's tokens in chunks, those that count first, and its columns."""
 
     call: HeadCall
-    mesh_axes: MeshAxes  # along which anything differs; features and parameters vary along all of them
+    # along which anything differs; features and parameters vary along all of them
+    mesh_axes: MeshAxes
     chunk: int  # C, the tokens of a chunk
     rows: int  # N', the tokens of all chunks
     turns: Index  # how many chunks are computed, at least those with a token that counts
@@ -111,7 +114,8 @@ class Work(NamedTuple):
             dtype=dtype,
             order=order,
             counts=counts,
-            # 0 of what fills a chunk would be 0 / 0; without a cotangent it may be NaN, as features may
+            # 0 of what fills a chunk would be 0 / 0; without a cotangent it may be NaN, as features
+            # may
             tokens=tokens._replace(temperature=where_counts(counts, tokens.temperature, 1)),
             features=where_counts(counts, order.put(features, rows)),
             parameters=tuple(parameters),
@@ -146,8 +150,12 @@ def _quantized(rule: Quantization, work: Work) -> Work:
     return work._replace(features=features, parameters=parameters)
 
 
-def _turns(counts: jax.Array, chunk: int, chunks: int, chunks_of_part: int, equal: MeshAxes) -> jax.Array:
-    """How many chunks are computed: the parts that have a token that counts; equally many along the axes `equal`."""
+def _turns(
+    counts: jax.Array, chunk: int, chunks: int, chunks_of_part: int, equal: MeshAxes
+) -> jax.Array:
+    """How many chunks are computed: the parts that have a token that counts; equally many along
+    the axes `equal`.
+    """
     counted = counts.sum(dtype=jnp.int32)
     names = tuple(sorted(equal & varying(counted)))
     if names:
@@ -168,11 +176,15 @@ def numbers_of_chunk(work: Work, i: Index) -> tuple[Reduced, jax.Array]:
     chunk = work.read(i)
     raw = raw_logits(call, chunk.features, work.parameters)
     z = work.logits(raw, chunk.tokens)
-    reduced = statistics.reduce_columns(call.asked, z, chunk.tokens, work.columns, gathers=call.profile.gathers)
+    reduced = statistics.reduce_columns(
+        call.asked, z, chunk.tokens, work.columns, gathers=call.profile.gathers
+    )
     return work.vary((reduced, raw))
 
 
-def over_chunks(work: Work, of_chunk: Callable[[Index], Tree], new: Callable[..., jax.Array] = jnp.zeros) -> Tree:
+def over_chunks(
+    work: Work, of_chunk: Callable[[Index], Tree], new: Callable[..., jax.Array] = jnp.zeros
+) -> Tree:
     """Arrays `[N', ...]` of all tokens from those of each chunk, of_chunk(i).
 
     Where no chunk is computed they are as `new(shape, dtype)` makes them, by default 0.
@@ -186,23 +198,30 @@ def over_chunks(work: Work, of_chunk: Callable[[Index], Tree], new: Callable[...
     return loop(work.turns, write_chunk, work.vary(arrays))
 
 
-def one_pass(work: Work, loss: ChunkLoss, per_token: Any) -> tuple[tuple[jax.Array, TokenStats], jax.Array]:
-    """The losses and statistics of all tokens in order, and the gradients of their products, `[N', V]`.
+def one_pass(
+    work: Work, loss: ChunkLoss, per_token: Any
+) -> tuple[tuple[jax.Array, TokenStats], jax.Array]:
+    """The losses and statistics of all tokens in order, and the gradients of their products,
+    `[N', V]`.
 
-    `per_token` are arrays `[N', ...]` in order. Nothing is written into the rows of chunks that are not computed.
+    `per_token` are arrays `[N', ...]` in order. Nothing is written into the rows of chunks that are
+    not computed.
     """
 
     C = work.chunk
 
     def write_chunk(i: Index, carry: Any) -> Any:
         results, d_raw = carry
-        chunk_results, chunk_d_raw = _loss_of_chunk(work, work.read(i), loss, read(per_token, i * C, C))
+        chunk_results, chunk_d_raw = _loss_of_chunk(
+            work, work.read(i), loss, read(per_token, i * C, C)
+        )
         results = write(results, work.vary(chunk_results, results=True), i * C)
         return results, write(d_raw, work.vary(chunk_d_raw), i * C)
 
     stats = statistics.zero_stats(work.call.asked, work.tokens, work.rows)
     results = work.vary((stats.log_probs, stats), results=True)
-    # XLA for TPUs would take 7 million cycles to fill it with zeros, at 8192 tokens by 37984 columns
+    # XLA for TPUs would take 7 million cycles to fill it with zeros, at 8192 tokens by 37984
+    # columns
     d_raw = work.vary(lax.empty((work.rows, work.columns.width), work.dtype))
     return loop(work.turns, write_chunk, (results, d_raw))
 
@@ -214,18 +233,24 @@ def _loss_of_chunk(
     call = work.call
     raw = raw_logits(call, chunk.features, work.parameters)  # f32[C, V]
     z = work.logits(raw, chunk.tokens)
-    shard_numbers = statistics.reduce_columns(call.asked, z, chunk.tokens, work.columns, gathers=call.profile.gathers)
+    shard_numbers = statistics.reduce_columns(
+        call.asked, z, chunk.tokens, work.columns, gathers=call.profile.gathers
+    )
     reduced = statistics.over_devices(work.vary(shard_numbers), call.axes)
 
     def losses_of(sums: Numbers) -> Any:
-        stats = statistics.stats_of_numbers(call.asked, reduced, chunk.tokens, call.vocab_size, sums)
+        stats = statistics.stats_of_numbers(
+            call.asked, reduced, chunk.tokens, call.vocab_size, sums
+        )
         return where_counts(chunk.counts, (loss(stats, per_token), stats))
 
     sums = statistics.with_gradients(call.asked, reduced.sums)
     losses, pull, stats = jax.vjp(losses_of, sums, has_aux=True)
     (dsums,) = pull(jnp.ones_like(losses))
     sums_of_raw = partial(tile_sums, work, reduced.peaks, chunk.tokens)
-    return (losses, stats), gradient_of_raw(work, raw, sums_of_raw, where_counts(chunk.counts, dsums))
+    return (losses, stats), gradient_of_raw(
+        work, raw, sums_of_raw, where_counts(chunk.counts, dsums)
+    )
 
 
 def tile_sums(work: Work, peaks: Numbers, tokens: Tokens, raw: jax.Array) -> Numbers:
@@ -234,8 +259,12 @@ def tile_sums(work: Work, peaks: Numbers, tokens: Tokens, raw: jax.Array) -> Num
     return statistics.sums_of(work.call.asked, z, peaks, tokens, work.columns, differentiated=True)
 
 
-def gradient_of_raw(work: Work, raw: jax.Array, sums_of: Callable[[jax.Array], Any], dsums: Any) -> jax.Array:
-    """The gradient of a tile's products, in the dtype of products: JAX differentiates the sums over its columns."""
+def gradient_of_raw(
+    work: Work, raw: jax.Array, sums_of: Callable[[jax.Array], Any], dsums: Any
+) -> jax.Array:
+    """The gradient of a tile's products, in the dtype of products: JAX differentiates the sums
+    over its columns.
+    """
     sums, pull = jax.vjp(sums_of, raw)
     dsums = jax.tree.map(lambda cotangent, like: vary(cotangent, varying(like)), dsums, sums)
     (tile_d_raw,) = pull(dsums)

@@ -13,10 +13,11 @@ from jaxppo.policy.config import PolicyLossConfig
 
 
 def translate(args: Namespace | Mapping[str, Any]) -> Translation:
-    """Translates miles's arguments to a `Translation`: a policy loss and arguments of the functions around it.
+    """Translates miles's arguments to a `Translation`: a policy loss and arguments of the functions
+    around it.
 
-    Its loss is slime's, see `slime.translate`, but for `skip_actor_forward_only`: the ratio is then 1, and the
-    trainer's log-probs of the corrections are the current ones.
+    Its loss is slime's, see `slime.translate`, but for `skip_actor_forward_only`: the ratio is then
+    1, and the trainer's log-probs of the corrections are the current ones.
 
     Args:
       args: the result of miles's `parse_args`, or its names and values.
@@ -34,7 +35,8 @@ def translate(args: Namespace | Mapping[str, Any]) -> Translation:
 
 
 def config_of(args: Namespace | Mapping[str, Any]) -> PolicyLossConfig:
-    """The policy loss of miles's arguments: the `config` of `translate`, which also says what `args` may be.
+    """The policy loss of miles's arguments: the `config` of `translate`, which also says what
+    `args` may be.
 
     Example:
       >>> config_of({"skip_actor_forward_only": True}).ratio_to

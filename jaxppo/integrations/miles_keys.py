@@ -26,7 +26,9 @@ ELSEWHERE = slime_keys.ELSEWHERE | by_name(
         "jaxppo.step.staleness": "max_weight_staleness",
         "the context layout and the rows of a batch": "qkv_format delay_split_train_data_by_dp",
         "the samples of one step": "allow_partial_train_step use_dynamic_global_batch_size",
-        "log-probs of one program: Head(logits_dtype=)": "true_on_policy_mode recompute_logprobs_via_prefill",
+        "log-probs of one program: Head(logits_dtype=)": (
+            "true_on_policy_mode recompute_logprobs_via_prefill"
+        ),
         "the model": """
             chat_template_path dsa_attention_backend extra_high_precision_layers_ linear_attention_backend
             miles_dsa_topk_backend use_indexer_replay use_rollout_indexer_replay

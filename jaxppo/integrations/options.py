@@ -1,7 +1,8 @@
-"""Shared code of the readers of other systems' configurations: their values by key, and errors that name the key.
+"""Shared code of the readers of other systems' configurations: their values by key, and errors that
+name the key.
 
-A key is translated, or has a remark in `Translation.elsewhere`, or is refused by name: a value without an equivalent
-here is an error.
+A key is translated, or has a remark in `Translation.elsewhere`, or is refused by name: a value
+without an equivalent here is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ def by_name(reasons: Mapping[str, str], section: str = "") -> dict[str, str]:
 
 
 def about(key: str, elsewhere: Mapping[str, str]) -> str | None:
-    """The remark on a key. A name that ends in "." stands for a section, one that ends in "_" for a prefix."""
+    """The remark on a key.
+
+    A name that ends in "." stands for a section, one that ends in "_" for a prefix.
+    """
     if elsewhere.get(key):
         return elsewhere[key]
     prefixes = [name for name in elsewhere if name[-1] in "._" and f"{key}.".startswith(name)]
@@ -62,7 +66,9 @@ class Options:
             if remark is not None:
                 self.elsewhere[key] = remark
         if unknown:
-            raise ValueError(f"config: got unknown keys {', '.join(unknown)}, expected those of {system}")
+            raise ValueError(
+                f"config: got unknown keys {', '.join(unknown)}, expected those of {system}"
+            )
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
@@ -100,8 +106,12 @@ class Options:
         self.check(key, value >= 1 and value == int(value), "a whole number above 0, or None")
         return int(value)
 
-    def batching(self, row_length: int | None, dynamic: str, tokens: str, samples: str) -> dict[str, int]:
-        """`row_length`, the longest sample, and `max_tokens` of a micro-batch, by the keys that say so."""
+    def batching(
+        self, row_length: int | None, dynamic: str, tokens: str, samples: str
+    ) -> dict[str, int]:
+        """`row_length`, the longest sample, and `max_tokens` of a micro-batch, by the keys that
+        say so.
+        """
         if self.flag(dynamic):
             max_tokens = self.count(tokens)
         else:

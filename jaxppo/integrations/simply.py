@@ -1,4 +1,6 @@
-"""simply (google-deepmind/simply, version 0.3.9): policy losses from hidden states, see docs/frameworks.md."""
+"""simply (google-deepmind/simply, version 0.3.9): policy losses from hidden states, see
+docs/frameworks.md.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +25,28 @@ from jaxppo.step.aggregation import Normalizer
 
 
 def loss_fn(
-    config: PolicyLossConfig | None = None, parallel: ParallelMesh | None = None, **options: Unpack[HeadOptions]
+    config: PolicyLossConfig | None = None,
+    parallel: ParallelMesh | None = None,
+    **options: Unpack[HeadOptions],
 ) -> Callable[..., Any]:
-    """A policy loss for `custom_loss_fn=` of simply's `train_one_step`: `policy_loss_from_hidden` with its signature.
+    """A policy loss for `custom_loss_fn=` of simply's `train_one_step`: `policy_loss_from_hidden`
+    with its signature.
 
-    It is called as `loss(model, params, batch, **theirs)`, where `theirs` are options of simply's `compute_ppo_loss`,
-    with its defaults. Those of `advantages_of` always count. Those of `config_of` are refused beside a config.
+    It is called as `loss(model, params, batch, **theirs)`, where `theirs` are options of simply's
+    `compute_ppo_loss`, with its defaults. Those of `advantages_of` always count. Those of
+    `config_of` are refused beside a config.
 
     Args:
-      config: the loss, with `ratio_to="rollout"` or "current", since the batch has the sampler's log-probs alone; None
-        takes it from the options of the call.
+      config: the loss, with `ratio_to="rollout"` or "current", since the batch has the sampler's
+        log-probs alone; None takes it from the options of the call.
       parallel: the mesh of the model.
       **options: of the head, see `HeadOptions`.
 
     Returns:
-      A function that returns the loss and metrics. Their `loss_weight` is the number of tokens (of sequences, for means
-      of sequences), by which simply weighs micro-batches; so do not split a step whose aggregation is "token_sum".
-      `broken_rules_max` is `broken_rules` of one of the micro-batches.
+      A function that returns the loss and metrics. Their `loss_weight` is the number of tokens (of
+      sequences, for means of sequences), by which simply weighs micro-batches; so do not split a
+      step whose aggregation is "token_sum". `broken_rules_max` is `broken_rules` of one of the
+      micro-batches.
 
     Raises:
       TypeError, ValueError: a wrong config, mesh or option.
@@ -57,12 +64,19 @@ def loss_fn(
     check_parallel(parallel, "ParallelMesh or None")
     if parallel is not None and not in_order(parallel.context_layout, parallel.context_size):
         raise ValueError(
-            f"parallel: got context_layout={parallel.context_layout!r}, expected 'contiguous', as simply's is"
+            f"parallel: got context_layout={parallel.context_layout!r}, expected 'contiguous', as"
+            " simply's is"
         )
     check_options(options)
 
-    def loss(model: Any, params: Any, batch: Any, **theirs: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        shaping = {name: theirs.pop(name) for name in inspect.signature(advantages_of).parameters if name in theirs}
+    def loss(
+        model: Any, params: Any, batch: Any, **theirs: Any
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        shaping = {
+            name: theirs.pop(name)
+            for name in inspect.signature(advantages_of).parameters
+            if name in theirs
+        }
         policy = _policy(config, theirs)
         reference = batch.ref_logprobs
         if reference is None and config is None and policy.kl is not None:  # as in theirs
@@ -78,7 +92,8 @@ def loss_fn(
             hidden, head, rows, policy, parallel=parallel, normalizer=normalizer, **options
         )
         logged = {name: metric.value for name, metric in metrics.items()}
-        logged["broken_rules_max"] = logged.pop("broken_rules")  # simply takes means of names without _max and _min
+        # simply takes means of names without _max and _min
+        logged["broken_rules_max"] = logged.pop("broken_rules")
         counts = {"token_mean": normalizer.tokens, "token_sum": jnp.float32(1)}
         logged["loss_weight"] = counts.get(normalizer.aggregation, normalizer.sequences)
         return value, logged
@@ -91,9 +106,13 @@ def _policy(config: PolicyLossConfig | None, theirs: Mapping[str, Any]) -> Polic
     names = inspect.signature(config_of).parameters
     for name, value in theirs.items():
         if name not in names:
-            raise TypeError(f"{name}: got it in the loss, which does not read it, expected {', '.join(names)}")
+            raise TypeError(
+                f"{name}: got it in the loss, which does not read it, expected {', '.join(names)}"
+            )
         if config is not None:
-            raise ValueError(f"{name}: got {value} beside a config, expected it in the config alone")
+            raise ValueError(
+                f"{name}: got {value} beside a config, expected it in the config alone"
+            )
     if config is None:
         return config_of(**theirs)
     return config
@@ -102,10 +121,17 @@ def _policy(config: PolicyLossConfig | None, theirs: Mapping[str, Any]) -> Polic
 def _hidden(model: Any, params: Any, batch: Any) -> jax.Array:
     """The hidden states that the head multiplies."""
     _, extra = model.apply(
-        params, batch.input_tokens, segment_ids=None, segment_positions=None, extra_inputs=batch.extra_inputs
+        params,
+        batch.input_tokens,
+        segment_ids=None,
+        segment_positions=None,
+        extra_inputs=batch.extra_inputs,
     )
     if "activation" not in extra:
-        raise TypeError(f"model: got {type(model).__name__}, which returns no 'activation', expected a TransformerLM")
+        raise TypeError(
+            f"model: got {type(model).__name__}, which returns no 'activation', expected a"
+            " TransformerLM"
+        )
     return extra["activation"].astype(model.config.activation_dtype_name)
 
 
@@ -120,9 +146,9 @@ def config_of(
 ) -> PolicyLossConfig:
     """The policy loss of the options of simply's `compute_ppo_loss`, with its defaults.
 
-    `policy_ratio_cap` is a dual clip. `use_grpo` adds `kl_coeff` times k3 to the loss. Without it simply puts the
-    penalty into the rewards, from the policy's log-probs of the same pass: that needs `kl_coeff=0` here.
-    `use_policy_logp_as_sampler_logp` makes the ratio 1.
+    `policy_ratio_cap` is a dual clip. `use_grpo` adds `kl_coeff` times k3 to the loss. Without it
+    simply puts the penalty into the rewards, from the policy's log-probs of the same pass: that
+    needs `kl_coeff=0` here. `use_policy_logp_as_sampler_logp` makes the ratio 1.
 
     Raises:
       ValueError: a penalty in the rewards, a value out of its range.
@@ -133,8 +159,8 @@ def config_of(
     """
     if kl_coeff and not use_grpo:
         raise ValueError(
-            f"use_grpo: got False with kl_coeff={kl_coeff}, a penalty in the rewards, expected True or kl_coeff=0; for "
-            "rewards with a penalty see jaxppo.advantages.token_rewards"
+            f"use_grpo: got False with kl_coeff={kl_coeff}, a penalty in the rewards, expected True"
+            " or kl_coeff=0; for rewards with a penalty see jaxppo.advantages.token_rewards"
         )
     loss = PPO(ppo_clip_eps_low, ppo_clip_eps_high, policy_ratio_cap)
     kl = KL(kl_coeff, "k3") if kl_coeff else None
@@ -144,13 +170,19 @@ def config_of(
 
 
 def advantages_of(
-    batch: Any, *, gamma: float = 1.0, normalize_advantage: bool = True, max_abs_advantage: float | None = 10.0
+    batch: Any,
+    *,
+    gamma: float = 1.0,
+    normalize_advantage: bool = True,
+    max_abs_advantage: float | None = 10.0,
 ) -> Float[Array, "R T"]:
-    """The advantages of simply's `compute_ppo_loss`: discounted rewards, whitened over the batch, and bounded.
+    """The advantages of simply's `compute_ppo_loss`: discounted rewards, whitened over the batch,
+    and bounded.
 
         A_t = clip((gamma^(n - 1 - t) r - mean) / (deviation + 1e-5), -max_abs_advantage, max_abs_advantage)
 
-    n is the number of positions of the sample, t counts from 0; mean and deviation are over the trained tokens.
+    n is the number of positions of the sample, t counts from 0; mean and deviation are over the
+    trained tokens.
 
     Args:
       batch: simply's `RLTrainingExampleBatch`.
@@ -164,7 +196,9 @@ def advantages_of(
     mask = _mask(batch)
     advantages = jnp.asarray(batch.reward, jnp.float32)[:, None] * jnp.ones_like(mask)
     if gamma != 1:
-        left = jnp.sum(batch.target_mask, axis=-1, keepdims=True) - 1 - jnp.arange(mask.shape[1])[None]
+        left = (
+            jnp.sum(batch.target_mask, axis=-1, keepdims=True) - 1 - jnp.arange(mask.shape[1])[None]
+        )
         advantages *= jnp.where(mask > 0, jnp.float32(gamma) ** left.astype(jnp.float32), 0)
     if normalize_advantage:
         count = jnp.maximum(mask.sum(), 1)
@@ -185,9 +219,11 @@ def batch_of(batch: Any, *, parallel: ParallelMesh | None = None, **arrays: Any)
     """Converts simply's `RLTrainingExampleBatch`, one sample a row; works under jit.
 
     Args:
-      batch: input_tokens, target_tokens, logprobs, target_mask and answer_mask `[R, T]`; is_valid_for_training `[R]`.
+      batch: input_tokens, target_tokens, logprobs, target_mask and answer_mask `[R, T]`;
+        is_valid_for_training `[R]`.
       parallel: the mesh.
-      **arrays: the other arrays of the batch (advantages, ref_log_probs, ...), at the position that predicts.
+      **arrays: the other arrays of the batch (advantages, ref_log_probs, ...), at the position that
+        predicts.
 
     Returns:
       `[R, T]`, with the sampler's log-probs as `rollout_log_probs`.
@@ -198,12 +234,20 @@ def batch_of(batch: Any, *, parallel: ParallelMesh | None = None, **arrays: Any)
     segments = jnp.asarray(batch.target_mask, jnp.int32)
     arrays = {"rollout_log_probs": jnp.asarray(batch.logprobs, jnp.float32)} | arrays
     return RolloutBatch.from_target_aligned(
-        tokens, targets, segments, positions, _mask(batch), num_segments=1, parallel=parallel, **arrays
+        tokens,
+        targets,
+        segments,
+        positions,
+        _mask(batch),
+        num_segments=1,
+        parallel=parallel,
+        **arrays,
     )
 
 
 def head_of(model: Any, params: Any) -> Head:
-    """The head of simply's `TransformerLM`: its `embed_linear`, tied or not, with its bias and soft-cap.
+    """The head of simply's `TransformerLM`: its `embed_linear`, tied or not, with its bias and
+    soft-cap.
 
     Args:
       model: the model, for its config.

@@ -18,23 +18,28 @@ from jaxppo.policy.off_policy import OffPolicyConfig, Rejection, Statistic
 from jaxppo.policy_losses import CISPO, GSPO, PPO, PolicyLoss
 
 _MISMATCH_HELPER = "train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
-_STATISTICS: dict[str, Statistic] = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+_STATISTICS: dict[str, Statistic] = {
+    "token": "token_k1",
+    "sequence": "seq_sum_k1",
+    "geometric": "seq_mean_k1",
+}
 
 
 def translate(args: Namespace | Mapping[str, Any]) -> Translation:
-    """Translates slime's arguments to a `Translation`: a policy loss and arguments of the functions around it.
+    """Translates slime's arguments to a `Translation`: a policy loss and arguments of the functions
+    around it.
 
-    Missing arguments have the defaults of slime at 624b824a. An argument that slime does not define is taken for
-    Megatron's or SGLang's in a `Namespace`, and is an error in a mapping. Mean weights (`tis_batch_normalize`) are
-    over the whole step here; slime's are over a micro-batch.
+    Missing arguments have the defaults of slime at 624b824a. An argument that slime does not define
+    is taken for Megatron's or SGLang's in a `Namespace`, and is an error in a mapping. Mean weights
+    (`tis_batch_normalize`) are over the whole step here; slime's are over a micro-batch.
 
     Args:
-      args: the result of slime's `parse_args`, or its names and values, including those of the file of
-        `--custom-config-path`.
+      args: the result of slime's `parse_args`, or its names and values, including those of the file
+        of `--custom-config-path`.
 
     Raises:
-      ValueError: unknown names, all of them listed; a value that its argument does not allow, or that has no
-        equivalent here.
+      ValueError: unknown names, all of them listed; a value that its argument does not allow, or
+        that has no equivalent here.
 
     Example:
       >>> translation = translate({"advantage_estimator": "gspo", "eps_clip": 4e-4, "lr": 1e-6})
@@ -47,7 +52,8 @@ def translate(args: Namespace | Mapping[str, Any]) -> Translation:
 
 
 def config_of(args: Namespace | Mapping[str, Any]) -> PolicyLossConfig:
-    """The policy loss of slime's arguments: the `config` of `translate`, which also says what `args` may be.
+    """The policy loss of slime's arguments: the `config` of `translate`, which also says what
+    `args` may be.
 
     Example:
       >>> config_of({"eps_clip_high": 0.28, "use_tis": True}).off_policy.weights
@@ -57,9 +63,13 @@ def config_of(args: Namespace | Mapping[str, Any]) -> PolicyLossConfig:
 
 
 def translate_arguments(args: Namespace | Mapping[str, Any], keys: ModuleType) -> Translation:
-    """`translate` for slime, or for a system that began as slime: `keys` is the module with its arguments."""
+    """`translate` for slime, or for a system that began as slime: `keys` is the module with its
+    arguments.
+    """
     options = _options(args, keys)
-    options.choice("loss_type", ("policy_loss",), "SFT is a loss of its own, a loss of your own a PolicyLoss")
+    options.choice(
+        "loss_type", ("policy_loss",), "SFT is a loss of its own, a loss of your own a PolicyLoss"
+    )
     reducer = "custom_pg_loss_reducer_function_path"
     options.check(reducer, options[reducer] is None, "None; see PolicyLossConfig(aggregation=)")
     ratio_to = _ratio_to(options, keys)
@@ -151,7 +161,9 @@ def _loss(options: Options, keys: ModuleType) -> PolicyLoss:
 
 
 def _correction(options: Options, keys: ModuleType, penalised: bool) -> OffPolicyConfig | None:
-    """The corrections; their trainer's log-probs are the current ones where none were computed before the step."""
+    """The corrections; their trainer's log-probs are the current ones where none were computed
+    before the step.
+    """
     fields = _sequence_masking(options, keys) | _weights(options, keys, penalised)
     if not fields:
         return None
@@ -167,7 +179,11 @@ def _sequence_masking(options: Options, keys: ModuleType) -> dict[str, Any]:
     compares = "current/old"
     if options.flag("use_rollout_logprobs"):
         compares = "current/rollout"
-    return {"opsm_delta": options.number("opsm_delta"), "opsm_fraction": "response", "opsm_compares": compares}
+    return {
+        "opsm_delta": options.number("opsm_delta"),
+        "opsm_fraction": "response",
+        "opsm_compares": compares,
+    }
 
 
 def _weights(options: Options, keys: ModuleType, penalised: bool) -> dict[str, Any]:
@@ -186,7 +202,9 @@ def _weights(options: Options, keys: ModuleType, penalised: bool) -> dict[str, A
             return {}
         return _mismatch_helper(options, penalised, compares)
     if path not in (None, keys.ICEPOP):
-        options.refuse("custom_tis_function_path", f"None, {keys.ICEPOP} or examples.{_MISMATCH_HELPER}")
+        options.refuse(
+            "custom_tis_function_path", f"None, {keys.ICEPOP} or examples.{_MISMATCH_HELPER}"
+        )
     outside = "clamp"
     if path == keys.ICEPOP:
         outside = "zero"
@@ -196,14 +214,21 @@ def _weights(options: Options, keys: ModuleType, penalised: bool) -> dict[str, A
 
 
 def _rejection(level: str, low: float, high: float, compares: Compared) -> Rejection:
-    """Accepts trainer / sampler from `low` to `high`; the bounds of a `Rejection` are of the inverse."""
+    """Accepts trainer / sampler from `low` to `high`; the bounds of a `Rejection` are of the
+    inverse.
+    """
     return Rejection(_STATISTICS[level], 1 / high, 1 / low, compares)
 
 
 def _mismatch_helper(options: Options, penalised: bool, compares: Compared) -> dict[str, Any]:
     """The correction of examples/train_infer_mismatch_helper, as fields of an `OffPolicyConfig`."""
     missing = [name for name in slime_keys.MISMATCH_HELPER if name not in options.configured]
-    check("custom_tis_function_path", f"the mismatch helper without {', '.join(missing)}", not missing, "them")
+    check(
+        "custom_tis_function_path",
+        f"the mismatch helper without {', '.join(missing)}",
+        not missing,
+        "them",
+    )
     level = options.choice("tis_level", _STATISTICS)
     mode = options.choice("tis_mode", ("truncate", "clip", "mask"))
     high = options.number_or("tis_upper_bound", math.nan, above=0)
@@ -218,7 +243,10 @@ def _mismatch_helper(options: Options, penalised: bool, compares: Compared) -> d
         rs_level = options.choice("rs_level", _STATISTICS)
         rejections.append(_rejection(rs_level, rs_low, rs_high, compares))
         veto = options.number_or("rs_veto_threshold", None)
-    expected = "no entropy_coef and no kl_loss_coef with it, since slime drops the penalties of rejected tokens"
+    expected = (
+        "no entropy_coef and no kl_loss_coef with it, since slime drops the penalties of rejected"
+        " tokens"
+    )
     options.check("custom_tis_function_path", not rejections or not penalised, expected)
     batch_normalize = options.flag("tis_batch_normalize")
     good = not batch_normalize or level != "geometric"

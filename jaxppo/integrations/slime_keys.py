@@ -1,4 +1,6 @@
-"""The arguments of slime: those that are translated, with defaults, and remarks on the others; slime at 624b824a."""
+"""The arguments of slime: those that are translated, with defaults, and remarks on the others;
+slime at 624b824a.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ DEFAULTS: dict[str, Any] = {
     "use_tis": False,
     "use_unbiased_kl": False,
 }
-# What slime's train_infer_mismatch_helper also reads, from the file of --custom-config-path; it has no defaults.
+# What slime's train_infer_mismatch_helper also reads, from the file of --custom-config-path; it has
+# no defaults.
 MISMATCH_HELPER = dict.fromkeys(
     [
         "tis_level",
@@ -64,8 +67,12 @@ ELSEWHERE = by_name(
         "kl_coef= of advantages.token_rewards": "kl_coef",
         "advantages.dr_grpo where it is False": "grpo_std_normalization",
         "advantages.whiten": "normalize_advantages",
-        "advantages.on_policy_distillation": "use_opd opd_type opd_kl_coef opd_teacher_load opd_teacher_ckpt_step",
-        "jaxppo.advantages": "compute_advantages_and_returns custom_advantage_function_path rewards_normalization",
+        "advantages.on_policy_distillation": (
+            "use_opd opd_type opd_kl_coef opd_teacher_load opd_teacher_ckpt_step"
+        ),
+        "jaxppo.advantages": (
+            "compute_advantages_and_returns custom_advantage_function_path rewards_normalization"
+        ),
         "Value(clip=, factor=1.0)": "value_clip",
         "loss_type='custom_loss', refused": "custom_loss_function_path",
         "its keys, given beside the others": "custom_config_path",
@@ -73,10 +80,16 @@ ELSEWHERE = by_name(
             loss_mask_type mask_offpolicy_in_partial_rollout rollout_data_postprocess_path rollout_sample_filter_path
         """,
         "which samples are trained on": "buffer_filter_path dynamic_sampling_filter_path",
-        "the extra routed_experts of the batch, for the model": "use_rollout_routing_replay use_routing_replay",
+        "the extra routed_experts of the batch, for the model": (
+            "use_rollout_routing_replay use_routing_replay"
+        ),
         "old_log_probs, of the policy that this keeps: compute_log_probs": "keep_old_actor",
-        "ref_log_probs, of this reference: compute_log_probs": "ref_ckpt_step ref_load ref_update_interval",
-        "nucleus_ids= of the head, where the sampler's nucleus is replayed": "rollout_top_p rollout_top_k",
+        "ref_log_probs, of this reference: compute_log_probs": (
+            "ref_ckpt_step ref_load ref_update_interval"
+        ),
+        "nucleus_ids= of the head, where the sampler's nucleus is replayed": (
+            "rollout_top_p rollout_top_k"
+        ),
         "vocab_size= of the head": "padded_vocab_size",
         "mtp_loss": "enable_mtp_training mtp_loss_scaling_factor mtp_num_layers",
         "context_layout= of the mesh": "allgather_cp",
@@ -84,7 +97,9 @@ ELSEWHERE = by_name(
         "forward passes: compute_log_probs": "log_probs_max_tokens_per_gpu use_rollout_entropy",
         "rows are always balanced by the tokens that carry loss": "balance_by_flops balance_data",
         "row_length=, a multiple of what the context layout needs": "data_pad_size_multiplier",
-        "the samples of one step": "global_batch_size n_samples_per_prompt num_steps_per_rollout rollout_batch_size",
+        "the samples of one step": (
+            "global_batch_size n_samples_per_prompt num_steps_per_rollout rollout_batch_size"
+        ),
         "the optimizer": """
             clip_grad freeze_params_name_list lr only_train_params_name_list reset_optimizer_states use_stateless_adam
         """,
@@ -120,7 +135,12 @@ ELSEWHERE = by_name(
         """,
     }
 )
-# Megatron's arguments that add to the gradient beside the loss. slime hands them on, as it does all of Megatron's.
+# Megatron's arguments that add to the gradient beside the loss. slime hands them on, as it does all
+# of Megatron's.
 OF_MEGATRON = by_name(
-    {"a loss of the model's routers beside the policy loss: jaxppo.step.terms": "moe_aux_loss_coeff moe_z_loss_coeff"}
+    {
+        "a loss of the model's routers beside the policy loss: jaxppo.step.terms": (
+            "moe_aux_loss_coeff moe_z_loss_coeff"
+        )
+    }
 )

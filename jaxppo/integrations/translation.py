@@ -14,8 +14,10 @@ class Translation:
 
     Args:
       config: the policy loss.
-      head: the temperature of `log_probs_from_hidden`, `log_probs_from_logits` and `policy_loss_from_hidden`.
-      batching: `row_length` and `max_tokens` of `RolloutBatch.from_samples`, as far as the configuration has them.
+      head: the temperature of `log_probs_from_hidden`, `log_probs_from_logits` and
+        `policy_loss_from_hidden`.
+      batching: `row_length` and `max_tokens` of `RolloutBatch.from_samples`, as far as the
+        configuration has them.
       elsewhere: the given keys that are about something else, each with a remark on its subject.
     """
 

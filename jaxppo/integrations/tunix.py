@@ -1,7 +1,8 @@
-"""Tunix (google-tunix 0.1.7, and its main branch of September 2026): policy losses and forward passes without logits.
+"""Tunix (google-tunix 0.1.7, and its main branch of September 2026): policy losses and forward
+passes without logits.
 
-docs/frameworks.md says how it plugs in. What uses no logits stays Tunix's (advantages, rewards, the value loss of PPO),
-and so do the losses of its supervised and DPO trainers.
+docs/frameworks.md says how it plugs in. What uses no logits stays Tunix's (advantages, rewards, the
+value loss of PPO), and so do the losses of its supervised and DPO trainers.
 """
 
 from __future__ import annotations
@@ -38,24 +39,27 @@ def register(
     num_segments: int | None = None,
     **options: Unpack[HeadOptions],
 ) -> str:
-    """Puts a policy loss into Tunix's registry; a learner takes it with `GRPOConfig(policy_loss_fn=name)`.
+    """Puts a policy loss into Tunix's registry; a learner takes it with
+    `GRPOConfig(policy_loss_fn=name)`.
 
-    Tunix's learner still decides which log-probs are computed before the loss. For reference log-probs it needs a
-    `GRPOConfig(beta=...)` other than 0. For old log-probs the plain learner needs `num_iterations` above 1; the agentic
-    one hands over the sampler's in their place, unless its `use_rollout_logps` is False.
+    Tunix's learner still decides which log-probs are computed before the loss. For reference
+    log-probs it needs a `GRPOConfig(beta=...)` other than 0. For old log-probs the plain learner
+    needs `num_iterations` above 1; the agentic one hands over the sampler's in their place, unless
+    its `use_rollout_logps` is False.
 
     Args:
       config, parallel, lora_scale, num_segments, **options: see `loss_fn`.
       name: the loss's name in the registry; an existing name is replaced, "grpo" and "ppo" too.
-      agentic: whether the learner is that of `tunix.rl.agentic`, whose batches have the sampler's log-probs. Those of
-        the plain `GRPOLearner` of Tunix 0.1.7 have none.
+      agentic: whether the learner is that of `tunix.rl.agentic`, whose batches have the sampler's
+        log-probs. Those of the plain `GRPOLearner` of Tunix 0.1.7 have none.
 
     Returns:
       The name.
 
     Raises:
       ModuleNotFoundError: Tunix is not installed.
-      TypeError, ValueError: a wrong config or option; a config that reads what no batch of that learner has.
+      TypeError, ValueError: a wrong config or option; a config that reads what no batch of that
+        learner has.
     """
     check_flag("agentic", agentic)
     check("name", repr(name), isinstance(name, str) and name != "", "a text")
@@ -69,18 +73,20 @@ def register(
 
 
 def rl_cluster(*, lora_scale: float | None = None, **options: Unpack[HeadOptions]) -> Any:
-    """Tunix's `RLCluster` as a class whose reference, old and actor passes compute log-probs without logits.
+    """Tunix's `RLCluster` as a class whose reference, old and actor passes compute log-probs
+    without logits.
 
-    Everything else is Tunix's, and the actor's pass too where models are offloaded to the CPU. The old log-probs are at
-    the sampler's temperature, like the loss; Tunix's vanilla rollout computes them at 1.
+    Everything else is Tunix's, and the actor's pass too where models are offloaded to the CPU. The
+    old log-probs are at the sampler's temperature, like the loss; Tunix's vanilla rollout computes
+    them at 1.
 
     Args:
       lora_scale: alpha / rank of an adapter of the head; see `Head.of`.
       **options: of the head, see `HeadOptions`.
 
     Returns:
-      A subclass of `tunix.rl.rl_cluster.RLCluster`. `parallel_of(role)` is the mesh of a role, by default what
-      `ParallelMesh` makes of Tunix's mesh; override it in a subclass for another.
+      A subclass of `tunix.rl.rl_cluster.RLCluster`. `parallel_of(role)` is the mesh of a role, by
+      default what `ParallelMesh` makes of Tunix's mesh; override it in a subclass for another.
 
     Raises:
       ModuleNotFoundError: Tunix is not installed.
@@ -111,7 +117,12 @@ def _without_logits(theirs: Any, lora_scale: float | None, options: HeadOptions)
             worker = super().inference_worker
 
             def get(
-                prompts: Any, completions: Any, pad_id: int, eos_id: int, temperature: float = 1.0, **packed: Any
+                prompts: Any,
+                completions: Any,
+                pad_id: int,
+                eos_id: int,
+                temperature: float = 1.0,
+                **packed: Any,
             ) -> jax.Array:
                 model = worker.get_model("reference")
                 packed |= {"pad_id": pad_id, "temperature": temperature}
@@ -125,7 +136,13 @@ def _without_logits(theirs: Any, lora_scale: float | None, options: HeadOptions)
 
             def get(prompt_tokens: Any, completion_tokens: Any, **packed: Any) -> jax.Array:
                 packed = {"pad_id": rollout.pad_id()} | packed
-                return passed(self, theirs.Role.ROLLOUT, rollout.model(), (prompt_tokens, completion_tokens), **packed)
+                return passed(
+                    self,
+                    theirs.Role.ROLLOUT,
+                    rollout.model(),
+                    (prompt_tokens, completion_tokens),
+                    **packed,
+                )
 
             return _Instead(rollout, get_per_token_logps=get)
 
@@ -139,10 +156,17 @@ def _without_logits(theirs: Any, lora_scale: float | None, options: HeadOptions)
             temperature: float | None = None,
             **packed: Any,
         ) -> jax.Array:
-            anchor = self._anchor_policy_state  # the weights at the start of the step, which only Tunix holds
+            # the weights at the start of the step, which only Tunix holds
+            anchor = self._anchor_policy_state
             if anchor is None or self.cluster_config.offload_to_cpu:
                 return super().get_actor_per_token_logps(
-                    prompt_tokens, completion_tokens, pad_id, eos_id, micro_batch_size, temperature, **packed
+                    prompt_tokens,
+                    completion_tokens,
+                    pad_id,
+                    eos_id,
+                    micro_batch_size,
+                    temperature,
+                    **packed,
                 )
             model = _with_weights(self.actor_trainer.model, anchor)
             tokens = (prompt_tokens, completion_tokens)
@@ -174,18 +198,29 @@ def _passed(
     temperature: float | None = None,
     **more: Any,
 ) -> jax.Array:
-    """The log-probs of prompts and completions, some rows at a time; by default at the sampler's temperature."""
+    """The log-probs of prompts and completions, some rows at a time; by default at the sampler's
+    temperature.
+    """
     names = ("segment_ids", "segment_positions", "routed_experts", "token_mask")
     arrays = {name: more.pop(name, None) for name in names}
-    check_unread("a pass for log-probs", {name: x for name, x in more.items() if name not in OF_THEIR_HEAD})
+    check_unread(
+        "a pass for log-probs", {name: x for name, x in more.items() if name not in OF_THEIR_HEAD}
+    )
     if temperature is None:
         temperature = cluster.get_rollout_config(mode=mode).temperature
     count = len(tokens[0])
     rows = rows or count
-    call: Any = {"pad_id": pad_id, "temperature": temperature, "parallel": cluster.parallel_of(role), **options}
+    call: Any = {
+        "pad_id": pad_id,
+        "temperature": temperature,
+        "parallel": cluster.parallel_of(role),
+        **options,
+    }
 
     def of_rows(first: int) -> jax.Array:
-        (prompts, completions), some = jax.tree.map(lambda x: x[first : first + rows], (tokens, arrays))
+        (prompts, completions), some = jax.tree.map(
+            lambda x: x[first : first + rows], (tokens, arrays)
+        )
         return log_probs(model, prompts, completions, **some, **call)
 
     return jnp.concatenate([of_rows(first) for first in range(0, count, rows)])

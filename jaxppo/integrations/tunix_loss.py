@@ -1,4 +1,6 @@
-"""Policy losses with the signature of Tunix's, from hidden states; its configs and its training batches as ours."""
+"""Policy losses with the signature of Tunix's, from hidden states; its configs and its training
+batches as ours.
+"""
 
 from __future__ import annotations
 
@@ -35,24 +37,52 @@ _AGGREGATIONS: dict[str, Aggregation] = {
     "token-mean": "token_mean",
     "sequence-mean-token-mean": "sequence_mean_token_mean",
     "seq-mean-token-sum": "sequence_mean_token_sum",
-    "sequence-mean-token-sum-norm": "sequence_mean_token_sum",  # its norm is the number of sequences
-    "sequence-mean-token-scale": "sequence_mean_token_sum_norm",  # and here the length of the completions
+    # its norm is the number of sequences
+    "sequence-mean-token-sum-norm": "sequence_mean_token_sum",
+    # and here the length of the completions
+    "sequence-mean-token-scale": "sequence_mean_token_sum_norm",
 }
 _ESTIMATORS: dict[str, Estimator] = {"kl": "k1", "mse_kl": "k2", "low_var_kl": "k3"}
 # options of newer branches that change their loss or its metrics
-_UNREAD = ["overlong_loss_masking", "truncated_importance_sampling_type", "sampler_is_length_buckets"]
-# fields of Tunix's TrainExamples and payloads that `batch_of` and the loss read, or that change no loss; a sampler's
-# verdict `overlong` changes one under an option that is refused
+_UNREAD = [
+    "overlong_loss_masking",
+    "truncated_importance_sampling_type",
+    "sampler_is_length_buckets",
+]
+# fields of Tunix's TrainExamples and payloads that `batch_of` and the loss read, or that change no
+# loss; a sampler's verdict `overlong` changes one under an option that is refused
 _FIELDS = {
-    *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "old_per_token_logps"),
-    *("ref_per_token_logps", "segment_ids", "segment_positions", "num_segments", "sampler_is_weights"),
-    *("is_update_step", "policy_version", "returns", "old_values", "rollout_per_token_logps", "overlong"),
+    *(
+        "prompt_ids",
+        "prompt_mask",
+        "completion_ids",
+        "completion_mask",
+        "advantages",
+        "old_per_token_logps",
+    ),
+    *(
+        "ref_per_token_logps",
+        "segment_ids",
+        "segment_positions",
+        "num_segments",
+        "sampler_is_weights",
+    ),
+    *(
+        "is_update_step",
+        "policy_version",
+        "returns",
+        "old_values",
+        "rollout_per_token_logps",
+        "overlong",
+    ),
     *("metadata", "routed_experts", "sampler_agreement_applied", "completion_attention_mask"),
 }
-# bounds of Tunix's own head, on the tokens or the positions of a row at a time: ours follows the loss mask and memory=
+# bounds of Tunix's own head, on the tokens or the positions of a row at a time: ours follows the
+# loss mask and memory=
 OF_THEIR_HEAD = ("compute_logps_chunk_size", "max_logp_positions_per_packed_row")
 
-# the metrics that Tunix's learners log, by our names; its agentic learner stops where one is missing
+# the metrics that Tunix's learners log, by our names; its agentic learner stops where one is
+# missing
 _THEIR_NAMES = {
     "kl": "kl",
     "kl_loss": "kl",
@@ -66,7 +96,8 @@ _OF_CORRECTIONS = {
     "sampler_is/frac_clipped_at_threshold": "tis_clipfrac",
     "sampler_rs/rejected_fraction": "rejected_fraction",
 }
-_NOT_COMPUTED = ("log_ratio/abs_mean", "pg_loss/unclipped_mean", "pg_loss/clipped_mean")  # NaN in Tunix's logs
+# NaN in Tunix's logs
+_NOT_COMPUTED = ("log_ratio/abs_mean", "pg_loss/unclipped_mean", "pg_loss/clipped_mean")
 
 MeshOrMaker = ParallelMesh | Callable[[], ParallelMesh | None] | None
 
@@ -79,27 +110,29 @@ def loss_fn(
     num_segments: int | None = None,
     **options: Unpack[HeadOptions],
 ) -> Callable[..., Any]:
-    """A policy loss for `with_loss_fn` of a Tunix trainer: `policy_loss_from_hidden` with the signature of Tunix's.
+    """A policy loss for `with_loss_fn` of a Tunix trainer: `policy_loss_from_hidden` with the
+    signature of Tunix's.
 
-    It is called as `loss(model, train_example, algo_config, pad_id, eos_id)`. Batches may be padded or packed; the
-    model may have adapters and a frozen head. Without old log-probs the ratio is 1, as in Tunix's own loss.
+    It is called as `loss(model, train_example, algo_config, pad_id, eos_id)`. Batches may be padded
+    or packed; the model may have adapters and a frozen head. Without old log-probs the ratio is 1,
+    as in Tunix's own loss.
 
-    The result can be pickled, so that an orchestrator can send it to a trainer in another process, where jaxppo must
-    be installed too.
+    The result can be pickled, so that an orchestrator can send it to a trainer in another process,
+    where jaxppo must be installed too.
 
     Args:
       config: the loss; None takes it from the `algo_config` of the call, see `config_of`.
-      parallel: the mesh of the model, or a function of no arguments that makes it, called when the loss is traced: a
-        mesh cannot be pickled.
+      parallel: the mesh of the model, or a function of no arguments that makes it, called when the
+        loss is traced: a mesh cannot be pickled.
       lora_scale: alpha / rank of an adapter of the head; see `Head.of`.
-      num_segments: the most sequences in a packed row; by default as many as it has tokens, which takes memory where
-        rows are long.
+      num_segments: the most sequences in a packed row; by default as many as it has tokens, which
+        takes memory where rows are long.
       **options: of the head, see `HeadOptions`.
 
     Returns:
-      A function that returns Tunix's `LossOutput`, or `(loss, metrics)` for a Tunix without one. It raises TypeError
-      for arguments and fields of the batch that it does not read, and ValueError for options of the `algo_config` that
-      it does not apply.
+      A function that returns Tunix's `LossOutput`, or `(loss, metrics)` for a Tunix without one. It
+      raises TypeError for arguments and fields of the batch that it does not read, and ValueError
+      for options of the `algo_config` that it does not apply.
 
     Raises:
       TypeError, ValueError: a wrong config, mesh or option.
@@ -132,7 +165,10 @@ def check_head_options(lora_scale: float | None, options: HeadOptions) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Loss:
-    """The loss of `loss_fn`, with its arguments. It is a class, since a function within another cannot be pickled."""
+    """The loss of `loss_fn`, with its arguments.
+
+    It is a class, since a function within another cannot be pickled.
+    """
 
     config: PolicyLossConfig | None
     parallel: MeshOrMaker
@@ -140,12 +176,25 @@ class _Loss:
     num_segments: int | None
     options: HeadOptions
 
-    def __call__(self, model: Any, train_example: Any, algo_config: Any, pad_id: int, eos_id: int, **more: Any) -> Any:
-        check_unread("the loss", {name: value for name, value in more.items() if name not in OF_THEIR_HEAD})
+    def __call__(
+        self,
+        model: Any,
+        train_example: Any,
+        algo_config: Any,
+        pad_id: int,
+        eos_id: int,
+        **more: Any,
+    ) -> Any:
+        check_unread(
+            "the loss", {name: value for name, value in more.items() if name not in OF_THEIR_HEAD}
+        )
         x = train_example
         parallel = self.parallel() if callable(self.parallel) else self.parallel
         if parallel is not None and not isinstance(parallel, ParallelMesh):
-            raise TypeError(f"parallel: got {type(parallel).__name__} from the function, expected ParallelMesh or None")
+            raise TypeError(
+                f"parallel: got {type(parallel).__name__} from the function, expected ParallelMesh"
+                " or None"
+            )
         batch = batch_of(x, pad_id, parallel=parallel, num_segments=self.num_segments)
         asked = left_to_loss(algo_config, x)
         config = self._config_for(x, algo_config, asked)
@@ -176,7 +225,9 @@ class _Loss:
     def _config_for(self, x: Any, algo_config: Any, asked: dict[str, Any]) -> PolicyLossConfig:
         """The loss of this batch, whose learner left the corrections `asked` to the loss."""
         if self.config is None:
-            config = with_options(_base_config(algo_config, x.completion_ids.shape[1]), algo_config, asked)
+            config = with_options(
+                _base_config(algo_config, x.completion_ids.shape[1]), algo_config, asked
+            )
         else:
             config = agreed(self.config, algo_config)
             check_options_of(config, algo_config, asked)
@@ -190,16 +241,18 @@ def config_of(algo_config: Any, completion_length: int | None = None) -> PolicyL
     """The policy loss of a Tunix `GRPOConfig`, or of one that derives from it (DAPO, Dr. GRPO).
 
     Args:
-      algo_config: has epsilon, epsilon_high, epsilon_c, beta, kl_loss_mode, kl_clamp_value, loss_algo, loss_agg_mode.
+      algo_config: has epsilon, epsilon_high, epsilon_c, beta, kl_loss_mode, kl_clamp_value,
+        loss_algo, loss_agg_mode.
       completion_length: C, the denominator of "sequence-mean-token-scale".
 
     Returns:
-      The config. Its entropy is a metric, as in Tunix. `sampler_is`, `sampler_rs` and `force_on_policy_ratio` become a
-      ratio of 1 and an `off_policy` over the sampler; a learner that has applied them says so in its batch, and the
-      loss leaves them out.
+      The config. Its entropy is a metric, as in Tunix. `sampler_is`, `sampler_rs` and
+      `force_on_policy_ratio` become a ratio of 1 and an `off_policy` over the sampler; a learner
+      that has applied them says so in its batch, and the loss leaves them out.
 
     Raises:
-      ValueError: a value without an equivalent here, or a PPOConfig: pass its loss to `register` as a config.
+      ValueError: a value without an equivalent here, or a PPOConfig: pass its loss to `register` as
+        a config.
 
     Example:
       >>> from types import SimpleNamespace
@@ -207,7 +260,9 @@ def config_of(algo_config: Any, completion_length: int | None = None) -> PolicyL
       >>> config_of(grpo).loss
       PPO(clip_low=0.2, clip_high=0.28, dual_clip=None)
     """
-    return with_options(_base_config(algo_config, completion_length), algo_config, asked_for(algo_config))
+    return with_options(
+        _base_config(algo_config, completion_length), algo_config, asked_for(algo_config)
+    )
 
 
 def _base_config(algo_config: Any, completion_length: int | None) -> PolicyLossConfig:
@@ -216,8 +271,8 @@ def _base_config(algo_config: Any, completion_length: int | None) -> PolicyLossC
     algorithm = getattr(algo_config, "loss_algo", None)
     if algorithm not in ("grpo", "gspo-token"):
         raise ValueError(
-            f"algo_config: got {type(algo_config).__name__} with loss_algo={algorithm!r}, expected 'grpo' or "
-            "'gspo-token'; for another loss pass a config"
+            f"algo_config: got {type(algo_config).__name__} with loss_algo={algorithm!r}, expected"
+            " 'grpo' or 'gspo-token'; for another loss pass a config"
         )
     aggregation = _known("loss_agg_mode", algo_config.loss_agg_mode, _AGGREGATIONS)
     norm = None
@@ -233,7 +288,9 @@ def _base_config(algo_config: Any, completion_length: int | None) -> PolicyLossC
         loss = PPO(low, high, dual)
     else:
         loss = GSPO(low, high, dual, "token")
-    return PolicyLossConfig(loss, kl=_kl(algo_config), aggregation=aggregation, aggregation_norm=norm)
+    return PolicyLossConfig(
+        loss, kl=_kl(algo_config), aggregation=aggregation, aggregation_norm=norm
+    )
 
 
 def _known(name: str, value: Any, table: dict[str, Any]) -> Any:
@@ -251,7 +308,9 @@ def _kl(algo_config: Any) -> KL | None:
     if clamp is None:
         return KL(algo_config.beta, estimator)
     if mode != "low_var_kl" or float(clamp) != 10.0:
-        raise ValueError(f"kl_clamp_value: got {clamp} with {mode!r}, expected None, or 10 with 'low_var_kl'")
+        raise ValueError(
+            f"kl_clamp_value: got {clamp} with {mode!r}, expected None, or 10 with 'low_var_kl'"
+        )
     return KL(algo_config.beta, "low_var_kl")
 
 
@@ -260,13 +319,16 @@ def _check_options(algo_config: Any) -> None:
         value = getattr(algo_config, name, None)
         if value is not None and value is not False:
             raise ValueError(
-                f"{name}: got {value} in {type(algo_config).__name__}, expected None or False: the losses of "
-                "jaxppo.integrations.tunix do not read it; PolicyLossConfig(off_policy=...) drops and weighs sequences"
+                f"{name}: got {value} in {type(algo_config).__name__}, expected None or False: the"
+                " losses of jaxppo.integrations.tunix do not read it;"
+                " PolicyLossConfig(off_policy=...) drops and weighs sequences"
             )
 
 
 def agreed(config: PolicyLossConfig, algo_config: Any) -> PolicyLossConfig:
-    """The config, if the learner computes what the config needs, has the same penalty and asks for nothing else."""
+    """The config, if the learner computes what the config needs, has the same penalty and asks
+    for nothing else.
+    """
     _check_options(algo_config)
     beta = getattr(algo_config, "beta", None)
     coef = 0.0 if config.kl is None else config.kl.coef
@@ -274,23 +336,29 @@ def agreed(config: PolicyLossConfig, algo_config: Any) -> PolicyLossConfig:
         return config
     if beta != coef:
         raise ValueError(
-            f"beta: got {beta} in {type(algo_config).__name__}, expected {coef}, the coefficient of config.kl; with "
-            "beta=0 Tunix computes no reference log-probs"
+            f"beta: got {beta} in {type(algo_config).__name__}, expected {coef}, the coefficient of"
+            " config.kl; with beta=0 Tunix computes no reference log-probs"
         )
     return config
 
 
 def batch_of(
-    train_example: Any, pad_id: int, *, parallel: ParallelMesh | None = None, num_segments: int | None = None
+    train_example: Any,
+    pad_id: int,
+    *,
+    parallel: ParallelMesh | None = None,
+    num_segments: int | None = None,
 ) -> RolloutBatch:
     """Converts a Tunix `TrainExample`, padded or packed, to a batch; traceable.
 
     Args:
-      train_example: prompt_ids `[B, P]`, completion_ids and completion_mask `[B, C]`, advantages `[B]` or `[B, C]`,
-        old_per_token_logps, ref_per_token_logps and the sampler's rollout_per_token_logps `[B, C]` or None; packed,
-        segment_ids and segment_positions `[B, C]`, and empty prompts. routed_experts `[B, P + C, layers, k]` become
-        the extra of that name. sampler_is_weights `[B, C]` multiply the advantages. completion_attention_mask `[B, C]`,
-        with prompt_mask, says which ids are tokens; without it these are the ids other than `pad_id`.
+      train_example: prompt_ids `[B, P]`, completion_ids and completion_mask `[B, C]`, advantages
+        `[B]` or `[B, C]`, old_per_token_logps, ref_per_token_logps and the sampler's
+        rollout_per_token_logps `[B, C]` or None; packed, segment_ids and segment_positions
+        `[B, C]`, and empty prompts. routed_experts `[B, P + C, layers, k]` become the extra of that
+        name. sampler_is_weights `[B, C]` multiply the advantages. completion_attention_mask
+        `[B, C]`, with prompt_mask, says which ids are tokens; without it these are the ids other
+        than `pad_id`.
       pad_id: of the tokenizer.
       parallel: the mesh.
       num_segments: S of a packed batch; by default its own num_segments, or C.
@@ -304,8 +372,8 @@ def batch_of(
     x = train_example
     if getattr(x, "completion_ids", None) is None:
         raise TypeError(
-            f"train_example: got {type(x).__name__} without completion_ids, expected Tunix's TrainExample, or a "
-            "payload with prompts and completions apart"
+            f"train_example: got {type(x).__name__} without completion_ids, expected Tunix's"
+            " TrainExample, or a payload with prompts and completions apart"
         )
     arrays = _arrays(x)
     mask = jnp.asarray(x.completion_mask, jnp.float32)
@@ -315,7 +383,12 @@ def batch_of(
         token_mask = _upto_padding(x, mask, pad_id)
     if token_mask is not None:
         return RolloutBatch.from_padded(
-            x.prompt_ids, x.completion_ids, mask, attention_mask=token_mask, parallel=parallel, **arrays
+            x.prompt_ids,
+            x.completion_ids,
+            mask,
+            attention_mask=token_mask,
+            parallel=parallel,
+            **arrays,
         )
     return RolloutBatch.from_token_aligned(
         jnp.asarray(x.completion_ids, jnp.int32),
@@ -329,48 +402,66 @@ def batch_of(
 
 
 def _arrays(x: Any) -> dict[str, Any]:
-    """The optional arrays of a batch, by our names; raises for fields of the example that are not read."""
+    """The optional arrays of a batch, by our names; raises for fields of the example that are
+    not read.
+    """
     slots = [name for cls in type(x).__mro__ for name in getattr(cls, "__slots__", ())]
     names = {*getattr(x, "__dict__", ()), *slots}
     fields = {name: getattr(x, name) for name in names if hasattr(x, name)}
-    check_unread("a TrainExample", {name: value for name, value in fields.items() if name not in _FIELDS})
+    check_unread(
+        "a TrainExample", {name: value for name, value in fields.items() if name not in _FIELDS}
+    )
     values = {
         "advantages": _weighed_advantages(x),
         "rollout_log_probs": fields.get("rollout_per_token_logps"),
         "old_log_probs": x.old_per_token_logps,
         "ref_log_probs": x.ref_per_token_logps,
     }
-    arrays: dict[str, Any] = {name: jnp.asarray(value) for name, value in values.items() if value is not None}
+    arrays: dict[str, Any] = {
+        name: jnp.asarray(value) for name, value in values.items() if value is not None
+    }
     experts = fields.get("routed_experts")
     if experts is not None:
-        arrays["extras"] = {"routed_experts": Extra(jnp.asarray(experts, jnp.int32), at="input", fill=-1)}
+        arrays["extras"] = {
+            "routed_experts": Extra(jnp.asarray(experts, jnp.int32), at="input", fill=-1)
+        }
     return arrays
 
 
 def _upto_padding(x: Any, mask: jax.Array, pad_id: int) -> jax.Array:
-    """`i32[B, P + C]`, 1 for tokens: from the first id to the last that is not the padding's, or trains.
+    """`i32[B, P + C]`, 1 for tokens: from the first id to the last that is not the padding's, or
+    trains.
 
-    A sampled padding id between is a token too: as in Tunix, the next token is predicted at its position.
+    A sampled padding id between is a token too: as in Tunix, the next token is predicted at its
+    position.
     """
-    real = jnp.concatenate([x.prompt_ids != pad_id, (x.completion_ids != pad_id) | (mask > 0)], axis=1)
+    real = jnp.concatenate(
+        [x.prompt_ids != pad_id, (x.completion_ids != pad_id) | (mask > 0)], axis=1
+    )
     real = real.astype(jnp.int32)
     return jax.lax.cummax(real, 1) * jax.lax.cummax(real, 1, reverse=True)
 
 
 def token_mask_of(train_example: Any) -> jax.Array | None:
-    """`bool[B, P + C]`, which ids are tokens, if the batch says so itself: then an id like the padding's may be one."""
+    """`bool[B, P + C]`, which ids are tokens, if the batch says so itself: then an id like the
+    padding's may be one.
+    """
     of_completions = getattr(train_example, "completion_attention_mask", None)
     if of_completions is None:
         return None
     if getattr(train_example, "segment_ids", None) is not None:
         expected = "None in a packed batch, whose segment_ids say which ids are tokens"
-        raise ValueError(f"completion_attention_mask: got a mask beside segment_ids, expected {expected}")
+        raise ValueError(
+            f"completion_attention_mask: got a mask beside segment_ids, expected {expected}"
+        )
     masks = [jnp.asarray(mask, bool) for mask in (train_example.prompt_mask, of_completions)]
     return jnp.concatenate(masks, axis=1)
 
 
 def _weighed_advantages(x: Any) -> Any:
-    """The advantages, times the weights of Tunix's own correction, which multiply the policy loss and no penalty."""
+    """The advantages, times the weights of Tunix's own correction, which multiply the policy
+    loss and no penalty.
+    """
     weights = getattr(x, "sampler_is_weights", None)
     if weights is None:
         return x.advantages
@@ -386,7 +477,9 @@ def _by_token(advantages: Any) -> jax.Array:
 
 
 def _of_batch(x: Any, weighs: bool) -> Metrics:
-    """Metrics of Tunix's that say something of the batch alone; with `weighs` those of the learner's weights too."""
+    """Metrics of Tunix's that say something of the batch alone; with `weighs` those of the
+    learner's weights too.
+    """
     mask = jnp.asarray(x.completion_mask, jnp.float32)
     advantages = jnp.broadcast_to(_by_token(x.advantages), mask.shape)
     sizes = jnp.abs(advantages)
@@ -420,10 +513,11 @@ def _extreme(x: jax.Array, mask: jax.Array, reduce: Literal["min", "max"]) -> Me
 
 
 def _output(loss: jax.Array, metrics: Metrics, normalizer: Normalizer) -> Any:
-    """What Tunix expects of a policy loss: the loss, and metrics with the names that its learners log.
+    """What Tunix expects of a policy loss: the loss, and metrics with the names that its learners
+    log.
 
-    With a `LossOutput` a mean is its sum and its count. Tunix differentiates the sum of a micro-batch, adds gradients
-    and counts of a step, and divides once.
+    With a `LossOutput` a mean is its sum and its count. Tunix differentiates the sum of a
+    micro-batch, adds gradients and counts of a step, and divides once.
     """
     from tunix.sft import utils
 

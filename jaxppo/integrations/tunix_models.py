@@ -1,4 +1,6 @@
-"""Tunix's models without their logits: hidden states, heads, and the log-probs of a forward pass."""
+"""Tunix's models without their logits: hidden states, heads, and the log-probs of a forward
+pass.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,24 @@ from jaxppo.integrations import maxtext
 from jaxppo.sharding import ParallelMesh
 
 _FORCED = "forced_routed_experts"  # the argument of a model's call that replays a sampler's choices
-_SOFTCAPS = ("final_logits_softcap", "final_logit_softcap")  # the names in Gemma's models and in its configs
+# the names in Gemma's models and in its configs
+_SOFTCAPS = ("final_logits_softcap", "final_logit_softcap")
 
 
 def head_of(model: Any, *, lora_scale: float | None = None) -> Head:
-    """The head of a Tunix model: its `lm_head`, or its embedder where embeddings are tied, with Gemma's soft-cap.
+    """The head of a Tunix model: its `lm_head`, or its embedder where embeddings are tied, with
+    Gemma's soft-cap.
 
     Call it inside the function that is differentiated, so that gradients reach the model.
 
     Args:
-      model: of `tunix.models`: Qwen 2 and 3, Llama 3, Gemma 1 to 4; or MaxText's `TunixMaxTextAdapter`.
+      model: of `tunix.models`: Qwen 2 and 3, Llama 3, Gemma 1 to 4; or MaxText's
+        `TunixMaxTextAdapter`.
       lora_scale: alpha / rank of the adapter of the head; see `Head.of`.
 
     Raises:
-      TypeError: a model with neither an `lm_head` nor an embedder; `lora_scale` beside MaxText's, whose head has no
-        adapter.
+      TypeError: a model with neither an `lm_head` nor an embedder; `lora_scale` beside MaxText's,
+        whose head has no adapter.
     """
     base = _maxtext_of(model)
     if base is not None:
@@ -45,7 +50,10 @@ def head_of(model: Any, *, lora_scale: float | None = None) -> Head:
     if module is None:
         module = getattr(model, "embedder", None)
     if module is None:
-        raise TypeError(f"model: got {type(model).__name__}, expected a Tunix model with an lm_head or an embedder")
+        raise TypeError(
+            f"model: got {type(model).__name__}, expected a Tunix model with an lm_head or an"
+            " embedder"
+        )
     return Head.of(module, lora_scale=lora_scale, softcap=_softcap(model))
 
 
@@ -69,35 +77,42 @@ def hidden_states(
 ) -> Float[Array, "B T H"]:
     """The hidden states that the head of a Tunix model multiplies, after its last norm.
 
-    A model whose call takes `skip_lm_head` (the main branch of Tunix) returns them. Of others, and of MaxText's
-    adapter, whose `skip_lm_head` returns states before the last norm, a copy that shares the model's arrays records the
-    output of the last norm; under jit the logits that it also computes do not exist.
+    A model whose call takes `skip_lm_head` (the main branch of Tunix) returns them. Of others, and
+    of MaxText's adapter, whose `skip_lm_head` returns states before the last norm, a copy that
+    shares the model's arrays records the output of the last norm; under jit the logits that it also
+    computes do not exist.
 
     Args:
       model: as for `head_of`.
       tokens: `i32[B, T]`.
       positions: `i32[B, T]`.
       attention_mask: `bool[B, T, T]`.
-      segment_ids: `i32[B, T]`, for attention kernels; left out for models whose call does not take them.
-      routed_experts: integers `[B, T, layers, k]`, the experts that the sampler chose, for models whose call takes
-        `forced_routed_experts`; -1 where the model's own router decides.
+      segment_ids: `i32[B, T]`, for attention kernels; left out for models whose call does not take
+        them.
+      routed_experts: integers `[B, T, layers, k]`, the experts that the sampler chose, for models
+        whose call takes `forced_routed_experts`; -1 where the model's own router decides.
 
     Returns:
       `[B, T, H]` in the model's dtype.
 
     Raises:
-      TypeError: a model whose last norm is not known, whose states may be those before it, or that never calls it.
+      TypeError: a model whose last norm is not known, whose states may be those before it, or that
+        never calls it.
     """
     from flax import nnx
 
     base = _maxtext_of(model)
     if base is None and not hasattr(model, "final_norm"):
         raise TypeError(
-            f"model: got {type(model).__name__} without a final_norm, expected one of tunix.models or MaxText's "
-            "adapter: the states of another model may be those before its last norm"
+            f"model: got {type(model).__name__} without a final_norm, expected one of tunix.models"
+            " or MaxText's adapter: the states of another model may be those before its last norm"
         )
     parameters = _parameters_of_call(model)
-    arguments: dict[str, Any] = {"positions": positions, "cache": None, "attention_mask": attention_mask}
+    arguments: dict[str, Any] = {
+        "positions": positions,
+        "cache": None,
+        "attention_mask": attention_mask,
+    }
     if segment_ids is not None:
         for name in ("segment_ids", "decoder_segment_ids"):
             if name in parameters:
@@ -105,7 +120,9 @@ def hidden_states(
     if routed_experts is not None:
         if _FORCED not in parameters:
             got = f"got them for {type(model).__name__}, whose call takes no {_FORCED}"
-            raise TypeError(f"routed_experts: {got}, expected None: the pass would not be the sampler's")
+            raise TypeError(
+                f"routed_experts: {got}, expected None: the pass would not be the sampler's"
+            )
         arguments[_FORCED] = jnp.asarray(routed_experts, jnp.int32)
     if base is None and "skip_lm_head" in parameters:
         hidden: Float[Array, "B T H"] = model(tokens, **arguments, skip_lm_head=True)[0]
@@ -120,7 +137,10 @@ def hidden_states(
 def _output_of_norm(
     model: Any, holder: Any, name: str, tokens: Int[Array, "B T"], arguments: Mapping[str, Any]
 ) -> Float[Array, "B T H"]:
-    """What the norm `holder.name` returns when the model runs. The norm is replaced by one that records it."""
+    """What the norm `holder.name` returns when the model runs.
+
+    The norm is replaced by one that records it.
+    """
     from flax import nnx
 
     outputs: list[Any] = []
@@ -137,7 +157,10 @@ def _output_of_norm(
     setattr(holder, name, Recording(getattr(holder, name)))
     model(tokens, **arguments)
     if not outputs:
-        raise TypeError(f"model: got {type(model).__name__}, whose call never uses its {name}, expected one that does")
+        raise TypeError(
+            f"model: got {type(model).__name__}, whose call never uses its {name}, expected one"
+            " that does"
+        )
     return outputs[-1]
 
 
@@ -155,13 +178,15 @@ def check_unread(where: str, values: Mapping[str, Any]) -> None:
     unread = sorted(name for name, value in values.items() if value is not None)
     if unread:
         raise TypeError(
-            f"{unread[0]}: got it in {where}, which does not read it, expected None; the passes and losses of "
-            "jaxppo.integrations.tunix read masks of attention, and none of log-probs"
+            f"{unread[0]}: got it in {where}, which does not read it, expected None; the passes and"
+            " losses of jaxppo.integrations.tunix read masks of attention, and none of log-probs"
         )
 
 
 def _parameters_of_call(model: Any) -> set[str]:
-    """The arguments of the model's own `__call__`, which adapters and quantisation hide behind *args."""
+    """The arguments of the model's own `__call__`, which adapters and quantisation hide behind
+    *args.
+    """
     names: set[str] = set()
     for cls in type(model).__mro__:
         if "__call__" in vars(cls):
@@ -180,11 +205,13 @@ def hidden_of_example(
     *,
     token_mask: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H"]:
-    """The hidden states of prompts and completions, `[B, P + C, H]`, padded or packed as Tunix's TrainExample is.
+    """The hidden states of prompts and completions, `[B, P + C, H]`, padded or packed as Tunix's
+    TrainExample is.
 
-    In padded rows tokens attend to the tokens before them, and positions count tokens: those of `token_mask`, by
-    default the ids other than `pad_id`. Packed rows (`segment_ids`; the prompts are empty) get an attention mask by
-    segment. Tunix gives them no mask, so without flash attention its models would attend to everything.
+    In padded rows tokens attend to the tokens before them, and positions count tokens: those of
+    `token_mask`, by default the ids other than `pad_id`. Packed rows (`segment_ids`; the prompts
+    are empty) get an attention mask by segment. Tunix gives them no mask, so without flash
+    attention its models would attend to everything.
     """
     tokens = jnp.concatenate([prompt_ids, completion_ids], axis=1)
     if segment_ids is None:
@@ -193,12 +220,18 @@ def hidden_of_example(
         positions = jnp.maximum(counts - 1, 0)
         length = tokens.shape[1]
         attended = jnp.tril(jnp.ones((1, length, length), bool)) & are_tokens[:, None, :]
-        return hidden_states(model, tokens, positions, attended, are_tokens.astype(jnp.int32), routed_experts)
+        return hidden_states(
+            model, tokens, positions, attended, are_tokens.astype(jnp.int32), routed_experts
+        )
     same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids > 0)[:, None, :]
-    return hidden_states(model, tokens, segment_positions, jnp.tril(same), segment_ids, routed_experts)
+    return hidden_states(
+        model, tokens, segment_positions, jnp.tril(same), segment_ids, routed_experts
+    )
 
 
-def _are_tokens(tokens: Array, pad_id: int, token_mask: Any, segment_ids: Any) -> Bool[Array, "B T"]:
+def _are_tokens(
+    tokens: Array, pad_id: int, token_mask: Any, segment_ids: Any
+) -> Bool[Array, "B T"]:
     """Which ids are tokens: those of the mask, by default those other than the padding's."""
     if token_mask is None:
         return tokens != pad_id
@@ -206,9 +239,14 @@ def _are_tokens(tokens: Array, pad_id: int, token_mask: Any, segment_ids: Any) -
 
 
 def checked_mask(token_mask: Any, tokens: Any, segment_ids: Any) -> Bool[Array, "B T"]:
-    """The mask as booleans. Raises ValueError for another shape, and for packed rows, whose segments say the same."""
+    """The mask as booleans.
+
+    Raises ValueError for another shape, and for packed rows, whose segments say the same.
+    """
     shape = jnp.shape(token_mask)
-    check("token_mask", f"{shape}", shape == tokens.shape, f"{tokens.shape}, prompts and completions")
+    check(
+        "token_mask", f"{shape}", shape == tokens.shape, f"{tokens.shape}, prompts and completions"
+    )
     check("token_mask", "a mask beside segment_ids", segment_ids is None, "None for packed rows")
     return jnp.asarray(token_mask, bool)
 
@@ -228,7 +266,8 @@ def log_probs(
     lora_scale: float | None = None,
     **options: Unpack[HeadOptions],
 ) -> Float[Array, "B C"]:
-    """Log-probs of completion tokens under a Tunix model, without logits: Tunix's `compute_per_token_logps`.
+    """Log-probs of completion tokens under a Tunix model, without logits: Tunix's
+    `compute_per_token_logps`.
 
     Args:
       model: as for `head_of`.
@@ -239,13 +278,15 @@ def log_probs(
       segment_ids: of packed rows, 0 is padding.
       segment_positions: of packed rows.
       routed_experts: of prompts and completions, T = P + C; see `hidden_states`.
-      token_mask: `bool[B, T]`, which ids of padded rows are tokens; by default those other than `pad_id`.
+      token_mask: `bool[B, T]`, which ids of padded rows are tokens; by default those other than
+        `pad_id`.
       parallel: the mesh of the model.
       lora_scale: see `head_of`.
       **options: see `HeadOptions`.
 
     Returns:
-      `f32[B, C]`, each at the token that it is about; 0 at padding and at the first token of a packed sequence.
+      `f32[B, C]`, each at the token that it is about; 0 at padding and at the first token of a
+      packed sequence.
     """
     from flax import nnx
 
@@ -257,12 +298,16 @@ def log_probs(
     }
     graph, state = nnx.split(model)
     static = (pad_id, float(temperature), parallel, lora_scale, tuple(sorted(options.items())))
-    result: Float[Array, "B C"] = _log_probs(graph, state, prompt_ids, completion_ids, arrays, static)
+    result: Float[Array, "B C"] = _log_probs(
+        graph, state, prompt_ids, completion_ids, arrays, static
+    )
     return result
 
 
 @partial(jax.jit, static_argnames=("static",))  # a graph is a pytree: it need not have a hash
-def _log_probs(graph: Any, state: Any, prompt_ids: Any, completion_ids: Any, arrays: Any, static: Any) -> Any:
+def _log_probs(
+    graph: Any, state: Any, prompt_ids: Any, completion_ids: Any, arrays: Any, static: Any
+) -> Any:
     from flax import nnx
 
     pad_id, temperature, parallel, lora_scale, options = static
@@ -273,7 +318,8 @@ def _log_probs(graph: Any, state: Any, prompt_ids: Any, completion_ids: Any, arr
     is_next = _are_tokens(tokens, pad_id, arrays["token_mask"], segments)
     if segments is not None:
         is_next = (segments > 0) & (segments == jnp.roll(segments, 1, axis=1))
-    first = jnp.arange(tokens.shape[1]) < max(prompt_ids.shape[1], 1)  # nothing predicts the first token of a row
+    # nothing predicts the first token of a row
+    first = jnp.arange(tokens.shape[1]) < max(prompt_ids.shape[1], 1)
     where = jnp.roll(is_next & ~first[None], -1, axis=1)
     stats = log_probs_from_hidden(
         hidden,

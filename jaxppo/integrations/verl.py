@@ -1,7 +1,7 @@
 """Translates the configuration of verl's trainers. https://github.com/verl-project/verl
 
-If verl's loss and its documentation differ, this module follows the loss, as verl 0.9.1 computes it. Before 0.9.1 verl
-took the mean of sequence means for "gspo", whatever loss_agg_mode said.
+If verl's loss and its documentation differ, this module follows the loss, as verl 0.9.1 computes
+it. Before 0.9.1 verl took the mean of sequence means for "gspo", whatever loss_agg_mode said.
 """
 
 from __future__ import annotations
@@ -16,9 +16,33 @@ from jaxppo.integrations.translation import Translation
 from jaxppo.integrations.verl_keys import ACTOR, CORRECTION, DEFAULTS, ELSEWHERE, LOSS, VERSION
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy.off_policy import OffPolicyConfig, Outside, Rejection
-from jaxppo.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, PPO, SAPO, ClipCov, KLCov, PolicyLoss, Reinforce
+from jaxppo.policy_losses import (
+    CISPO,
+    DPPO,
+    DRO,
+    GMPO,
+    GSPO,
+    PPO,
+    SAPO,
+    ClipCov,
+    KLCov,
+    PolicyLoss,
+    Reinforce,
+)
 
-_LOSSES = ["vanilla", "gspo", "cispo", "sapo", "geo_mean", "gpg", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "dro"]
+_LOSSES = [
+    "vanilla",
+    "gspo",
+    "cispo",
+    "sapo",
+    "geo_mean",
+    "gpg",
+    "dppo_tv",
+    "dppo_kl",
+    "clip_cov",
+    "kl_cov",
+    "dro",
+]
 _AGGREGATIONS: dict[str, Aggregation] = {
     "token-mean": "token_mean",
     "token-sum": "token_sum",
@@ -78,21 +102,23 @@ _ADVANTAGES = [
 def translate(config: Mapping[str, Any]) -> Translation:
     """Translates a verl configuration to a policy loss and to arguments of the functions around it.
 
-    Missing keys have verl's defaults. Keys are verl's, as nested mappings (a resolved OmegaConf config is one) or
-    joined by dots, as on its command line. In bypass mode the ratio is over the sampler. Only verl's legacy trainer
-    reads the other options of that mode, so `rollout_is`, `rollout_rs` and `loss_type` then need
-    `trainer.use_v1=False`.
+    Missing keys have verl's defaults. Keys are verl's, as nested mappings (a resolved OmegaConf
+    config is one) or joined by dots, as on its command line. In bypass mode the ratio is over the
+    sampler. Only verl's legacy trainer reads the other options of that mode, so `rollout_is`,
+    `rollout_rs` and `loss_type` then need `trainer.use_v1=False`.
 
-    The numbers are verl's, with two exceptions. Decoupled rejections do not change denominators and penalties; verl
-    takes rejected tokens out of both. Covariances and mean weights are over the whole step; verl's are over a
-    micro-batch.
+    The numbers are verl's, with two exceptions. Decoupled rejections do not change denominators and
+    penalties; verl takes rejected tokens out of both. Covariances and mean weights are over the
+    whole step; verl's are over a micro-batch.
 
     Returns:
-      See `Translation`. On each device a micro-batch holds the tokens that `ppo_max_token_len_per_gpu` allows, or the
-      places of `ppo_micro_batch_size_per_gpu` padded samples.
+      See `Translation`. On each device a micro-batch holds the tokens that
+      `ppo_max_token_len_per_gpu` allows, or the places of `ppo_micro_batch_size_per_gpu` padded
+      samples.
 
     Raises:
-      ValueError: unknown keys, all of them listed; a value that its key does not allow, or that has no equivalent here.
+      ValueError: unknown keys, all of them listed; a value that its key does not allow, or that has
+        no equivalent here.
 
     Example:
       >>> verl_config = {"actor_rollout_ref.actor.clip_ratio_high": 0.28, "algorithm": {"adv_estimator": "grpo"}}
@@ -132,7 +158,8 @@ def translate(config: Mapping[str, Any]) -> Translation:
 
 
 def config_of(config: Mapping[str, Any]) -> PolicyLossConfig:
-    """The policy loss of a verl configuration: the `config` of `translate`, which also says what `config` may be.
+    """The policy loss of a verl configuration: the `config` of `translate`, which also says what
+    `config` may be.
 
     Example:
       >>> actor = {"policy_loss": {"loss_mode": "gspo"}, "clip_ratio_low": 3e-4}
@@ -144,7 +171,9 @@ def config_of(config: Mapping[str, Any]) -> PolicyLossConfig:
 
 def _options(config: Mapping[str, Any]) -> Options:
     if not isinstance(config, Mapping):
-        raise TypeError(f"config: got {type(config).__name__}, expected verl's configuration as a mapping")
+        raise TypeError(
+            f"config: got {type(config).__name__}, expected verl's configuration as a mapping"
+        )
     configured: dict[str, Any] = {}
     for key, value in _flat(config):
         before = configured.setdefault(key, value)
@@ -153,7 +182,10 @@ def _options(config: Mapping[str, Any]) -> Options:
 
 
 def _flat(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys joined by dots. Skips sections that are None or empty, and `_target_`, the class of a section."""
+    """Keys joined by dots.
+
+    Skips sections that are None or empty, and `_target_`, the class of a section.
+    """
     for name, value in config.items():
         key = f"{section}{name}"
         if isinstance(value, Mapping) and value:
@@ -170,7 +202,9 @@ def _refuse(options: Options) -> None:
     """Raises for options that verl has and this package does not."""
     options.choice("algorithm.adv_estimator", _ADVANTAGES, "jaxppo.advantages has no other")
     key = "algorithm.use_pf_ppo"
-    options.check(key, not options.flag(key), "False: samples are not drawn anew by their rewards here")
+    options.check(
+        key, not options.flag(key), "False: samples are not drawn anew by their rewards here"
+    )
     key = "distillation.enabled"
     expected = "False: its loss is no policy loss; see advantages.on_policy_distillation"
     options.check(key, not options.flag(key), expected)
@@ -195,14 +229,19 @@ class _Policy(NamedTuple):
 
 
 def _policy_loss(options: Options) -> _Policy:
-    mode = options.choice(LOSS + "loss_mode", _LOSSES, "a loss of your own is a jaxppo.policy_losses.PolicyLoss")
+    mode = options.choice(
+        LOSS + "loss_mode", _LOSSES, "a loss of your own is a jaxppo.policy_losses.PolicyLoss"
+    )
     if not options.flag(CORRECTION + "bypass_mode"):
         return _Policy(_loss(options, mode), "old", _correction(options, "old/rollout"))
     loss_type = options.choice(CORRECTION + "loss_type", ("ppo_clip", "reinforce"))
     if options.flag("trainer.use_v1"):
         for name in ("rollout_is", "rollout_rs", "loss_type"):
             key = CORRECTION + name
-            expected = f"{DEFAULTS[key]!r} with bypass_mode, in which verl's V1 trainer does not read it, or"
+            expected = (
+                f"{DEFAULTS[key]!r} with bypass_mode, in which verl's V1 trainer does not read"
+                " it, or"
+            )
             expected += " trainer.use_v1=False for the loss of its legacy trainer"
             options.check(key, options[key] == DEFAULTS[key], expected)
         return _Policy(_loss(options, mode), "rollout", None)
@@ -211,7 +250,9 @@ def _policy_loss(options: Options) -> _Policy:
     if loss_type == "reinforce":
         return _Policy(Reinforce(), "rollout", _correction(options, "current/rollout"))
     # the loss's ratio is the importance weight
-    return _Policy(_loss(options, mode), "rollout", _only_rejections(_rejections(options, "current/rollout")))
+    return _Policy(
+        _loss(options, mode), "rollout", _only_rejections(_rejections(options, "current/rollout"))
+    )
 
 
 def _loss(options: Options, mode: str) -> PolicyLoss:
@@ -221,7 +262,9 @@ def _loss(options: Options, mode: str) -> PolicyLoss:
         case "sapo":
             return SAPO(options.number(ACTOR + "tau_pos"), options.number(ACTOR + "tau_neg"))
         case "kl_cov":
-            return KLCov(options.number(LOSS + "kl_cov_ratio"), options.number(LOSS + "ppo_kl_coef"))
+            return KLCov(
+                options.number(LOSS + "kl_cov_ratio"), options.number(LOSS + "ppo_kl_coef")
+            )
         case "dro":
             return DRO(options.number(LOSS + "dro_beta", above=0))
     return _clipped_loss(options, mode)
@@ -238,7 +281,13 @@ def _clipped_loss(options: Options, mode: str) -> PolicyLoss:
             return GMPO(low, high)
         case "clip_cov":
             ratio = options.number(LOSS + "clip_cov_ratio")
-            return ClipCov(low, high, ratio, options.number(LOSS + "clip_cov_lb"), options.number(LOSS + "clip_cov_ub"))
+            return ClipCov(
+                low,
+                high,
+                ratio,
+                options.number(LOSS + "clip_cov_lb"),
+                options.number(LOSS + "clip_cov_ub"),
+            )
     cap = options.number(ACTOR + "clip_ratio_c")
     match mode:
         case "dppo_tv":
@@ -256,7 +305,11 @@ def _clip(options: Options) -> tuple[float, float]:
     configured = low in options.configured or high in options.configured
     reads_common = options[low] is None or options[high] is None
     good = configured or reads_common or options[common] == DEFAULTS[common]
-    options.check(common, good, "clip_ratio_low and clip_ratio_high, whose defaults, 0.2, verl reads in its place")
+    options.check(
+        common,
+        good,
+        "clip_ratio_low and clip_ratio_high, whose defaults, 0.2, verl reads in its place",
+    )
     if options[low] is None:
         low = common
     if options[high] is None:
@@ -270,15 +323,22 @@ def _aggregation(options: Options, penalised: bool) -> Aggregation:
     aggregation = _AGGREGATIONS[options.choice(key, _AGGREGATIONS)]
     if loss not in _OWN_AGGREGATION:
         return aggregation
-    expected = f"'seq-mean-token-mean' with penalties and loss_mode={loss!r}, which takes that itself"
+    expected = (
+        f"'seq-mean-token-mean' with penalties and loss_mode={loss!r}, which takes that itself"
+    )
     options.check(key, not penalised or aggregation == "sequence_mean_token_mean", expected)
     return "sequence_mean_token_mean"
 
 
 def _aggregation_norm(options: Options) -> float:
     key = ACTOR + "loss_scale_factor"
-    expected = "a number with 'seq-mean-token-sum-norm', such as data.max_response_length: without one verl divides by "
-    options.check(key, options[key] is not None, f"{expected}the longest response of each micro-batch")
+    expected = (
+        "a number with 'seq-mean-token-sum-norm', such as data.max_response_length: without one"
+        " verl divides by "
+    )
+    options.check(
+        key, options[key] is not None, f"{expected}the longest response of each micro-batch"
+    )
     return options.number(key)
 
 
@@ -292,9 +352,14 @@ def _correction(options: Options, compares: Compared) -> OffPolicyConfig | None:
         return _only_rejections(rejections)
     level: Any = options.choice(level_key, ("token", "sequence"))
     good = level != "token" or options[LOSS + "loss_mode"] != "geo_mean"
-    options.check(level_key, good, "'sequence' or None with loss_mode='geo_mean', one value a sequence")
+    options.check(
+        level_key, good, "'sequence' or None with loss_mode='geo_mean', one value a sequence"
+    )
     normalize = options.flag(normalize_key)
-    expected = "False with bypass_mode: the mean weight of a step is not known before its first micro-batch"
+    expected = (
+        "False with bypass_mode: the mean weight of a step is not known before its first"
+        " micro-batch"
+    )
     options.check(normalize_key, not normalize or compares != "current/rollout", expected)
     bounds = str(options[bounds_key])
     low, high = _bounds(options, bounds_key, bounds, 0.0)
@@ -340,7 +405,10 @@ def _listed(value: Any) -> list[str]:
 
 
 def _bounds(options: Options, key: str, text: str, lowest: float | None) -> tuple[float, float]:
-    """Both bounds of "low_high". A single number is the upper one; the lower is `lowest`, or its inverse if None."""
+    """Both bounds of "low_high".
+
+    A single number is the upper one; the lower is `lowest`, or its inverse if None.
+    """
     low, _, high = text.rpartition("_")
     try:
         if low:

@@ -1,4 +1,6 @@
-"""The keys of verl's configuration: the translated ones with defaults of verl 0.9.1, the others with their subject."""
+"""The keys of verl's configuration: the translated ones with defaults of verl 0.9.1, the others
+with their subject.
+"""
 
 from __future__ import annotations
 
@@ -52,19 +54,26 @@ DEFAULTS: dict[str, Any] = {
     "trainer.use_v1": True,
 }
 
-# The subject of each other key. A name that ends in a dot is a section; all of its keys have the same subject.
+# The subject of each other key. A name that ends in a dot is a section; all of its keys have the
+# same subject.
 ELSEWHERE = by_name(
     {
         "the entropy is always among the metrics": "calculate_entropy",
         "logit_stats= of log_probs_from_hidden": "calculate_sum_pi_squared",
-        "the prompts of one step, whose samples go to from_samples together": "ppo_mini_batch_size",
+        "the prompts of one step, whose samples go to from_samples together": (
+            "ppo_mini_batch_size"
+        ),
         "the samples of one prompt": "rollout_n",
-        "verl does not read it; rollout_correction.bypass_mode is what does so": "use_rollout_log_probs",
+        "verl does not read it; rollout_correction.bypass_mode is what does so": (
+            "use_rollout_log_probs"
+        ),
         "where verl copies algorithm.rollout_correction to": "policy_loss.rollout_correction.",
         "memory, which the head manages": """
             entropy_checkpointing entropy_from_logits_chunk_size entropy_from_logits_with_chunking
         """,
-        "forward passes: compute_log_probs": "ppo_infer_max_token_len_per_gpu ppo_infer_micro_batch_size_per_gpu",
+        "forward passes: compute_log_probs": (
+            "ppo_infer_max_token_len_per_gpu ppo_infer_micro_batch_size_per_gpu"
+        ),
         "the optimizer": "grad_clip optim.",
         "profiling": "profile profiler.",
         "the training loop": "checkpoint. data_loader_seed ppo_epochs shuffle",
@@ -95,7 +104,9 @@ ELSEWHERE = by_name(
         "the critic; its loss is Value": "critic.",
         "the data set": "data.",
         "distillation.enabled, refused": "distillation.",
-        "the rewards and weights= of advantages.gdpo": "algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights",
+        "the rewards and weights= of advantages.gdpo": (
+            "algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights"
+        ),
         "profiling": "global_profiler.",
         "rewards": "custom_reward_function. reward. reward_model. sandbox_fusion.",
         "the training loop": "async_training. skip. trainer.",

@@ -1,4 +1,7 @@
-"""Losses of a head's statistics or of hidden states. A loss is a value; two functions compute what it stands for."""
+"""Losses of a head's statistics or of hidden states.
+
+A loss is a value; two functions compute what it stands for.
+"""
 
 from typing import TYPE_CHECKING
 

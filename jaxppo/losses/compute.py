@@ -1,7 +1,9 @@
-"""From statistics or hidden states to a loss: the one implementation, of a sum of losses and of one alone.
+"""From statistics or hidden states to a loss: the one implementation, of a sum of losses and of one
+alone.
 
-`step_of` gives each token its weight, and checks rules; `finish` computes a loss and its metrics. From hidden states,
-`_OfTokens` runs inside the head if the loss of a token depends on that token alone: one pass.
+`step_of` gives each token its weight, and checks rules; `finish` computes a loss and its metrics.
+From hidden states, `_OfTokens` runs inside the head if the loss of a token depends on that token
+alone: one pass.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import HeadCall, Inputs
 from jaxppo.head.gradient import reduce_tokens
 from jaxppo.head.kept import stats_with_kept_logits
-from jaxppo.losses.hooks import check_tokens, constants_of, loss_of_tokens, metrics_of, name_of, reads_of
+from jaxppo.losses.hooks import (
+    check_tokens,
+    constants_of,
+    loss_of_tokens,
+    metrics_of,
+    name_of,
+    reads_of,
+)
 from jaxppo.losses.parts import ALONE, Part
 from jaxppo.losses.token_loss import Reads, Step, masked_batch
 from jaxppo.policy.unusable import not_finite
@@ -60,9 +69,11 @@ def call_parts(
     numbers: Mapping[str, float | Array] | None = None,
     fn: Callable[..., Any] | None = None,
 ) -> Any:
-    """Calls `fn`, or `_loss_of_parts`, on each device, with `arrays` by name: statistics, or a head's inputs.
+    """Calls `fn`, or `_loss_of_parts`, on each device, with `arrays` by name: statistics, or a
+    head's inputs.
 
-    `specs` are those of the arrays and of the result; `numbers`, such as a coefficient, are read by rules only.
+    `specs` are those of the arrays and of the result; `numbers`, such as a coefficient, are read by
+    rules only.
     """
     static = []
     traced = []
@@ -82,7 +93,14 @@ def call_parts(
         normalizer_specs = [None if x is None else x.specs(p) for x in normalizers]
         return [array_specs, batch.specs(p), normalizer_specs, P()], result_specs
 
-    return shard_call(name, fn or _loss_of_parts, parallel, args, all_specs, Static(tuple(parts), tuple(static), head))
+    return shard_call(
+        name,
+        fn or _loss_of_parts,
+        parallel,
+        args,
+        all_specs,
+        Static(tuple(parts), tuple(static), head),
+    )
 
 
 def _of_each_part(normalizer: Normalizers, parts: Mapping[str, Part]) -> list[Normalizer | None]:
@@ -136,7 +154,10 @@ def _loss_of_parts(
 
 
 def _one_pass(
-    inputs: tuple[HeadCall, Inputs], parts: tuple[Part, ...], steps: Sequence[Step], numbers: Sequence[Numbers]
+    inputs: tuple[HeadCall, Inputs],
+    parts: tuple[Part, ...],
+    steps: Sequence[Step],
+    numbers: Sequence[Numbers],
 ) -> tuple[Float[Array, ""], Any]:
     """The weighted sum of all losses of tokens, and the statistics, in one pass of the head."""
     call, arrays = inputs
@@ -152,14 +173,17 @@ def _added(
     total: Float[Array, ""] | None,
     numbers: Sequence[Numbers],
 ) -> LossAndMetrics:
-    """The sum of the parts' losses, `total` where one pass has computed it already, and the metrics of all parts."""
+    """The sum of the parts' losses, `total` where one pass has computed it already, and the
+    metrics of all parts.
+    """
     if total is None:
         total = jnp.float32(0)
         for own, (loss, _) in zip(numbers, results, strict=True):
             total += own["part.coef"] * loss
     metrics: Metrics = {}
     for name, (loss, part_metrics) in zip(names, results, strict=True):
-        total += jnp.where(jnp.isfinite(loss), 0, jnp.nan)  # also if all weights or coefficients are 0
+        # also if all weights or coefficients are 0
+        total += jnp.where(jnp.isfinite(loss), 0, jnp.nan)
         metrics |= {f"{name}/{what}": x for what, x in part_metrics.items()}
     return total, metrics | {"loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
 
@@ -173,9 +197,11 @@ def step_of(
     stats: Any,
     inputs: HeadInputs = None,
 ) -> Step:
-    """Per-shard: weighs tokens and checks rules, with the statistics and the step's normalizer if there are any.
+    """Per-shard: weighs tokens and checks rules, with the statistics and the step's normalizer if
+    there are any.
 
-    `numbers` are those that the loss and its factor depend on. `stats` are None before the one pass of a head.
+    `numbers` are those that the loss and its factor depend on. `stats` are None before the one pass
+    of a head.
     """
     loss = put_arrays(part.token_loss, numbers)
     batch = part.of(lax.stop_gradient(batch))  # everything that a loss reads from it is a constant
@@ -193,7 +219,9 @@ def step_of(
         rule_reads["rollout_ids"] = batch.rollouts
         if batch.rollout_ids is None:
             rule_reads["twice"] = jnp.isnan(denominators.denominators)
-    broken = _broken_rules(batch, segments, normalizer, rule_reads, {**numbers, **part.numbers_in(loss)}, inputs)
+    broken = _broken_rules(
+        batch, segments, normalizer, rule_reads, {**numbers, **part.numbers_in(loss)}, inputs
+    )
     capped = None
     if batch.rollout_log_probs is not None:
         capped = batch.rollout_log_probs > 0
@@ -202,12 +230,16 @@ def step_of(
     if batch.loss_weights is not None:
         weights *= masked(batch.loss_weights, batch.loss_mask)
     known = frozenset(name for name, x in reads.items() if x is not None)
-    step = Step(loss, batch, batch, segments, denominators, weights, broken, known, None, None, capped)
+    step = Step(
+        loss, batch, batch, segments, denominators, weights, broken, known, None, None, capped
+    )
     return _without_left_out(step, stats)
 
 
 def _with_stats(step: Step, stats: Any) -> Step:
-    """The step after one pass, which has given statistics: their rules are checked too, and tokens left out by them."""
+    """The step after one pass, which has given statistics: their rules are checked too, and
+    tokens left out by them.
+    """
     reads = reads_of(step.loss, stats, step.whole_batch, step.segments)
     new = {name for name, x in reads.items() if x is not None} - step.known
     if new:
@@ -218,7 +250,9 @@ def _with_stats(step: Step, stats: Any) -> Step:
 
 
 def _without_left_out(step: Step, stats: Any) -> Step:
-    """The step without the tokens that the loss leaves out, and with weights of NaN where a rule is broken."""
+    """The step without the tokens that the loss leaves out, and with weights of NaN where a rule
+    is broken.
+    """
     loss = step.loss
     mask = step.whole_batch.loss_mask
     weights = step.weights
@@ -234,7 +268,9 @@ def _without_left_out(step: Step, stats: Any) -> Step:
     # multiplication of the kernel's gradient
     batch = masked_batch(step.whole_batch, mask)
     weights = weights * jnp.where(step.broken.any, jnp.nan, 1)
-    return dataclasses.replace(step, batch=batch, weights=weights, left_out=left_out, unusable=unusable)
+    return dataclasses.replace(
+        step, batch=batch, weights=weights, left_out=left_out, unusable=unusable
+    )
 
 
 def _broken_rules(
@@ -253,7 +289,11 @@ def _broken_rules(
         call, head_arrays = inputs
         vocab_size = call.vocab_size
         tokens = head_arrays.tokens
-        arrays |= {"targets": tokens.targets, "nucleus_ids": tokens.nucleus_ids, "temperature": tokens.temperature}
+        arrays |= {
+            "targets": tokens.targets,
+            "nucleus_ids": tokens.nucleus_ids,
+            "temperature": tokens.temperature,
+        }
         arrays["adapter_ids"] = head_arrays.adapter_ids
         if head_arrays.adapter_ids is not None:
             adapters = head_arrays.lora_a.shape[-3]
@@ -261,7 +301,12 @@ def _broken_rules(
     counted = batch.loss_mask
     if normalizer is not None:
         counted = jnp.where(not_finite(batch, normalizer.out_of_denominators), 0, counted)
-        sums = [normalizer.tokens, normalizer.sequences, normalizer.weight_mean, normalizer.denominators]
+        sums = [
+            normalizer.tokens,
+            normalizer.sequences,
+            normalizer.weight_mean,
+            normalizer.denominators,
+        ]
         arrays["normalizer"] = normalizer.counts
         arrays["denominators"] = jnp.concatenate([x.reshape(-1) for x in sums if x is not None])
     arrays, numbers = lax.stop_gradient((arrays, numbers))
@@ -288,7 +333,8 @@ def finish(step: Step, stats: Any, total: Float[Array, ""] | None = None) -> Los
         weighted = (jnp.where(mask > 0, losses, 0) * step.weights).sum()
         total = axes.psum(vary(weighted, axes.tokens), axes.tokens)
     broken = step.broken.metric(total)
-    total += jnp.where(step.broken.any | ~jnp.isfinite(total), jnp.nan, 0)  # also if no token has a weight
+    # also if no token has a weight
+    total += jnp.where(step.broken.any | ~jnp.isfinite(total), jnp.nan, 0)
     terms = metrics_of(loss, lax.stop_gradient(seen), step, constants)
     if step.unusable is not None:
         terms["unusable_tokens"] = (step.unusable, jnp.ones_like(mask), "sum")
@@ -297,7 +343,9 @@ def finish(step: Step, stats: Any, total: Float[Array, ""] | None = None) -> Los
 
 
 def _known_before(step: Step, numbers: Numbers) -> tuple[Any, Any]:
-    """The inputs of `_OfTokens` beside the statistics: arrays by token, and arrays that every token reads whole."""
+    """The inputs of `_OfTokens` beside the statistics: arrays by token, and arrays that every
+    token reads whole.
+    """
     constants = lax.stop_gradient(constants_of(step.loss, None, step))
     weights = step.weights * numbers.get("part.coef", 1)
     by_segment = {name: getattr(step.batch, name) for name in PER_SEGMENT}
@@ -307,7 +355,9 @@ def _known_before(step: Step, numbers: Numbers) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _OfTokens:
-    """The weighted losses of some tokens, summed over the parts, in the form that `reduce_tokens` takes."""
+    """The weighted losses of some tokens, summed over the parts, in the form that
+    `reduce_tokens` takes.
+    """
 
     parts: tuple[Part, ...]
 
@@ -333,6 +383,7 @@ class _OfTokens:
         log_probs = loss.reads(stats, batch, segments).get("log_probs")
         if log_probs is None:
             return losses
-        # the step's rules were checked without them; make the gradient NaN too, which a clip would stop
+        # the step's rules were checked without them; make the gradient NaN too, which a clip would
+        # stop
         broken = (batch.loss_mask > 0) & LOG_PROBS.bad(log_probs, jnp)
         return losses + jnp.where(broken, jnp.nan, 0) * jnp.where(broken, stats.log_probs, 0)

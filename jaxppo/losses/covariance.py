@@ -1,4 +1,6 @@
-"""Picks the tokens of a step with the highest covariance of log-prob and advantage, for ClipCov and KLCov."""
+"""Picks the tokens of a step with the highest covariance of log-prob and advantage, for ClipCov
+and KLCov.
+"""
 
 from __future__ import annotations
 
@@ -39,25 +41,28 @@ def covariance_mask(
 ) -> Float[Array, "*K R T"]:
     """The tokens of a whole step that ClipCov takes out, or that KLCov penalises.
 
-    Let c = (A - mean A) (log_prob - mean log_prob), with means over the step's N loss tokens, and n = max(1, share N).
-    Tokens without a policy loss because they are `Unusable` are not among them.
-    KLCov picks the tokens with the n highest c. ClipCov picks n random tokens among those with low < c < high that the
-    ratio does not clip. The randomness of a token depends on (key, sample id, position) alone, so that packing, mesh
-    and micro-batches do not change which tokens are picked.
+    Let c = (A - mean A) (log_prob - mean log_prob), with means over the step's N loss tokens, and n
+    = max(1, share N). Tokens without a policy loss because they are `Unusable` are not among them.
+    KLCov picks the tokens with the n highest c. ClipCov picks n random tokens among those with low
+    < c < high that the ratio does not clip. The randomness of a token depends on (key, sample id,
+    position) alone, so that packing, mesh and micro-batches do not change which tokens are picked.
 
     Args:
       stats: log-probs, `f32[R, T]`, or those of the step's micro-batches stacked, `[K, R, T]`.
-      batch: the step, of the same leading shape; needs `advantages`, and the old log-probs of the config.
+      batch: the step, of the same leading shape; needs `advantages`, and the old log-probs of the
+        config.
       config: with a loss that selects tokens, such as `ClipCov` or `KLCov`.
       key: a key of `jax.random`.
       parallel: the mesh.
 
     Returns:
-      `f32`, the shape of `batch.loss_mask`: 1 where a token is picked; for `policy_loss` the batch's extra "selected".
-      NaN at all loss tokens, as the loss then is, where what it reads of one of them breaks a rule of the loss.
+      `f32`, the shape of `batch.loss_mask`: 1 where a token is picked; for `policy_loss` the
+      batch's extra "selected". NaN at all loss tokens, as the loss then is, where what it reads of
+      one of them breaks a rule of the loss.
 
     Raises:
-      ValueError: a config with another loss, an array that the batch lacks, shapes that differ, a part of a step.
+      ValueError: a config with another loss, an array that the batch lacks, shapes that differ, a
+        part of a step.
 
     Example:
       >>> ids, one = jnp.array([[1, 1, 1]]), jnp.array([[0]])
@@ -66,14 +71,18 @@ def covariance_mask(
       >>> covariance_mask(TokenStats(log_p), batch, PolicyLossConfig(KLCov()), jax.random.key(0))
       Array([[0., 0., 1.]], dtype=float32)
 
-    Cui et al. 2025, The entropy mechanism of reinforcement learning, https://arxiv.org/abs/2505.22617
+    Cui et al. 2025, The entropy mechanism of reinforcement learning,
+    https://arxiv.org/abs/2505.22617
     """
     batch = checked(batch, stacked=True)
     check_whole_step("covariance_mask", batch)
     check_config(config)
     _check_key(key)
     if config.loss.selects is None:
-        raise ValueError(f"config.loss: got {config.loss}, expected one that selects tokens, such as ClipCov or KLCov")
+        raise ValueError(
+            f"config.loss: got {config.loss}, expected one that selects tokens, such as ClipCov or"
+            " KLCov"
+        )
     check_stats(stats, batch.loss_mask.shape)
     check_needed(batch, config)
     static, traced = take_arrays(config.loss)
@@ -83,7 +92,13 @@ def covariance_mask(
     if without is not None:
         batch = dataclasses.replace(batch, loss_mask=jnp.where(without, 0, batch.loss_mask))
     args = {"stats": log_probs, "old_log_probs": old, "batch": batch, "key": key, "config": traced}
-    given = args, lambda p: ([*[batch.specs(p).loss_mask] * 2, batch.specs(p), P(), P()], batch.specs(p).loss_mask)
+    given = (
+        args,
+        lambda p: (
+            [*[batch.specs(p).loss_mask] * 2, batch.specs(p), P(), P()],
+            batch.specs(p).loss_mask,
+        ),
+    )
     kind = PER_TOKEN[BY_RATIO.get(config.ratio_to, "log_probs")][0]
     return shard_call("covariance_mask", _pick, parallel, *given, (static, kind))
 

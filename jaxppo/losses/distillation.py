@@ -1,6 +1,8 @@
-"""Distillation over the full vocabulary: divergences between a student's and a teacher's head, without their logits.
+"""Distillation over the full vocabulary: divergences between a student's and a teacher's head,
+without their logits.
 
-From a teacher's top-k see `TopKDistillation`, by policy gradient `advantages.on_policy_distillation`.
+From a teacher's top-k see `TopKDistillation`, by policy gradient
+`advantages.on_policy_distillation`.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def divergence_from_hidden(
     teacher_hidden_spec: P | None = None,
     **options: Unpack[HeadOptions],
 ) -> Float[Array, "R T"]:
-    """The divergence of a student's next-token distribution p from a teacher's q, `f32[R, T]` in nats.
+    """The divergence of a student's next-token distribution p from a teacher's q, `f32[R, T]` in
+    nats.
 
     With m = beta q + (1 - beta) p:
 
@@ -59,15 +62,19 @@ def divergence_from_hidden(
       hidden: `[R, T, H]`, the student's final hidden states.
       head: the student's `Head`, or its kernel `[H, V]`.
       parallel: the mesh; rows sharded over data, positions over context, vocabularies over tensor.
-      **options: how the head works, see `HeadOptions`: `memory`, `precision`, `follow_mask` and others.
+      **options: how the head works, see `HeadOptions`: `memory`, `precision`, `follow_mask` and
+        others.
       teacher_hidden: `[R, T, G]`, the teacher's; G may be another size.
-      teacher_head: the teacher's head, with the same vocabulary and shards. Its layout may be another, and so may its
-        number of columns if both heads have one `vocab_size`: the columns from there on are padding.
+      teacher_head: the teacher's head, with the same vocabulary and shards. Its layout may be
+        another, and so may its number of columns if both heads have one `vocab_size`: the columns
+        from there on are padding.
       divergence: one of the three above.
       beta: the teacher's share of the mixture, in (0, 1), for "jensen_shannon".
-      temperature: divides both models' logits; a positive scalar or `[R, T]`. Nothing is multiplied by its square.
+      temperature: divides both models' logits; a positive scalar or `[R, T]`. Nothing is multiplied
+        by its square.
       where: `bool[R, T]`, the positions that count: only they meet the kernels. The others read 0.
-      teacher_hidden_spec: how the teacher's hidden states are sharded, see `HeadOptions.hidden_spec`.
+      teacher_hidden_spec: how the teacher's hidden states are sharded, see
+        `HeadOptions.hidden_spec`.
 
     Raises:
       TypeError, ValueError: an argument of the wrong dtype, rank, shape, sharding or range, named.
@@ -78,13 +85,21 @@ def divergence_from_hidden(
       >>> divergence_from_hidden(*states, divergence="forward_kl").round(4)
       Array([[0.6931]], dtype=float32)
 
-    Hinton et al. 2015, https://arxiv.org/abs/1503.02531; Agarwal et al. 2023, GKD, https://arxiv.org/abs/2306.13649
+    Hinton et al. 2015, https://arxiv.org/abs/1503.02531; Agarwal et al. 2023, GKD,
+    https://arxiv.org/abs/2306.13649
     """
     check_choice("divergence", divergence, Divergence)
     check("beta", repr(beta), is_number(beta) and 0 < beta < 1, "a number in (0, 1)")
     pair = (hidden, head), (teacher_hidden, teacher_head)
-    given: Any = {"parallel": parallel, "temperature": temperature, "where": where, "options": options}
-    student, teacher = prepare_pair(*pair, names=("student", "teacher"), second_spec=teacher_hidden_spec, **given)
+    given: Any = {
+        "parallel": parallel,
+        "temperature": temperature,
+        "where": where,
+        "options": options,
+    }
+    student, teacher = prepare_pair(
+        *pair, names=("student", "teacher"), second_spec=teacher_hidden_spec, **given
+    )
     found: tuple[Float[Array, "R T"]] = shard_call(
         "divergence_from_hidden",
         divergences_of_tokens,
@@ -113,21 +128,26 @@ def distillation_loss(
     teacher_hidden_spec: P | None = None,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The divergence from the teacher over the loss-carrying tokens: loss = sum over tokens of weight_t * D_t.
+    """The divergence from the teacher over the loss-carrying tokens: loss = sum over tokens of
+    weight_t * D_t.
 
     Args:
       batch: `[R, T]`; only its sequences, loss mask and loss weights are read.
       aggregation, aggregation_norm: the denominators, see `token_weights`.
       parallel: the mesh; rows sharded over data, positions over context, vocabularies over tensor.
-      normalizer: `Normalizer.of(SFT(aggregation=...), batches)` of the whole step, if the batch is one of its
-        micro-batches.
-      hidden, teacher_hidden: `[R, T, H]` and `[R, T, G]`, the final hidden states of student and teacher.
-      head, teacher_head: their heads, of one vocabulary; with padding, `vocab_size` of both says where it begins.
-      **options: how the head works, see `HeadOptions`: `memory`, `precision`, `follow_mask` and others.
+      normalizer: `Normalizer.of(SFT(aggregation=...), batches)` of the whole step, if the batch is
+        one of its micro-batches.
+      hidden, teacher_hidden: `[R, T, H]` and `[R, T, G]`, the final hidden states of student and
+        teacher.
+      head, teacher_head: their heads, of one vocabulary; with padding, `vocab_size` of both says
+        where it begins.
+      **options: how the head works, see `HeadOptions`: `memory`, `precision`, `follow_mask` and
+        others.
       others: see `divergence_from_hidden`.
 
     Returns:
-      The scalar f32 loss, and metrics: `loss` (adds up over micro-batches), `divergence` (a mean) and `broken_rules`.
+      The scalar f32 loss, and metrics: `loss` (adds up over micro-batches), `divergence` (a mean)
+        and `broken_rules`.
 
     Raises:
       TypeError, ValueError: as `divergence_from_hidden`; an unknown aggregation.
@@ -141,7 +161,12 @@ def distillation_loss(
     batch = checked(batch, reader="distillation_loss")
     loss = DivergenceLoss(aggregation, aggregation_norm)
     states = hidden, head, teacher_hidden, teacher_head
-    given: Any = {"divergence": divergence, "beta": beta, "temperature": temperature, "where": batch.loss_mask > 0}
+    given: Any = {
+        "divergence": divergence,
+        "beta": beta,
+        "temperature": temperature,
+        "where": batch.loss_mask > 0,
+    }
     given |= {"parallel": parallel, "teacher_hidden_spec": teacher_hidden_spec, **options}
     found = divergence_from_hidden(*states, **given)
     return from_stats("distillation_loss", found, batch, loss, parallel, normalizer)
@@ -156,10 +181,14 @@ class DivergenceLoss(TokenLoss[Float[Array, "R T"]]):
     aggregation_norm: float | None = None
     asks = Asks()
 
-    def reads(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch, segments: Segments) -> Reads:
+    def reads(
+        self, stats: Float[Array, "R T"] | None, batch: RolloutBatch, segments: Segments
+    ) -> Reads:
         return {"divergence": stats}
 
-    def terms(self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
+    def terms(
+        self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> Losses:
         return {"divergence": stats}
 
     def metrics(self, stats: Float[Array, "R T"], step: Step, constants: Any) -> Terms:

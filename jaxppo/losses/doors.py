@@ -1,4 +1,6 @@
-"""The doors of losses: from statistics or hidden states, a batch and a loss to a scalar and metrics."""
+"""The doors of losses: from statistics or hidden states, a batch and a loss to a scalar and
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -35,29 +37,33 @@ def policy_loss(
     parallel: Parallel = None,
     normalizer: Normalizer | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The loss of a batch: sum over tokens of weight * (policy loss + kl.coef * KL - entropy_coef * entropy).
+    """The loss of a batch: sum over tokens of weight * (policy loss + kl.coef * KL - entropy_coef *
+    entropy).
 
-    Gradients flow to `stats` only; the batch and the coefficients are constants. Positions with loss mask 0 may hold
-    anything, NaN included.
+    Gradients flow to `stats` only; the batch and the coefficients are constants. Positions with
+    loss mask 0 may hold anything, NaN included.
 
     Args:
       stats: `f32[R, T]` log-probs of the targets, and entropies; see `log_probs_from_hidden`.
-      batch: `[R, T]`; needs `advantages`, the log-probs that `config` compares with, and for ClipCov and KLCov the
-        `covariance_mask` of the whole step as the extra "selected".
-      config: the policy loss, its KL and entropy terms, the off-policy correction and the aggregation.
-      parallel: the mesh; rows sharded over data, positions over context. `ShardAxes` inside the caller's own
-        `shard_map`, None on one device.
-      normalizer: `Normalizer.of(config, micro_batches)` of the whole step, if the batch is one of its micro-batches.
-        Without it the loss would be wrong, and is refused if the shapes show that.
+      batch: `[R, T]`; needs `advantages`, the log-probs that `config` compares with, and for
+        ClipCov and KLCov the `covariance_mask` of the whole step as the extra "selected".
+      config: the policy loss, its KL and entropy terms, the off-policy correction and the
+        aggregation.
+      parallel: the mesh; rows sharded over data, positions over context. `ShardAxes` inside the
+        caller's own `shard_map`, None on one device.
+      normalizer: `Normalizer.of(config, micro_batches)` of the whole step, if the batch is one of
+        its micro-batches. Without it the loss would be wrong, and is refused if the shapes show
+        that.
 
     Returns:
-      The scalar f32 loss, and metrics, which `finalize_metrics` turns into numbers. docs/metrics.md says what each is;
-      `broken_rules` is 0 for a sound batch. Otherwise the loss is NaN, and `explain_broken_rules` says what is wrong.
+      The scalar f32 loss, and metrics, which `finalize_metrics` turns into numbers. docs/metrics.md
+      says what each is; `broken_rules` is 0 for a sound batch. Otherwise the loss is NaN, and
+      `explain_broken_rules` says what is wrong.
 
     Raises:
-      ValueError, TypeError: an array that the config needs and the batch lacks, shapes that differ, a bonus on
-        entropies that have no gradient, a normalizer of another aggregation, correction or step, none for a
-        micro-batch, rows in another context layout than the mesh's.
+      ValueError, TypeError: an array that the config needs and the batch lacks, shapes that differ,
+        a bonus on entropies that have no gradient, a normalizer of another aggregation, correction
+        or step, none for a micro-batch, rows in another context layout than the mesh's.
 
     Example:
       >>> sample = Sample([1, 2, 3], response_start=1, advantages=[1.0, 1.0], old_log_probs=[-0.5, -2.0])
@@ -85,29 +91,34 @@ def policy_loss_from_hidden(
 ) -> tuple[Float[Array, ""], Metrics]:
     """`policy_loss` of a batch from hidden states, whose logits need not exist together.
 
-    Gradients flow to `hidden` and `head` alone. Only tokens with loss mask 1 are computed. If a token's loss depends on
-    its own log-prob and entropy only, one pass over the vocabulary gives loss and gradients, with three matrix
-    products. Two passes serve other losses, calls for which `memory` has no room, and anything in f16 but a bias. They
-    take four products, or three if the loss is of whole sequences and `memory` has room for its logits. The numbers are
-    the same to f32 rounding. `jaxppo.sharding.audit` tells which one is taken, and why.
+    Gradients flow to `hidden` and `head` alone. Only tokens with loss mask 1 are computed. If a
+    token's loss depends on its own log-prob and entropy only, one pass over the vocabulary gives
+    loss and gradients, with three matrix products. Two passes serve other losses, calls for which
+    `memory` has no room, and anything in f16 but a bias. They take four products, or three if the
+    loss is of whole sequences and `memory` has room for its logits. The numbers are the same to f32
+    rounding. `jaxppo.sharding.audit` tells which one is taken, and why.
 
     Args:
-      hidden: `bf16` or `f32[R, T, H]`, the model's final hidden states; position t predicts `batch.targets[:, t]`.
+      hidden: `bf16` or `f32[R, T, H]`, the model's final hidden states; position t predicts
+        `batch.targets[:, t]`.
       head: a `Head`, or a bare kernel `[H, V]`.
       batch, config, normalizer: see `policy_loss`.
       parallel: the mesh, see `policy_loss`; the vocabulary sharded over tensor.
-      temperature: divides the logits, as the sampler's did; a number, a traced scalar or `f32[R, T]`.
-      nucleus_ids: `i32[R, T, K]`, -1 padded, the ids that top-p or top-k left to the sampler; log-probs are
-        renormalised over them. See `pack_nucleus_ids`.
-      adapter_ids: `i32[R]`, which of several adapters of the head each row has, -1 for none; see `LoRA`. A row whose id
-        belongs to no adapter gives NaN.
-      **options: how the head works, see `HeadOptions`: `memory`, `precision`, `follow_mask` and others.
+      temperature: divides the logits, as the sampler's did; a number, a traced scalar or
+        `f32[R, T]`.
+      nucleus_ids: `i32[R, T, K]`, -1 padded, the ids that top-p or top-k left to the sampler;
+        log-probs are renormalised over them. See `pack_nucleus_ids`.
+      adapter_ids: `i32[R]`, which of several adapters of the head each row has, -1 for none; see
+        `LoRA`. A row whose id belongs to no adapter gives NaN.
+      **options: how the head works, see `HeadOptions`: `memory`, `precision`, `follow_mask` and
+        others.
 
     Returns:
       As `policy_loss`.
 
     Raises:
-      TypeError, ValueError: as `policy_loss`; shapes or dtypes that differ, a head that cannot be read.
+      TypeError, ValueError: as `policy_loss`; shapes or dtypes that differ, a head that cannot be
+        read.
 
     Example:
       >>> sample = Sample([1, 2, 3], response_start=1, advantages=[1.0, 1.0], old_log_probs=[-np.log(4)] * 2)
@@ -141,27 +152,28 @@ def loss_from_stats(
 ) -> tuple[Float[Array, ""], Metrics]:
     """The loss of a batch from statistics: log-probs of a head, or a critic's values or scores.
 
-    Gradients flow to `stats` only, as in `policy_loss`. Positions with loss mask 0 may hold anything, NaN included.
+    Gradients flow to `stats` only, as in `policy_loss`. Positions with loss mask 0 may hold
+    anything, NaN included.
 
     Args:
       stats: `TokenStats` of `log_probs_from_hidden` or `log_probs_from_logits`; for `Value` and
         `preference.BradleyTerry` `f32[R, T]`.
       batch: `[R, T]`, with the arrays that the loss reads.
-      loss: a `PolicyLossConfig`, or a bare policy loss for a config of it; `SFT`, `Value`, a loss of
-        `losses.preference` or another `TokenLoss`; or several of these by name, for their sum.
-      parallel: the mesh; rows sharded over data, positions over context. `ShardAxes` inside the caller's own
-        `shard_map`, None on one device.
-      normalizer: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its micro-batches; for
-        a sum of parts one for each by name.
+      loss: a `PolicyLossConfig`, or a bare policy loss for a config of it; `SFT`, `Value`, a loss
+        of `losses.preference` or another `TokenLoss`; or several of these by name, for their sum.
+      parallel: the mesh; rows sharded over data, positions over context. `ShardAxes` inside the
+        caller's own `shard_map`, None on one device.
+      normalizer: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its
+        micro-batches; for a sum of parts one for each by name.
 
     Returns:
-      The scalar f32 loss, and its metrics by name, which `finalize_metrics` turns into numbers. A sum of parts has
-      `loss`, and as "name/..." the metrics of each part, without its coefficient.
+      The scalar f32 loss, and its metrics by name, which `finalize_metrics` turns into numbers. A
+      sum of parts has `loss`, and as "name/..." the metrics of each part, without its coefficient.
 
     Raises:
       TypeError: another loss, statistics of another kind.
-      ValueError: an array or a statistic that the loss reads and that is not there, shapes that differ, a normalizer
-        that does not fit (see `policy_loss`).
+      ValueError: an array or a statistic that the loss reads and that is not there, shapes that
+        differ, a normalizer that does not fit (see `policy_loss`).
 
     Example:
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1)], row_length=3)
@@ -184,31 +196,34 @@ def loss_from_hidden(
     adapter_ids: Int[Array, " R"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The loss of a batch from hidden states, whose logits need not exist together; see `policy_loss_from_hidden`.
+    """The loss of a batch from hidden states, whose logits need not exist together; see
+    `policy_loss_from_hidden`.
 
-    A sum of parts is loss = sum over parts c of coef_c (1 / N_c) sum over t of w_ct loss_ct: each part has its own
-    tokens, weights, aggregation and denominators. All parts share one pass of the head; if one part's loss of a token
-    depends on other tokens, all take two.
+    A sum of parts is loss = sum over parts c of coef_c (1 / N_c) sum over t of w_ct loss_ct: each
+    part has its own tokens, weights, aggregation and denominators. All parts share one pass of the
+    head; if one part's loss of a token depends on other tokens, all take two.
 
     Args:
       hidden, head, temperature, adapter_ids, **options: see `policy_loss_from_hidden`.
-      batch: `[R, T]`, with the arrays that the loss reads, each valid where the mask of a part that reads it is 1.
-      loss: a `PolicyLossConfig`, or a bare policy loss for a config of it; `SFT`, `ReferenceKL`, `TopKDistillation`,
-        `contrib.score_centering.ScoreCentering`; a loss of `losses.preference`; a `TokenLoss` of your own; or several
-        of these by name, for their sum, each as a `Part` if it has a coefficient, a mask or weights of its own.
-      parallel: the mesh; rows sharded over data, positions over context, the vocabulary over tensor. `ShardAxes` inside
-        the caller's own `shard_map`, None on one device.
-      normalizer: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its micro-batches; for
-        a sum of parts one for each by name.
-      nucleus_ids: `i32[R, T, K]`, -1 padded, for losses of a policy alone: another loss would be one of log-probs that
-        are renormalised over the nucleus.
+      batch: `[R, T]`, with the arrays that the loss reads, each valid where the mask of a part that
+        reads it is 1.
+      loss: a `PolicyLossConfig`, or a bare policy loss for a config of it; `SFT`, `ReferenceKL`,
+        `TopKDistillation`, `contrib.score_centering.ScoreCentering`; a loss of `losses.preference`;
+        a `TokenLoss` of your own; or several of these by name, for their sum, each as a `Part` if
+        it has a coefficient, a mask or weights of its own.
+      parallel: the mesh; rows sharded over data, positions over context, the vocabulary over
+        tensor. `ShardAxes` inside the caller's own `shard_map`, None on one device.
+      normalizer: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its
+        micro-batches; for a sum of parts one for each by name.
+      nucleus_ids: `i32[R, T, K]`, -1 padded, for losses of a policy alone: another loss would be
+        one of log-probs that are renormalised over the nucleus.
 
     Returns:
       As `loss_from_stats`.
 
     Raises:
-      TypeError, ValueError: as `log_probs_from_hidden` and `loss_from_stats` do; no parts; parts that compare different
-        ids; a nucleus with a loss that is none of a policy.
+      TypeError, ValueError: as `log_probs_from_hidden` and `loss_from_stats` do; no parts; parts
+        that compare different ids; a nucleus with a loss that is none of a policy.
 
     Example:
       >>> from jaxppo.losses import SFT, Part, loss_from_hidden
@@ -246,7 +261,9 @@ def from_stats(
     numbers: Mapping[str, float | Array] | None = None,
     fn: Callable[..., Any] | None = None,
 ) -> Any:
-    """`loss_from_stats` under the name of another door; see `call_parts` for `numbers` and `fn`, one to `[R, T]`."""
+    """`loss_from_stats` under the name of another door; see `call_parts` for `numbers` and `fn`,
+    one to `[R, T]`.
+    """
     batch = checked(batch, reader=name)
     parts = as_parts(loss)
     for part in parts.values():
@@ -259,7 +276,9 @@ def from_stats(
             return p.tokens_spec, P()
         return p.tokens_spec, p.tokens_spec
 
-    return call_parts(name, parts, {"stats": stats}, specs, batch, parallel, normalizer, numbers=numbers, fn=fn)
+    return call_parts(
+        name, parts, {"stats": stats}, specs, batch, parallel, normalizer, numbers=numbers, fn=fn
+    )
 
 
 def _from_hidden(
@@ -308,16 +327,31 @@ def _from_hidden(
     def specs(p: ParallelMesh) -> tuple[Any, Any]:
         return prepared.specs, P()
 
-    return call_parts(name, parts, {"head": prepared.inputs}, specs, batch, parallel, normalizer, head=prepared.call)
+    return call_parts(
+        name,
+        parts,
+        {"head": prepared.inputs},
+        specs,
+        batch,
+        parallel,
+        normalizer,
+        head=prepared.call,
+    )
 
 
 def _check_reads_head(which: str, part: Part, nucleus_ids: Any) -> None:
-    """Raises where the loss of a part does not read log-probs, or not those that are renormalised over a nucleus."""
+    """Raises where the loss of a part does not read log-probs, or not those that are
+    renormalised over a nucleus.
+    """
     loss = part.token_loss
     what = "loss"
     if which:
         what = f"loss[{which!r}]"
     if not loss.of_head:
-        raise TypeError(f"{what}: got {loss}, expected one of log-probs; loss_from_stats takes this one")
+        raise TypeError(
+            f"{what}: got {loss}, expected one of log-probs; loss_from_stats takes this one"
+        )
     if nucleus_ids is not None and not loss.takes_nucleus:
-        raise ValueError(f"nucleus_ids: got some for {loss}, expected None but for the losses of a policy")
+        raise ValueError(
+            f"nucleus_ids: got some for {loss}, expected None but for the losses of a policy"
+        )

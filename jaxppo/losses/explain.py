@@ -1,4 +1,6 @@
-"""What a loss does with each token: its terms, its share of the loss, and why it has no gradient."""
+"""What a loss does with each token: its terms, its share of the loss, and why it has no
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +41,19 @@ class ExplainedTokens:
     Args:
       arrays: `f32[R, T]` by name, 0 where the loss mask is 0:
 
-        - "log_probs", "advantages", and by its metric's name each value that the loss reports as a mean or a sum over
-          tokens, such as "ratio", "clip_fraction", "kl" and "tis";
-        - "weight" in the loss, and "loss/NAME", the terms before they are weighted, such as "loss/policy";
+        - "log_probs", "advantages", and by its metric's name each value that the loss reports as a
+          mean or a sum over tokens, such as "ratio", "clip_fraction", "kl" and "tis";
+        - "weight" in the loss, and "loss/NAME", the terms before they are weighted, such as
+          "loss/policy";
         - "contribution", the weight times the sum of the terms: the sum over tokens is the loss;
         - "gradient", the derivative of the loss by the token's log-prob.
-      reason: `i32[R, T]`, the index in `reasons` of the reason why the loss does not train the token; 0 for none.
-      reasons: "", "padding", "masked", "unusable" (a log-prob is not finite, see `Unusable`), "no weight", those of the
-        loss, "no gradient" (none of these, and the derivative by all statistics is 0).
-      targets, loss_mask: `[R, T]`, those of the explained batch, by which `write_tokens` knows it; None of none known.
+      reason: `i32[R, T]`, the index in `reasons` of the reason why the loss does not train the
+        token; 0 for none.
+      reasons: "", "padding", "masked", "unusable" (a log-prob is not finite, see `Unusable`), "no
+        weight", those of the loss, "no gradient" (none of these, and the derivative by all
+        statistics is 0).
+      targets, loss_mask: `[R, T]`, those of the explained batch, by which `write_tokens` knows it;
+        None of none known.
 
     Example:
       >>> ExplainedTokens({}, jnp.array([[0, 1]]), ("", "padding")).reason_names()
@@ -73,26 +79,31 @@ def explain_tokens(
     parallel: Parallel = None,
     normalizer: Normalizer | Mapping[str, Normalizer] | None = None,
 ) -> Any:
-    """What the loss does with each token: the terms of `loss_from_stats`, `[R, T]`, whose weighted sum is the loss.
+    """What the loss does with each token: the terms of `loss_from_stats`, `[R, T]`, whose weighted
+    sum is the loss.
 
-    From hidden states, compute the statistics first: `log_probs_from_hidden(..., entropy=config.entropy_mode)`. The
-    reasons of a policy loss are about its policy term: a token that is clipped may still be moved by the KL penalty, as
-    its "gradient" shows. In the order of precedence they are "unusable" (not where the token has a ratio of 1 instead),
-    "rejected by STATISTIC of POLICIES", "vetoed", "off-policy sequence", "weight outside its bounds", "advantage 0",
-    "selected" (`ClipCov`), "dual clip", "clipped above" (A > 0) and "clipped below" (A < 0).
+    From hidden states, compute the statistics first:
+    `log_probs_from_hidden(..., entropy=config.entropy_mode)`. The reasons of a policy loss are
+    about its policy term: a token that is clipped may still be moved by the KL penalty, as its
+    "gradient" shows. In the order of precedence they are "unusable" (not where the token has a
+    ratio of 1 instead), "rejected by STATISTIC of POLICIES", "vetoed", "off-policy sequence",
+    "weight outside its bounds", "advantage 0", "selected" (`ClipCov`), "dual clip", "clipped above"
+    (A > 0) and "clipped below" (A < 0).
 
     Args:
-      stats: `TokenStats` of `log_probs_from_hidden` or `log_probs_from_logits`; a critic's values `f32[R, T]`.
+      stats: `TokenStats` of `log_probs_from_hidden` or `log_probs_from_logits`; a critic's values
+        `f32[R, T]`.
       batch: `[R, T]`, with the arrays that the loss reads.
-      loss: a `PolicyLossConfig`, or a bare policy loss for a config of it; `SFT`, `Value`, a loss of
-        `losses.preference` or another `TokenLoss`; or several of these by name, for their sum.
-      parallel: the mesh; rows sharded over data, positions over context. `ShardAxes` inside the caller's own
-        `shard_map`, None on one device.
-      normalizer: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its micro-batches; for
-        a sum of parts one for each by name.
+      loss: a `PolicyLossConfig`, or a bare policy loss for a config of it; `SFT`, `Value`, a loss
+        of `losses.preference` or another `TokenLoss`; or several of these by name, for their sum.
+      parallel: the mesh; rows sharded over data, positions over context. `ShardAxes` inside the
+        caller's own `shard_map`, None on one device.
+      normalizer: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its
+        micro-batches; for a sum of parts one for each by name.
 
     Returns:
-      `ExplainedTokens`; for a sum of parts one for each by name, whose contributions have the part's coefficient.
+      `ExplainedTokens`; for a sum of parts one for each by name, whose contributions have the
+      part's coefficient.
 
     Raises:
       TypeError, ValueError: what `loss_from_stats` raises.
@@ -109,11 +120,18 @@ def explain_tokens(
 
 
 def _per_shard(
-    axes: ShardAxes, call: Static, stats: Any, batch: RolloutBatch, normalizers: list[Any], numbers: list[Any]
+    axes: ShardAxes,
+    call: Static,
+    stats: Any,
+    batch: RolloutBatch,
+    normalizers: list[Any],
+    numbers: list[Any],
 ) -> dict[str, ExplainedTokens]:
     stats, numbers = lax.stop_gradient((stats, numbers))
     names, parts, _ = call
-    steps = [step_of(axes, *its, batch, stats) for its in zip(parts, normalizers, numbers, strict=True)]
+    steps = [
+        step_of(axes, *its, batch, stats) for its in zip(parts, normalizers, numbers, strict=True)
+    ]
     each = zip(names, steps, numbers, strict=True)
     return {name: _explained(step, stats, its, batch) for name, step, its in each}
 
@@ -134,23 +152,38 @@ def _explained(step: Step, stats: Any, numbers: Numbers, batch: RolloutBatch) ->
     by_stats = jax.tree.leaves(pull(jnp.ones_like(contribution)))
     slopes = [x for x in by_stats if x.dtype != jax.dtypes.float0]  # of integers, such as ids
     metrics = metrics_of(loss, seen, step, constants)
-    reported = {name: x for name, x in metrics.items() if not isinstance(x, CompositeTerm) and x[2] in ("mean", "sum")}
+    reported = {
+        name: x
+        for name, x in metrics.items()
+        if not isinstance(x, CompositeTerm) and x[2] in ("mean", "sum")
+    }
     arrays: dict[str, Any] = {name.removesuffix("_mean"): x[0] for name, x in reported.items()}
     if isinstance(stats, TokenStats):
         arrays["log_probs"] = seen.log_probs
     if step.batch.advantages is not None:
         arrays["advantages"] = step.batch.advantages
-    arrays |= {"weight": weights, "contribution": contribution} | {f"loss/{name}": x for name, x in terms.items()}
+    arrays |= {"weight": weights, "contribution": contribution} | {
+        f"loss/{name}": x for name, x in terms.items()
+    }
     arrays["gradient"] = slopes[0]  # the log-probs are the first of a head's statistics
-    still = functools.reduce(jnp.logical_and, [(x == 0).reshape(*mask.shape, -1).all(axis=-1) for x in slopes])
+    still = functools.reduce(
+        jnp.logical_and, [(x == 0).reshape(*mask.shape, -1).all(axis=-1) for x in slopes]
+    )
     left_out = jnp.zeros(mask.shape, bool) if step.left_out is None else step.left_out
     own = flags_of(f"{name_of(loss)}.reasons", loss.reasons(seen, step, constants), mask.shape)
     unusable = left_out | own.pop("unusable", False)
-    reasons = {"padding": step.batch.segment_ids <= 0, "masked": ~((mask > 0) | left_out), "unusable": unusable}
+    reasons = {
+        "padding": step.batch.segment_ids <= 0,
+        "masked": ~((mask > 0) | left_out),
+        "unusable": unusable,
+    }
     reasons |= {"no weight": weights == 0, **own, "no gradient": still}
-    reason = jnp.select([*reasons.values()], [*range(1, len(reasons) + 1)], 0)  # the first that holds
+    # the first that holds
+    reason = jnp.select([*reasons.values()], [*range(1, len(reasons) + 1)], 0)
     brought = {name: masked(x, mask) for name, x in arrays.items()}
-    return ExplainedTokens(brought, reason.astype(jnp.int32), ("", *reasons), batch.targets, batch.loss_mask)
+    return ExplainedTokens(
+        brought, reason.astype(jnp.int32), ("", *reasons), batch.targets, batch.loss_mask
+    )
 
 
 def by_sample(
@@ -163,8 +196,8 @@ def by_sample(
       batch, parallel: the batch that it explains, and the mesh.
 
     Returns:
-      `f32[R, S]` by name: the sums of `explained.arrays`; "tokens", how many have a loss; and by the name of each
-      reason, "trained" for "", how many tokens have it.
+      `f32[R, S]` by name: the sums of `explained.arrays`; "tokens", how many have a loss; and by
+      the name of each reason, "trained" for "", how many tokens have it.
 
     Raises:
       TypeError, ValueError: something else than `ExplainedTokens`, a batch of another shape.
@@ -185,26 +218,31 @@ def by_sample(
     return {name: segment_sum(jnp.asarray(x, jnp.float32), *given) for name, x in arrays.items()}
 
 
-def write_tokens(path: str | os.PathLike[str], explained: ExplainedTokens, batch: RolloutBatch, **fields: Any) -> int:
-    """Appends a line of JSON for each sample to a file, on the host. Numbers that are not finite become null.
+def write_tokens(
+    path: str | os.PathLike[str], explained: ExplainedTokens, batch: RolloutBatch, **fields: Any
+) -> int:
+    """Appends a line of JSON for each sample to a file, on the host.
 
-    Each line has `fields`, the sample's "sample_id" and, where the batch has them, "group_id", "rollout_id" and
-    "reward", and lists in the order of its positions: "tokens" (the targets that are predicted), "loss_mask", "reason",
-    and each of `explained.arrays`.
+    Numbers that are not finite become null.
+
+    Each line has `fields`, the sample's "sample_id" and, where the batch has them, "group_id",
+    "rollout_id" and "reward", and lists in the order of its positions: "tokens" (the targets that
+    are predicted), "loss_mask", "reason", and each of `explained.arrays`.
 
     Args:
       path: the file; it is made if it is not there.
-      explained, batch: of one loss, and the batch that it explains; this process must hold the arrays of both. A batch
-        with the same targets and loss mask, but other ids or rewards, is not seen to be another: no loss reads them
-        token by token, and lines get those of the batch that is given here.
+      explained, batch: of one loss, and the batch that it explains; this process must hold the
+        arrays of both. A batch with the same targets and loss mask, but other ids or rewards, is
+        not seen to be another: no loss reads them token by token, and lines get those of the batch
+        that is given here.
       **fields: of your own for each line, such as step=7.
 
     Returns:
       The number of lines.
 
     Raises:
-      TypeError, ValueError: something else than `ExplainedTokens`; those of another batch, as shape, padding, targets
-        or loss mask show.
+      TypeError, ValueError: something else than `ExplainedTokens`; those of another batch, as
+        shape, padding, targets or loss mask show.
 
     Example:
       >>> import os, tempfile
@@ -228,7 +266,10 @@ def write_tokens(path: str | os.PathLike[str], explained: ExplainedTokens, batch
         check("explained", f"another batch's {name}", same, expected)
     reasons = np.asarray(explained.reason_names(), object)
     of_tokens = {"tokens": given.targets, "loss_mask": given.loss_mask, "reason": reasons, **arrays}
-    of_samples = {name: getattr(given, f"{name}s") for name in ("sample_id", "group_id", "rollout_id", "reward")}
+    of_samples = {
+        name: getattr(given, f"{name}s")
+        for name in ("sample_id", "group_id", "rollout_id", "reward")
+    }
     places = list(zip(*np.nonzero(given.sample_ids >= 0), strict=True))
     with open(path, "a") as file:
         for row, slot in places:
@@ -242,9 +283,16 @@ def write_tokens(path: str | os.PathLike[str], explained: ExplainedTokens, batch
 
 def _check_pair(explained: ExplainedTokens, batch: RolloutBatch) -> None:
     """Raises where the batch is not one that was explained, as far as shapes show it."""
-    check_type("explained", explained, isinstance(explained, ExplainedTokens), "ExplainedTokens, of explain_tokens")
+    check_type(
+        "explained",
+        explained,
+        isinstance(explained, ExplainedTokens),
+        "ExplainedTokens, of explain_tokens",
+    )
     check_type("batch", batch, isinstance(batch, RolloutBatch), "RolloutBatch")
-    check_array("batch.segment_ids", batch.segment_ids, explained.reason.shape, "that of explained.reason")
+    check_array(
+        "batch.segment_ids", batch.segment_ids, explained.reason.shape, "that of explained.reason"
+    )
 
 
 def _plain(x: Any) -> Any:

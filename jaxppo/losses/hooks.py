@@ -1,4 +1,6 @@
-"""What the methods of a `TokenLoss` give, checked where a program is traced: the error names the method."""
+"""What the methods of a `TokenLoss` give, checked where a program is traced: the error names the
+method.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import KINDS, LOG_PROBS, Aggregation, check, check_array, check_choice, check_number, check_type
+from jaxppo.base.arrays import (
+    KINDS,
+    LOG_PROBS,
+    Aggregation,
+    check,
+    check_array,
+    check_choice,
+    check_number,
+    check_type,
+)
 from jaxppo.base.metrics import Composite, CompositeTerm, Metric, Reduce, Terms
 from jaxppo.base.traced import is_mark
 from jaxppo.losses.policy_tokens import OfConfig
@@ -21,7 +32,10 @@ from jaxppo.sharding import Segments
 
 Shape = tuple[int, ...]
 NORM = "sequence_mean_token_sum_norm"
-TERM = f"(values, weights, how) with arrays [R, T] and how one of {get_args(Reduce)}, which is reduced for you"
+TERM = (
+    f"(values, weights, how) with arrays [R, T] and how one of {get_args(Reduce)}, which is reduced"
+    " for you"
+)
 
 
 def name_of(loss: TokenLoss[Any]) -> str:
@@ -47,12 +61,17 @@ def check_attributes(loss: TokenLoss[Any]) -> None:
     names = loss.out_of_denominators
     good = isinstance(names, tuple) and all(name in LOG_PROBS for name in names)
     check(f"{what}.out_of_denominators", repr(names), good, f"a tuple with some of {LOG_PROBS}")
-    check_type(f"{what}.token_local", loss.token_local, isinstance(loss.token_local, bool), "True or False")
+    check_type(
+        f"{what}.token_local", loss.token_local, isinstance(loss.token_local, bool), "True or False"
+    )
     check_type(f"{what}.asks", loss.asks, isinstance(loss.asks, Asks), "losses.token_loss.Asks")
 
 
 def constants_of(loss: TokenLoss[Any], stats: Any, step: Any) -> Any:
-    """The loss's constants. Those of a token-local loss of a head must not need `stats`: one pass has none yet."""
+    """The loss's constants.
+
+    Those of a token-local loss of a head must not need `stats`: one pass has none yet.
+    """
     what = f"{name_of(loss)}.constants"
     local = loss.token_local and loss.of_head
     try:
@@ -61,7 +80,8 @@ def constants_of(loss: TokenLoss[Any], stats: Any, step: Any) -> Any:
         if not local or "NoneType" not in str(error):
             raise
         expected = (
-            "token_local=False for constants that depend on the log-probs: they are not known before the head's pass"
+            "token_local=False for constants that depend on the log-probs: they are not known"
+            " before the head's pass"
         )
         raise TypeError(f"{what}: got a need for stats, expected {expected}") from error
     if local:
@@ -69,14 +89,23 @@ def constants_of(loss: TokenLoss[Any], stats: Any, step: Any) -> Any:
             where = f"{what}{jax.tree_util.keystr(path)}"
             shape = jnp.shape(x)
             expected = step.batch.loss_mask.shape
-            check(where, f"shape {shape}", shape[:2] == expected, f"{expected} and more, since the loss is token-local")
+            check(
+                where,
+                f"shape {shape}",
+                shape[:2] == expected,
+                f"{expected} and more, since the loss is token-local",
+            )
     return found
 
 
-def terms_of(loss: TokenLoss[Any], stats: Any, batch: Any, constants: Any, segments: Segments) -> dict[str, Any]:
+def terms_of(
+    loss: TokenLoss[Any], stats: Any, batch: Any, constants: Any, segments: Segments
+) -> dict[str, Any]:
     """The terms of each token's loss. A token-local loss of a head cannot reduce over sequences."""
     if loss.token_local and loss.of_head:
-        segments = _OfOneToken(segments.segment_ids, segments.num_segments, segments.axes, name_of(loss))
+        segments = _OfOneToken(
+            segments.segment_ids, segments.num_segments, segments.axes, name_of(loss)
+        )
     found = loss.terms(stats, batch, constants, segments)
     what = f"{name_of(loss)}.terms"
     check_mapping(what, found, "the terms of each token's loss by name")
@@ -90,7 +119,9 @@ def terms_of(loss: TokenLoss[Any], stats: Any, batch: Any, constants: Any, segme
 def loss_of_tokens(
     loss: TokenLoss[Any], stats: Any, batch: Any, constants: Any, segments: Segments
 ) -> Float[Array, "R T"]:
-    """Per-shard: the loss of each token before weighting, NaN, in the gradient too, where it is not finite."""
+    """Per-shard: the loss of each token before weighting, NaN, in the gradient too, where it is
+    not finite.
+    """
     losses = functools.reduce(jnp.add, terms_of(loss, stats, batch, constants, segments).values())
     return losses * jnp.where(jnp.isfinite(losses), 1, jnp.nan)
 
@@ -132,8 +163,14 @@ def reads_of(loss: TokenLoss[Any], stats: Any, batch: Any, segments: Segments) -
     for name, x in found.items():
         where = f"{what}[{name!r}]"
         if x is None:
-            is_to_come = stats is None and not hasattr(batch, name)  # one of the statistics of the head's pass
-            check(where, x, is_to_come, f"an array: {name_of(loss)} reads it, and the batch or the statistics lack it")
+            # one of the statistics of the head's pass
+            is_to_come = stats is None and not hasattr(batch, name)
+            check(
+                where,
+                x,
+                is_to_come,
+                f"an array: {name_of(loss)} reads it, and the batch or the statistics lack it",
+            )
             continue
         check_type(where, x, hasattr(x, "dtype") and hasattr(x, "shape"), "an array [R, T, ...]")
         # those of samples, [R, S], have rules of their own
@@ -159,7 +196,9 @@ def check_tokens(what: str, x: Any, shape: Shape) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _OfOneToken(Segments):
-    """The segments of a token-local loss, which may be computed without the other tokens of a sequence."""
+    """The segments of a token-local loss, which may be computed without the other tokens of a
+    sequence.
+    """
 
     loss: str = ""
 

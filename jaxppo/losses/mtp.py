@@ -1,4 +1,6 @@
-"""Multi-token prediction: depth k of a model predicts the token k places after the one that the model predicts."""
+"""Multi-token prediction: depth k of a model predicts the token k places after the one that the
+model predicts.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from jaxppo.step.aggregation import Normalizer, Parallel
 __all__ = ["MTP", "mtp_loss", "shift_targets"]
 
 States = Float[Array, "K R T H"] | Sequence[Float[Array, "R T H"]]  # the states of each depth
-Heads = Head | Float[Array, "H V"] | Sequence[Head | Float[Array, "H V"]]  # one head, or one for each depth
+# one head, or one for each depth
+Heads = Head | Float[Array, "H V"] | Sequence[Head | Float[Array, "H V"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +65,8 @@ class MTP(OfDepths):
     """The options of `mtp_loss`.
 
     Args:
-      depths: the number of depths, needed by `Normalizer.of` alone; by default as many as the loss's `hidden` has.
+      depths: the number of depths, needed by `Normalizer.of` alone; by default as many as the
+        loss's `hidden` has.
       coef: the factor of the sum.
       aggregation: the denominators of a depth, those of `token_weights`: "token_mean" and others.
 
@@ -90,28 +94,34 @@ def mtp_loss(
     temperature: float | Array = 1.0,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
-    """coef / K * sum over depths k = 1..K of the mean negative log-likelihood of the targets k places later.
+    """coef / K * sum over depths k = 1..K of the mean negative log-likelihood of the targets k
+    places later.
 
-    At depth k, position t predicts `targets[t + k]` where that is in the same sequence, with the loss mask of t + k.
+    At depth k, position t predicts `targets[t + k]` where that is in the same sequence, with the
+    loss mask of t + k.
 
     Args:
-      hidden: for each depth the `[R, T, H]` states that its predictions are read from. `jax.lax.stop_gradient` of them
-        keeps this loss from the trunk, and of `head` from the head.
-      head: the main loss's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or stacked.
+      hidden: for each depth the `[R, T, H]` states that its predictions are read from.
+        `jax.lax.stop_gradient` of them keeps this loss from the trunk, and of `head` from the head.
+      head: the main loss's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or
+        stacked.
       batch: `[R, T]`; only its sequences, targets, loss mask and loss weights are read.
       loss: by default `MTP()`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.
-      normalizers: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its micro-batches.
-      temperature: see `log_probs_from_hidden`; an `[R, T]` array is that of the predicted tokens, read at t + k.
+      normalizers: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of
+        its micro-batches.
+      temperature: see `log_probs_from_hidden`; an `[R, T]` array is that of the predicted tokens,
+        read at t + k.
       **options: see `HeadOptions`.
 
     Returns:
       The scalar f32 loss, and metrics: `mtp_loss` (adds up over micro-batches) and for each depth k
-      `mtp_{k}_nll` and `mtp_{k}_accuracy` (means over its tokens) and `mtp_{k}_broken_rules` (see `policy_loss`).
+      `mtp_{k}_nll` and `mtp_{k}_accuracy` (means over its tokens) and `mtp_{k}_broken_rules` (see
+      `policy_loss`).
 
     Raises:
-      TypeError, ValueError: no depth; a number of heads or normalizers that is not the number of depths; more depths
-        than shared prefixes were packed for, see `RolloutBatch.from_samples`.
+      TypeError, ValueError: no depth; a number of heads or normalizers that is not the number of
+        depths; more depths than shared prefixes were packed for, see `RolloutBatch.from_samples`.
 
     Example:
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3, 4], response_start=1)], row_length=4)
@@ -128,13 +138,20 @@ def mtp_loss(
     depths = []
     for k, its_head in enumerate(heads_of(hidden, head, normalizers, loss), 1):
         shifted = shift_targets(batch, k, parallel)
-        own: Any = {"temperature": shift_temperature(temperature, batch, k, parallel), "where": shifted.loss_mask > 0}
+        own: Any = {
+            "temperature": shift_temperature(temperature, batch, k, parallel),
+            "where": shifted.loss_mask > 0,
+        }
         given = hidden[k - 1], its_head, shifted.targets
-        stats = log_probs_from_hidden(*given, parallel=parallel, logit_stats=("accuracy",), **own, **options)
+        stats = log_probs_from_hidden(
+            *given, parallel=parallel, logit_stats=("accuracy",), **own, **options
+        )
         depths.append((stats, shifted))
     names = ("nll", "accuracy", "broken_rules")
     of_tokens = SFT(aggregation=loss.aggregation)
-    return sum_of_depths("mtp", names, of_tokens, depths, {"coef": loss.coef}, parallel, normalizers)
+    return sum_of_depths(
+        "mtp", names, of_tokens, depths, {"coef": loss.coef}, parallel, normalizers
+    )
 
 
 def sum_of_depths(
@@ -147,33 +164,43 @@ def sum_of_depths(
     normalizers: Sequence[Normalizer] | None,
     decay: float = 1.0,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """coef times the mean over depths, which weigh decay^(k - 1), of a loss of their statistics; and named metrics."""
+    """coef times the mean over depths, which weigh decay^(k - 1), of a loss of their statistics;
+    and named metrics.
+    """
     total = jnp.float32(0)
     metrics: Metrics = {}
     for k, (stats, batch) in enumerate(depths):
         normalizer = None
         if normalizers is not None:
             normalizer = normalizers[k]
-        value, found = from_stats(f"{prefix}_loss", stats, batch, loss, parallel, normalizer, numbers=numbers)
+        value, found = from_stats(
+            f"{prefix}_loss", stats, batch, loss, parallel, normalizer, numbers=numbers
+        )
         total += decay**k * value
         metrics |= {f"{prefix}_{k + 1}_{name}": found[name] for name in names}
     total *= lax.stop_gradient(numbers["coef"]) / sum(decay**k for k in range(len(depths)))
-    return total, metrics | {f"{prefix}_loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
+    return total, metrics | {
+        f"{prefix}_loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")
+    }
 
 
-def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAxes | None = None) -> RolloutBatch:
-    """The batch whose targets and loss mask at t are those of t + `by`, and 0 where that leaves the sequence.
+def shift_targets(
+    batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAxes | None = None
+) -> RolloutBatch:
+    """The batch whose targets and loss mask at t are those of t + `by`, and 0 where that leaves the
+    sequence.
 
-    The mask, and therefore the loss, is NaN where positions skip numbers (padding inside a sequence, see
-    `RolloutBatch.from_padded`), and if the batch's own mask is set on padding or at the last position of a sequence, an
-    error that no rule could find after the shift.
+    The mask, and therefore the loss, is NaN where positions skip numbers (padding inside a
+    sequence, see `RolloutBatch.from_padded`), and if the batch's own mask is set on padding or at
+    the last position of a sequence, an error that no rule could find after the shift.
 
     Args:
       batch, parallel: `[R, T]`, or micro-batches `[K, R, T]`; the mesh.
       by: how many positions.
 
     Raises:
-      ValueError: rows in another context layout than the mesh's; a shift that shared prefixes were not packed for.
+      ValueError: rows in another context layout than the mesh's; a shift that shared prefixes were
+        not packed for.
 
     Example:
       >>> ids, one = jnp.array([[1, 1, 2, 2]]), jnp.array([[0, 1]])
@@ -187,14 +214,19 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
         extras = batch.extras
     batch = checked(batch, stacked=True)
     batch.check_layout(parallel)
-    expected = f"at most {batch.mtp_depths}: RolloutBatch.from_samples(..., share_prefixes=True, mtp_depths=)"
+    expected = (
+        f"at most {batch.mtp_depths}: RolloutBatch.from_samples(..., share_prefixes=True,"
+        " mtp_depths=)"
+    )
     good = batch.parents is None or by <= batch.mtp_depths
     check("depths", f"{by} for a batch with shared prefixes", good, expected)
 
     def shift(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         targets, loss_mask, positions, segment_ids, weights = arrays
         moving = (targets, loss_mask.astype(jnp.float32), positions, weights)
-        targets, mask, later, weights = shift_left(moving, parallel, by, 0, segment_ids, batch.num_segments)
+        targets, mask, later, weights = shift_left(
+            moving, parallel, by, 0, segment_ids, batch.num_segments
+        )
         inner = segment_ids > 0
         if not batch.real_last_targets:
             inner = shift_left(inner, parallel, 1, False, segment_ids, batch.num_segments)
@@ -205,31 +237,57 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
     given = (batch.targets, batch.loss_mask, batch.positions, batch.segment_ids, batch.loss_weights)
     arrays = jax.tree.map(jnp.asarray, given)
     targets, mask, weights = lax.map(shift, arrays) if arrays[0].ndim == 3 else shift(arrays)
-    return dataclasses.replace(batch, targets=targets, loss_mask=mask, loss_weights=weights, extras=extras)
+    return dataclasses.replace(
+        batch, targets=targets, loss_mask=mask, loss_weights=weights, extras=extras
+    )
 
 
-def shift_temperature(temperature: float | Array, batch: RolloutBatch, by: int, parallel: Parallel) -> float | Array:
-    """The temperature of each token `by` places later. A number, and what the head will refuse, stays unchanged."""
+def shift_temperature(
+    temperature: float | Array, batch: RolloutBatch, by: int, parallel: Parallel
+) -> float | Array:
+    """The temperature of each token `by` places later.
+
+    A number, and what the head will refuse, stays unchanged.
+    """
     if getattr(temperature, "shape", ()) != batch.loss_mask.shape:
         return temperature
-    return shift_left(jnp.asarray(temperature), parallel, by, 1, batch.segment_ids, batch.num_segments)
+    return shift_left(
+        jnp.asarray(temperature), parallel, by, 1, batch.segment_ids, batch.num_segments
+    )
 
 
-def heads_of(hidden: States, head: Any, normalizers: Sequence[Normalizer] | None, loss: OfDepths) -> list[Any]:
-    """The head of each depth. Raises unless there are as many heads as depths, and as many normalizers as losses."""
-    several = hasattr(hidden, "__len__") and getattr(hidden, "ndim", 1) > 0  # an array of no dimension has no length
+def heads_of(
+    hidden: States, head: Any, normalizers: Sequence[Normalizer] | None, loss: OfDepths
+) -> list[Any]:
+    """The head of each depth.
+
+    Raises unless there are as many heads as depths, and as many normalizers as losses.
+    """
+    # an array of no dimension has no length
+    several = hasattr(hidden, "__len__") and getattr(hidden, "ndim", 1) > 0
     check_type("hidden", hidden, several, "the states of each depth")
-    good = normalizers is None or (isinstance(normalizers, Sequence) and not isinstance(normalizers, str))
+    good = normalizers is None or (
+        isinstance(normalizers, Sequence) and not isinstance(normalizers, str)
+    )
     check_type("normalizers", normalizers, good, "a list with one for each depth, or None")
     for k, normalizer in enumerate(normalizers or ()):
-        check_type(f"normalizers[{k}]", normalizer, isinstance(normalizer, Normalizer), "Normalizer")
+        check_type(
+            f"normalizers[{k}]", normalizer, isinstance(normalizer, Normalizer), "Normalizer"
+        )
     depths = len(hidden)
     check("hidden", "no depths", depths > 0, "at least one")
-    check("hidden", f"{depths} depths", loss.depths in (None, depths), f"{loss.depths}, those of {loss}")
+    check(
+        "hidden",
+        f"{depths} depths",
+        loss.depths in (None, depths),
+        f"{loss.depths}, those of {loss}",
+    )
     several = isinstance(head, (list, tuple)) or getattr(head, "ndim", 0) == 3
     heads = [*head] if several else [head] * depths
     losses = dataclasses.replace(loss, depths=depths).losses
     for name, given, count in (("head", heads, depths), ("normalizers", normalizers, losses)):
         if given is not None:
-            check(name, len(given), len(given) == count, f"{count} for the {depths} depths of hidden")
+            check(
+                name, len(given), len(given) == count, f"{count} for the {depths} depths of hidden"
+            )
     return heads

@@ -1,4 +1,6 @@
-"""A loss as one or more parts that are added up, which may be chosen by row: many clients in one program."""
+"""A loss as one or more parts that are added up, which may be chosen by row: many clients in one
+program.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from jaxppo.base.arrays import (
     check_type,
     needed,
 )
-from jaxppo.base.traced import ByToken, Path, is_frozen, leaves, name_of, numbers_of_tokens, with_leaves
+from jaxppo.base.traced import (
+    ByToken,
+    Path,
+    is_frozen,
+    leaves,
+    name_of,
+    numbers_of_tokens,
+    with_leaves,
+)
 from jaxppo.batch.extras import check_name, extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.hooks import check_attributes
@@ -44,14 +54,18 @@ class Part(Loss):
     Args:
       loss: any loss that `loss_from_hidden` takes, but no sum of parts.
       coef: a number or a traced schedule.
-      mask: the extra, `[R, T]`, 0 or 1, that is this part's loss mask, in denominators too; None for `batch.loss_mask`.
-      weights: the extra, `[R, T]`, at least 0, that holds this part's loss weights; None for `batch.loss_weights`. A
-        part's denominators are counts of tokens, or with `batch.weighted_denominators` sums of weights.
-      equals: with a mask of integers, the part has the batch's loss tokens where it is this number, see `by_row`.
+      mask: the extra, `[R, T]`, 0 or 1, that is this part's loss mask, in denominators too; None
+        for `batch.loss_mask`.
+      weights: the extra, `[R, T]`, at least 0, that holds this part's loss weights; None for
+        `batch.loss_weights`. A part's denominators are counts of tokens, or with
+        `batch.weighted_denominators` sums of weights.
+      equals: with a mask of integers, the part has the batch's loss tokens where it is this number,
+        see `by_row`.
 
     Raises:
       TypeError: another loss.
-      ValueError: a coefficient that is not a finite number, a policy loss that wants selected tokens.
+      ValueError: a coefficient that is not a finite number, a policy loss that wants selected
+        tokens.
 
     Example:
       >>> Part(SFT(), coef=0.5, mask="written").coef
@@ -71,7 +85,9 @@ class Part(Loss):
         if isinstance(policy_loss, PolicyLossConfig):
             policy_loss = policy_loss.loss
         if isinstance(policy_loss, PolicyLoss) and policy_loss.selects is not None:
-            raise ValueError(f"loss: got {policy_loss}, expected one that selects no tokens of the step")
+            raise ValueError(
+                f"loss: got {policy_loss}, expected one that selects no tokens of the step"
+            )
         object.__setattr__(self, "loss", token_loss)
         check_field(self, "coef")
         if self.equals is not None:
@@ -93,7 +109,9 @@ class Part(Loss):
         return tuple(mark.extra for mark in numbers_of_tokens(self.loss).values())
 
     def with_numbers(self, loss: TokenLoss[Any], batch: RolloutBatch) -> TokenLoss[Any]:
-        """This part's loss with the numbers that these extras hold, one for each token, NaN out of a field's range."""
+        """This part's loss with the numbers that these extras hold, one for each token, NaN out
+        of a field's range.
+        """
         marks = numbers_of_tokens(loss)
         if not marks:
             return loss
@@ -106,13 +124,16 @@ class Part(Loss):
         counts = batch.loss_mask > 0
         numbers = {}
         for path, mark in marks.items():
-            # where there is no loss the field's own number stands: that of the batch may be anything there
+            # where there is no loss the field's own number stands: that of the batch may be
+            # anything there
             number = batch.extras[mark.extra].astype(jnp.float32)
             numbers[path] = jnp.where(counts, number, mark.own)
         return with_leaves(loss, jax.vmap(jax.vmap(checked_numbers))(numbers))
 
     def numbers_in(self, loss: TokenLoss[Any]) -> dict[str, Array]:
-        """The numbers of tokens of this part's loss, as `with_numbers` gives it, by the names of their fields."""
+        """The numbers of tokens of this part's loss, as `with_numbers` gives it, by the names of
+        their fields.
+        """
         numbers = leaves(loss)
         return {name_of(path): numbers[path] for path in numbers_of_tokens(self.loss)}
 
@@ -124,12 +145,16 @@ class Part(Loss):
         own: dict[str, Any] = {}
         if self.mask is not None and self.equals is not None:
             marks = _extra(batch, self.mask, "i32[R, T] for equals of a part", KINDS["ids"])
-            own["loss_mask"] = jnp.where(marks == self.equals, batch.loss_mask, 0).astype(jnp.float32)
+            own["loss_mask"] = jnp.where(marks == self.equals, batch.loss_mask, 0).astype(
+                jnp.float32
+            )
         elif self.mask is not None:
             mask = _extra(batch, self.mask, "[R, T] for loss_mask of a part", KINDS["loss_mask"])
             own["loss_mask"] = mask.astype(jnp.float32)
         if self.weights is not None:
-            weights = _extra(batch, self.weights, "[R, T] for loss_weights of a part", KINDS["loss_weights"])
+            weights = _extra(
+                batch, self.weights, "[R, T] for loss_weights of a part", KINDS["loss_weights"]
+            )
             own["loss_weights"] = weights.astype(jnp.float32)
         return dataclasses.replace(batch, **own)
 
@@ -157,7 +182,9 @@ def as_parts(loss: Any) -> dict[str, Part]:
 
 
 def as_token_loss(loss: Any) -> TokenLoss[Any]:
-    """The loss of a token that a loss stands for; raises unless it is a single loss as `loss_from_hidden` takes it."""
+    """The loss of a token that a loss stands for; raises unless it is a single loss as
+    `loss_from_hidden` takes it.
+    """
     expected = "a PolicyLossConfig, a policy loss, SFT() or another TokenLoss"
     check_type("loss", loss, isinstance(loss, OfPolicy | TokenLoss), expected)
     check_type("loss", loss, is_frozen(loss), "a frozen dataclass, whose numbers may be traced")
@@ -171,26 +198,32 @@ def as_token_loss(loss: Any) -> TokenLoss[Any]:
 def by_row(
     losses: Mapping[str, Any], which: str, numbers: Mapping[str, Mapping[str, str]] | None = None
 ) -> dict[str, Part]:
-    """A loss for each row, or sample: parts by name, of which each has the tokens that are marked with its place.
+    """A loss for each row, or sample: parts by name, of which each has the tokens that are marked
+    with its place.
 
-    All of them share one pass of the head. Nothing compiles when clients come and go, as long as the losses are the
-    same: one extra of the batch says which token has which loss, and other extras hold the numbers.
+    All of them share one pass of the head. Nothing compiles when clients come and go, as long as
+    the losses are the same: one extra of the batch says which token has which loss, and other
+    extras hold the numbers.
 
     Args:
       losses: by name, in the order of their numbers: the first has the tokens where `which` is 0.
-      which: the name of the extra that marks the loss tokens, `i32[R, T]`; a token with another number has no loss.
-      numbers: by the name of a loss, which of its numbers come from an extra `f32[R, T]` of the batch: {"clip_low":
-        "client_clip_low"}. A field of the config's own parts is "loss.clip_low", "kl.coef", "off_policy.high" or
-        "off_policy.rejections.0.high", of the first rejection. Give all tokens of a sequence the same number. It has
-        the range of its field: beyond it the loss is NaN, and `broken_rules` names the field. Where the field is 0,
-        as `entropy_coef` is by default, the loss still has the term.
+      which: the name of the extra that marks the loss tokens, `i32[R, T]`; a token with another
+        number has no loss.
+      numbers: by the name of a loss, which of its numbers come from an extra `f32[R, T]` of the
+        batch: {"clip_low":
+        "client_clip_low"}. A field of the config's own parts is "loss.clip_low", "kl.coef",
+        "off_policy.high" or "off_policy.rejections.0.high", of the first rejection. Give all tokens
+        of a sequence the same number. It has the range of its field: beyond it the loss is NaN, and
+        `broken_rules` names the field. Where the field is 0, as `entropy_coef` is by default, the
+        loss still has the term.
 
     Returns:
       The parts, for `loss_from_hidden`, `loss_from_stats` and `Normalizer.of`.
 
     Raises:
-      TypeError, ValueError: no losses; something else in place of one; numbers that a loss does not have, one of them
-        twice, those of a loss of pairs or samples, or of weights that are divided by their mean over the step.
+      TypeError, ValueError: no losses; something else in place of one; numbers that a loss does not
+        have, one of them twice, those of a loss of pairs or samples, or of weights that are divided
+        by their mean over the step.
 
     Example:
       >>> parts = by_row({"ppo": PPO(), "sft": SFT(aggregation="token_sum")}, "client")
@@ -215,8 +248,12 @@ def by_row(
 
 
 def _with_marks(loss: TokenLoss[Any], extras: Mapping[str, str]) -> TokenLoss[Any]:
-    """The loss with marks in place of the numbers that extras hold, by their names or the ends of their paths."""
-    check_type("numbers", extras, isinstance(extras, Mapping), "the names of extras by those of fields")
+    """The loss with marks in place of the numbers that extras hold, by their names or the ends
+    of their paths.
+    """
+    check_type(
+        "numbers", extras, isinstance(extras, Mapping), "the names of extras by those of fields"
+    )
     expected = f"none for {loss}, which has one loss for several tokens"
     check("numbers", sorted(extras), not extras or loss.by_token, expected)
     marks: dict[Path, ByToken] = {}
@@ -234,11 +271,17 @@ def _with_marks(loss: TokenLoss[Any], extras: Mapping[str, str]) -> TokenLoss[An
 
 
 def _number(loss: Any, field: str) -> tuple[Path, Any]:
-    """The whole path of a number, and the number: a policy loss is "config.loss" in the loss of a token."""
+    """The whole path of a number, and the number: a policy loss is "config.loss" in the loss of
+    a token.
+    """
     numbers = leaves(loss)
     for before in ((), ("config",), ("config", "loss")):
         path = (*before, *field.split("."))
         x = numbers.get(path)
-        if isinstance(x, int | float | np.generic | jax.Array) and not isinstance(x, bool | np.bool_):
+        if isinstance(x, int | float | np.generic | jax.Array) and not isinstance(
+            x, bool | np.bool_
+        ):
             return path, x
-    raise ValueError(f"numbers: got {field!r}, expected a number of {loss}, such as clip_low or kl.coef")
+    raise ValueError(
+        f"numbers: got {field!r}, expected a number of {loss}, such as clip_low or kl.coef"
+    )

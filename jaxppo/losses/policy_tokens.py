@@ -1,4 +1,6 @@
-"""The policy loss of a token, a config's loss with its correction and penalties; and the KL to the reference alone."""
+"""The policy loss of a token, a config's loss with its correction and penalties; and the KL to
+the reference alone.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ from jaxppo.policy_losses.base import Indicators, PolicyLoss, checked_result, ch
 from jaxppo.sharding import Segments
 
 SELECTED = "selected"  # the extra of a batch that holds the tokens which ClipCov and KLCov select
-BY_RATIO = {"old": "old_log_probs", "rollout": "rollout_log_probs"}  # the log-probs of each `ratio_to` of a batch
+# the log-probs of each `ratio_to` of a batch
+BY_RATIO = {"old": "old_log_probs", "rollout": "rollout_log_probs"}
 
 
 def check_config(config: PolicyLossConfig) -> None:
@@ -59,7 +62,9 @@ def check_needed(batch: RolloutBatch, config: PolicyLossConfig) -> None:
             needed(f"batch.{name}_log_probs", getattr(batch, f"{name}_log_probs"), expected)
 
 
-def old_log_probs(log_probs: Float[Array, "R T"], batch: RolloutBatch, config: PolicyLossConfig) -> Float[Array, "R T"]:
+def old_log_probs(
+    log_probs: Float[Array, "R T"], batch: RolloutBatch, config: PolicyLossConfig
+) -> Float[Array, "R T"]:
     """The log-probs in the denominator of the config's ratio, constants."""
     if config.ratio_to != "current":
         log_probs = getattr(batch, BY_RATIO[config.ratio_to])
@@ -67,15 +72,27 @@ def old_log_probs(log_probs: Float[Array, "R T"], batch: RolloutBatch, config: P
 
 
 class Correction(NamedTuple):
-    """The off-policy correction of each token: factors of the policy loss, 0 where it is left out, and indicators."""
+    """The off-policy correction of each token: factors of the policy loss, 0 where it is left
+    out, and indicators.
+    """
 
     weights: Float[Array, "R T"]
     values: Indicators
 
 
-# The metrics of every policy loss, which its indicators must not hide, beside those of its correction.
+# The metrics of every policy loss, which its indicators must not hide, beside those of its
+# correction.
 REPORTED = OF_EVERY_LOSS | {
-    *("pg_loss", "kl", "entropy", "ppo_kl", "ratio_mean", "ratio_min", "ratio_max", "effective_sample_size"),
+    *(
+        "pg_loss",
+        "kl",
+        "entropy",
+        "ppo_kl",
+        "ratio_mean",
+        "ratio_min",
+        "ratio_max",
+        "effective_sample_size",
+    ),
     *("sampler_log_prob_abs_diff", "sampler_k3", "rollout_capped"),
     *("clip_fraction_positive", "clip_fraction_negative"),
 }
@@ -114,14 +131,23 @@ class PolicyTokenLoss(OfConfig):
             if "current" in off_policy.policies:  # the correction is not known before the log-probs
                 return False
             if isinstance(self.config.unusable, Unusable) and not off_policy.token_local:
-                return False  # a token that the current policy finds impossible is in no mean over its sequence
+                # a token that the current policy finds impossible is in no mean over its sequence
+                return False
         return self.config.loss.token_local
 
     def check(self, batch: RolloutBatch) -> None:
         check_needed(batch, self.config)
         if self.config.loss.selects is not None:
-            expected = f"the step's covariance_mask(stats, batch, config, key), for loss={self.config.loss}"
-            check_array("selected", extra_of(batch, SELECTED, expected), batch.loss_mask.shape, "the batch's")
+            expected = (
+                "the step's covariance_mask(stats, batch, config, key), for"
+                f" loss={self.config.loss}"
+            )
+            check_array(
+                "selected",
+                extra_of(batch, SELECTED, expected),
+                batch.loss_mask.shape,
+                "the batch's",
+            )
 
     def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
         check_stats(stats, batch.loss_mask.shape)
@@ -137,7 +163,9 @@ class PolicyTokenLoss(OfConfig):
         """The loss tokens without policy loss, penalties and statistics, see `Unusable`."""
         return without_loss(self.config, _current(stats), batch)
 
-    def unusable_tokens(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
+    def unusable_tokens(
+        self, stats: TokenStats | None, batch: RolloutBatch
+    ) -> Bool[Array, "R T"] | None:
         """The loss tokens with a log-prob that is not finite, see `Unusable`."""
         return unusable_tokens(self.config, _current(stats), batch)
 
@@ -180,7 +208,9 @@ class PolicyTokenLoss(OfConfig):
             indicators = indicators | {"opsm_clipfrac": indicators["opsm_clipfrac"] * share}
         return Correction(weights, indicators)
 
-    def reasons(self, stats: TokenStats, step: Step, constants: Correction | None) -> dict[str, Bool[Array, "R T"]]:
+    def reasons(
+        self, stats: TokenStats, step: Step, constants: Correction | None
+    ) -> dict[str, Bool[Array, "R T"]]:
         """Why the policy loss does not move a token."""
         off_policy = self.config.off_policy
         batch = step.batch
@@ -206,9 +236,14 @@ class PolicyTokenLoss(OfConfig):
             reasons["selected"] = still & (selected > 0)
         if "clip_fraction_lower" in indicators:
             reasons["dual clip"] = still & (indicators["clip_fraction_lower"] > 0)
-        return reasons | {"clipped above": still & (advantages > 0), "clipped below": still & (advantages < 0)}
+        return reasons | {
+            "clipped above": still & (advantages > 0),
+            "clipped below": still & (advantages < 0),
+        }
 
-    def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
+    def terms(
+        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> Losses:
         config = self.config
         policy, _ = self._policy(stats.log_probs, batch, constants, segments)
         terms = {"policy": policy}
@@ -269,7 +304,11 @@ class PolicyTokenLoss(OfConfig):
         return terms
 
     def _policy(
-        self, log_probs: Float[Array, "R T"], batch: RolloutBatch, correction: Correction | None, segments: Segments
+        self,
+        log_probs: Float[Array, "R T"],
+        batch: RolloutBatch,
+        correction: Correction | None,
+        segments: Segments,
     ) -> tuple[Float[Array, "R T"], Indicators]:
         """The corrected policy loss of each token, and the indicators of the config's loss."""
         loss = self.config.loss
@@ -277,7 +316,9 @@ class PolicyTokenLoss(OfConfig):
         old = old_log_probs(log_probs, agreeing(self.config, log_probs, batch), self.config)
         if SELECTED in batch.extras:
             selected = masked(batch.extras[SELECTED], mask)
-            result = loss(log_probs, old, batch.advantages, mask=mask, segments=segments, selected=selected)
+            result = loss(
+                log_probs, old, batch.advantages, mask=mask, segments=segments, selected=selected
+            )
         else:
             result = loss(log_probs, old, batch.advantages, mask=mask, segments=segments)
         policy, indicators = checked_result(loss, result, mask.shape)
@@ -292,7 +333,9 @@ class PolicyTokenLoss(OfConfig):
 def _clips_by_sign(
     clipped: Float[Array, "R T"], advantages: Float[Array, "R T"], reduced: Callable[[Any], Term]
 ) -> Terms:
-    """The share of clipped tokens among those of positive advantages, and among those of negative ones."""
+    """The share of clipped tokens among those of positive advantages, and among those of
+    negative ones.
+    """
     terms: Terms = {}
     for sign, has_sign in (("positive", advantages > 0), ("negative", advantages < 0)):
         by_sign = {"part": reduced(jnp.where(has_sign, clipped, 0)), "whole": reduced(has_sign)}
@@ -303,7 +346,9 @@ def _clips_by_sign(
 def _sampler_distances(
     trainer: Float[Array, "R T"], batch: RolloutBatch, unusable: Bool[Array, "R T"] | None
 ) -> Indicators:
-    """How far the sampler's log-probs are from the trainer's, if the batch has them; 0 at unusable tokens."""
+    """How far the sampler's log-probs are from the trainer's, if the batch has them; 0 at
+    unusable tokens.
+    """
     if batch.rollout_log_probs is None:
         return {}
     apart = trainer - batch.rollout_log_probs
@@ -319,9 +364,15 @@ def _check_names(loss: PolicyLoss, indicators: Indicators, corrected: Indicators
     check(what, f"indicators {taken}", not taken, "other names: every policy loss reports these")
 
 
-def _policies(stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Float[Array, "R T"] | None]:
+def _policies(
+    stats: TokenStats | None, batch: RolloutBatch
+) -> dict[str, Float[Array, "R T"] | None]:
     """The log-probs of the policies that a correction may compare."""
-    return {"current": _current(stats), "old": batch.old_log_probs, "rollout": batch.rollout_log_probs}
+    return {
+        "current": _current(stats),
+        "old": batch.old_log_probs,
+        "rollout": batch.rollout_log_probs,
+    }
 
 
 def _current(stats: TokenStats | None) -> Float[Array, "R T"] | None:
@@ -332,7 +383,9 @@ def _current(stats: TokenStats | None) -> Float[Array, "R T"] | None:
 
 
 def _response_share(batch: RolloutBatch, segments: Segments) -> Float[Array, "R T"]:
-    """For each sequence, the positions from its first loss token to its last, divided by its number of loss tokens."""
+    """For each sequence, the positions from its first loss token to its last, divided by its
+    number of loss tokens.
+    """
     mask = batch.loss_mask
     positions = batch.positions.astype(jnp.float32)
     span = segments.max(positions, mask) + segments.max(-positions, mask) + 1
@@ -357,7 +410,9 @@ def reference_kl(
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceKL(TokenLoss[TokenStats]):
-    """The KL divergence to the reference as a loss, for tokens that may have no policy loss. Its metric is `kl`.
+    """The KL divergence to the reference as a loss, for tokens that may have no policy loss.
+
+    Its metric is `kl`.
 
     Args:
       estimator: see `kl_divergence`.
@@ -385,7 +440,9 @@ class ReferenceKL(TokenLoss[TokenStats]):
             reads["log_probs"] = stats.log_probs
         return reads
 
-    def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
+    def terms(
+        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> Losses:
         return {"kl": reference_kl(KL(1.0, self.estimator), stats.log_probs, batch, segments)}
 
     def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:

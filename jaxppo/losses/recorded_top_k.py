@@ -11,13 +11,16 @@ from jaxppo.batch.reads import mass_of
 
 
 def check_top_k(
-    ids: Int[Array | np.ndarray, "*batch K"], log_probs: Float[Array | np.ndarray, "*batch K"], vocab_size: int
+    ids: Int[Array | np.ndarray, "*batch K"],
+    log_probs: Float[Array | np.ndarray, "*batch K"],
+    vocab_size: int,
 ) -> None:
     """Raises at the first invalid entry of a teacher's top-k; on the host, before a step.
 
     Args:
       ids: `[..., K]`, -1 or in `[0, vocab_size)`, none twice at a position.
-      log_probs: `[..., K]`, within the bounds of `top_k_divergence` where there is an id, and so is their mass.
+      log_probs: `[..., K]`, within the bounds of `top_k_divergence` where there is an id, and so is
+        their mass.
       vocab_size: V.
 
     Raises:
@@ -44,7 +47,12 @@ def check_top_k(
     rules = (
         ("ids", ids, (ids < -1) | (ids >= vocab_size), f"-1 or 0 to {vocab_size - 1}"),
         ("ids", ids, twice & has_id, "each id once at a position"),
-        ("log_probs", log_probs, has_id & ~(log_probs <= MAX_SAMPLED), f"log-probs of at most {MAX_SAMPLED}"),
+        (
+            "log_probs",
+            log_probs,
+            has_id & ~(log_probs <= MAX_SAMPLED),
+            f"log-probs of at most {MAX_SAMPLED}",
+        ),
         ("the mass of log_probs", mass, mass > np.exp(MAX_SAMPLED), "at most 1"),
     )
     for name, x, bad, expected in rules:

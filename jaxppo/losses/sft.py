@@ -24,19 +24,23 @@ class SFT(TokenLoss[TokenStats]):
 
         l_t = (1 - label_smoothing) * -log_prob_t + label_smoothing * (log_z_t - mean_logit_t) + z_loss * log_z_t^2
 
-    log_z is the log-sum-exp of the logits, and log_z - mean_logit the mean of -log p over the vocabulary. Columns whose
-    logit is -inf, as under a bias of -inf, are left out of that mean, and their gradient is 0.
+    log_z is the log-sum-exp of the logits, and log_z - mean_logit the mean of -log p over the
+    vocabulary. Columns whose logit is -inf, as under a bias of -inf, are left out of that mean, and
+    their gradient is 0.
 
-    The metrics are `loss` (adds up over micro-batches), `nll` (the mean of -log_prob over tokens, nats), where the
-    statistics have them `entropy`, `log_z` and `accuracy` (how often no token is likelier than the target), and
-    `broken_rules` (see `policy_loss`).
+    The metrics are `loss` (adds up over micro-batches), `nll` (the mean of -log_prob over tokens,
+    nats), where the statistics have them `entropy`, `log_z` and `accuracy` (how often no token is
+    likelier than the target), and `broken_rules` (see `policy_loss`).
 
     Args:
-      label_smoothing: the share of a uniform target, in [0, 1); a number or a traced schedule. `loss_from_stats` wants
-        statistics made with `logit_stats=("log_z", "mean_logit")` for it.
-      z_loss: the coefficient of log_z^2, a number or a traced schedule, for statistics with `logit_stats=("log_z",)`.
-      dft: dynamic fine-tuning: all of l_t times the target's probability, a constant; denominators stay counts.
-      logit_stats: "log_z" and "accuracy", for these metrics from hidden states. The first two options bring "log_z".
+      label_smoothing: the share of a uniform target, in [0, 1); a number or a traced schedule.
+        `loss_from_stats` wants statistics made with `logit_stats=("log_z", "mean_logit")` for it.
+      z_loss: the coefficient of log_z^2, a number or a traced schedule, for statistics with
+        `logit_stats=("log_z",)`.
+      dft: dynamic fine-tuning: all of l_t times the target's probability, a constant; denominators
+        stay counts.
+      logit_stats: "log_z" and "accuracy", for these metrics from hidden states. The first two
+        options bring "log_z".
       aggregation, aggregation_norm: the denominators, see `token_weights`.
 
     Raises:
@@ -48,8 +52,9 @@ class SFT(TokenLoss[TokenStats]):
       >>> float(loss), float(metrics["nll"].value)
       (1.5, 1.5)
 
-    Label smoothing: Szegedy et al. 2015, https://arxiv.org/abs/1512.00567; z-loss: Chowdhery et al. 2022, PaLM,
-    https://arxiv.org/abs/2204.02311; dft: Wu et al. 2025, https://arxiv.org/abs/2508.05629
+    Label smoothing: Szegedy et al. 2015, https://arxiv.org/abs/1512.00567; z-loss: Chowdhery et al.
+    2022, PaLM, https://arxiv.org/abs/2204.02311; dft: Wu et al. 2025,
+    https://arxiv.org/abs/2508.05629
     """
 
     coefficients: ClassVar[tuple[str, ...]] = ("label_smoothing", "z_loss")
@@ -62,7 +67,12 @@ class SFT(TokenLoss[TokenStats]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_type("logit_stats", self.logit_stats, not hasattr(self.logit_stats, "dtype"), "names of statistics")
+        check_type(
+            "logit_stats",
+            self.logit_stats,
+            not hasattr(self.logit_stats, "dtype"),
+            "names of statistics",
+        )
         object.__setattr__(self, "logit_stats", as_logit_stats(self.logit_stats))
 
     @property
@@ -82,7 +92,9 @@ class SFT(TokenLoss[TokenStats]):
             return {}
         return {name: getattr(stats, name) for name in ("log_probs", *self._in_loss)}
 
-    def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
+    def terms(
+        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> Losses:
         terms = {"nll": -stats.log_probs}
         if not is_zero(self.label_smoothing):
             terms["nll"] = (1 - self.label_smoothing) * terms["nll"]
@@ -95,5 +107,10 @@ class SFT(TokenLoss[TokenStats]):
         return terms
 
     def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
-        values = {"nll": -stats.log_probs, "entropy": stats.entropy, "log_z": stats.log_z, "accuracy": stats.accuracy}
+        values = {
+            "nll": -stats.log_probs,
+            "entropy": stats.entropy,
+            "log_z": stats.log_z,
+            "accuracy": stats.accuracy,
+        }
         return means({name: x for name, x in values.items() if x is not None}, step.batch.loss_mask)

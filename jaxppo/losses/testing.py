@@ -43,20 +43,23 @@ def assert_token_loss(
     """Checks a loss of your own: that its numbers are the same whichever way they are computed.
 
     - It is finite on this batch, and trains some token of it.
-    - A token-local loss of a token does not move when the log-prob of another token does. Values are compared, since a
-      slope would miss a weight of the sequence under `stop_gradient`.
-    - Hidden states, in one pass if it is token-local, give the loss and the gradients that statistics give.
-    - NaN in all that it reads where the loss mask is 0, and ids that are none, change neither loss nor gradient.
+    - A token-local loss of a token does not move when the log-prob of another token does. Values
+      are compared, since a slope would miss a weight of the sequence under `stop_gradient`.
+    - Hidden states, in one pass if it is token-local, give the loss and the gradients that
+      statistics give.
+    - NaN in all that it reads where the loss mask is 0, and ids that are none, change neither loss
+      nor gradient.
     - Meshes give the loss and the gradients of one device.
 
     Args:
       loss: a `TokenLoss`, a policy loss or a config of one.
-      batch: `[R, T]`, on the host and in the contiguous layout, with the arrays that the loss reads. A few samples of a
-        few tokens do; some should lie in one row.
-      stats: the statistics of a loss that reads no log-probs, such as values `f32[R, T]`; else random hidden states and
-        a random head make them.
+      batch: `[R, T]`, on the host and in the contiguous layout, with the arrays that the loss
+        reads. A few samples of a few tokens do; some should lie in one row.
+      stats: the statistics of a loss that reads no log-probs, such as values `f32[R, T]`; else
+        random hidden states and a random head make them.
       vocab_size: V of that head; by default above all targets and ids.
-      meshes: ParallelMeshes or descriptions; by default all factorings of the devices that this batch fits.
+      meshes: ParallelMeshes or descriptions; by default all factorings of the devices that this
+        batch fits.
       rtol, atol: tolerances; atol is a share of each array's largest magnitude.
       seed: of the random numbers.
 
@@ -65,7 +68,8 @@ def assert_token_loss(
 
     Raises:
       AssertionError: says what differs, and by how much.
-      TypeError, ValueError: what `loss_from_stats` raises; no statistics where they are needed, or no mesh that fits.
+      TypeError, ValueError: what `loss_from_stats` raises; no statistics where they are needed, or
+        no mesh that fits.
 
     Example:
       >>> import dataclasses
@@ -88,7 +92,12 @@ def assert_token_loss(
     batch = checked(batch, reader="assert_token_loss")
     case = _Case(loss, of, batch, rtol, atol)
     if of.of_head:
-        check("stats", "some", stats is None, "None for a loss of log-probs, which random hidden states give")
+        check(
+            "stats",
+            "some",
+            stats is None,
+            "None for a loss of log-probs, which random hidden states give",
+        )
         states: tuple[Any, ...] = _states(case, vocab_size, seed)
         stats = jax.jit(lambda *x: case.stats_of(None, *x))(*states)
     else:
@@ -99,7 +108,9 @@ def assert_token_loss(
             _assert_local(case, stats)
         expected = jax.jit(lambda *x: case.two_steps(None, *x))(*states)
         got = jax.jit(lambda *x: case.from_hidden(None, batch, *x))(*states)
-        testing.assert_trees_close(got, expected, rtol, atol, f"{name_of(of)} from hidden states, against statistics,")
+        testing.assert_trees_close(
+            got, expected, rtol, atol, f"{name_of(of)} from hidden states, against statistics,"
+        )
         _assert_blind(case, states, case.from_hidden, "hidden states")
         fn: Callable[..., Any] = case.from_hidden
     else:
@@ -107,7 +118,9 @@ def assert_token_loss(
     if type(of).seen is TokenLoss.seen:  # another one may show the loss what stands without loss
         _assert_blind(case, (stats,), case.from_stats, "statistics")
     tried = _meshes(batch, meshes)
-    testing.assert_mesh_invariant(lambda p, *x: fn(p, batch, *x), *states, meshes=tried, rtol=rtol, atol=atol)
+    testing.assert_mesh_invariant(
+        lambda p, *x: fn(p, batch, *x), *states, meshes=tried, rtol=rtol, atol=atol
+    )
     return value
 
 
@@ -127,7 +140,9 @@ class _Case:
         ids = None if asks.ids is None else jnp.asarray(batch.extras[asks.ids])
         options: Any = {"entropy": asks.entropy, "logit_stats": asks.logit_stats, "ids": ids}
         given = hidden, kernel, jnp.asarray(batch.targets)
-        return log_probs_from_hidden(*given, where=batch.loss_mask > 0, parallel=parallel, **options)
+        return log_probs_from_hidden(
+            *given, where=batch.loss_mask > 0, parallel=parallel, **options
+        )
 
     def from_stats(self, parallel: Any, batch: RolloutBatch, stats: Any) -> Any:
         """The loss, and its gradients by the statistics that are floats."""
@@ -169,7 +184,9 @@ def _joined(floats: Leaves, rest: Any) -> Any:
     return structure.unflatten([next(left) if x is None else x for x in others])
 
 
-def _states(case: _Case, vocab_size: int | None, seed: int) -> tuple[Float[Array, "R T H"], Float[Array, "H V"]]:
+def _states(
+    case: _Case, vocab_size: int | None, seed: int
+) -> tuple[Float[Array, "R T H"], Float[Array, "H V"]]:
     """Random hidden states and a random head, whose log-probs differ by a few nats."""
     ids = [np.asarray(case.batch.targets)]
     if case.of.asks.ids is not None:
@@ -180,20 +197,29 @@ def _states(case: _Case, vocab_size: int | None, seed: int) -> tuple[Float[Array
     check_count("vocab_size", vocab_size, least=1)
     draws = np.random.default_rng(seed)
     hidden = draws.normal(size=(*case.batch.loss_mask.shape, FEATURES)).astype(np.float32)
-    return jnp.asarray(hidden), jnp.asarray(0.4 * draws.normal(size=(FEATURES, vocab_size)), jnp.float32)
+    return jnp.asarray(hidden), jnp.asarray(
+        0.4 * draws.normal(size=(FEATURES, vocab_size)), jnp.float32
+    )
 
 
 def _finite(case: _Case, stats: Any) -> float:
-    """The loss from statistics; raises where it is not finite, or moves no token: equal numbers would show nothing."""
+    """The loss from statistics; raises where it is not finite, or moves no token: equal numbers
+    would show nothing.
+    """
     name = name_of(case.of)
     _, metrics = jax.jit(lambda x: loss_from_stats(x, case.batch, case.loss))(stats)
     value, slopes = jax.jit(lambda x: case.from_stats(None, case.batch, x))(stats)
     if not np.isfinite(value):
         why = "; ".join(explain_broken_rules(metrics["broken_rules"].value))
-        raise AssertionError(f"{name}: got the loss {value} for this batch, expected a finite one. {why}")
+        raise AssertionError(
+            f"{name}: got the loss {value} for this batch, expected a finite one. {why}"
+        )
     largest = max(float(jnp.abs(x).max()) for x in slopes)
     if not 0 < largest < np.inf:
-        raise AssertionError(f"{name}: got gradients of at most {largest}, expected finite ones that train some token")
+        raise AssertionError(
+            f"{name}: got gradients of at most {largest}, expected finite ones that train some"
+            " token"
+        )
     return float(value)
 
 
@@ -216,8 +242,9 @@ def _assert_local(case: _Case, stats: Any) -> None:
         which, *of = (int(i) for i in np.unravel_index(differences.argmax(), differences.shape))
         by = tuple(int(i) for i in places[which])
         raise AssertionError(
-            f"{name_of(case.of)}.token_local: got True, but the loss of the token at {tuple(of)} moves with the "
-            f"log-prob of the one at {by}, by {differences.max():.3g}; expected token_local=False"
+            f"{name_of(case.of)}.token_local: got True, but the loss of the token at {tuple(of)}"
+            f" moves with the log-prob of the one at {by}, by {differences.max():.3g}; expected"
+            " token_local=False"
         )
 
 
@@ -230,7 +257,9 @@ def _assert_blind(case: _Case, given: tuple[Any, ...], fn: Callable[..., Any], w
         if x is None or jnp.shape(x)[:2] != shape:
             return x
         garbage = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else -7
-        return jnp.where(on.reshape(*shape, *(1,) * (x.ndim - 2)), x, jnp.asarray(garbage).astype(x.dtype))
+        return jnp.where(
+            on.reshape(*shape, *(1,) * (x.ndim - 2)), x, jnp.asarray(garbage).astype(x.dtype)
+        )
 
     arrays = {name: spoilt(getattr(case.batch, name)) for name in PER_TOKEN_VALUES}
     extras = {name: spoilt(x) for name, x in case.batch.extras.items()}
@@ -245,7 +274,12 @@ def _assert_blind(case: _Case, given: tuple[Any, ...], fn: Callable[..., Any], w
 def _meshes(batch: RolloutBatch, meshes: Sequence[str | ParallelMesh] | None) -> list[Any]:
     """The meshes to try: those that divide the rows and the positions of the batch."""
     if meshes is not None:
-        check_type("meshes", meshes, isinstance(meshes, Sequence) and not isinstance(meshes, str), "a list of meshes")
+        check_type(
+            "meshes",
+            meshes,
+            isinstance(meshes, Sequence) and not isinstance(meshes, str),
+            "a list of meshes",
+        )
         return list(meshes)
     rows, positions = batch.loss_mask.shape
     found = []
@@ -255,7 +289,10 @@ def _meshes(batch: RolloutBatch, meshes: Sequence[str | ParallelMesh] | None) ->
         if rows % parallel.data_size == 0 and positions % parallel.context_size == 0:
             found.append(mesh)
             spread = spread or parallel.data_size * parallel.context_size > 1
-    expected = "several devices, as `emulate_devices(8)` makes of a CPU, and rows and positions that they divide"
+    expected = (
+        "several devices, as `emulate_devices(8)` makes of a CPU, and rows and positions that they"
+        " divide"
+    )
     got = f"{jax.device_count()} devices for {rows} rows of {positions} positions"
     check("meshes", got, spread, f"{expected}; or meshes=[] for none")
     return found

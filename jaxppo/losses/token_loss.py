@@ -23,7 +23,8 @@ from jaxppo.sharding import Segments
 from jaxppo.step.aggregation import Normalizer
 
 Stats = TypeVar("Stats")
-Reads = Mapping[str, Array | None]  # by the names of `reads` and `rules`; None for statistics that are yet to come
+# by the names of `reads` and `rules`; None for statistics that are yet to come
+Reads = Mapping[str, Array | None]
 Losses = Mapping[str, Float[Array, "R T"]]
 OF_EVERY_LOSS = frozenset({"loss", "broken_rules", "unusable_tokens"})  # metrics
 
@@ -49,39 +50,49 @@ class Asks:
 class Step:
     """Per-shard: a batch as a part of its optimiser step.
 
-    The batch holds constants. Its loss mask is 0 where the loss leaves a token out, its floats are 0 where the mask is,
-    and the sampler's log-probs are at most 0.
+    The batch holds constants. Its loss mask is 0 where the loss leaves a token out, its floats are
+    0 where the mask is, and the sampler's log-probs are at most 0.
     """
 
     loss: TokenLoss[Any]  # with the numbers that the batch brings, see `by_row`
     batch: RolloutBatch
-    whole_batch: RolloutBatch  # with the loss mask of the tokens that are left out too, and what stands elsewhere
+    # with the loss mask of the tokens that are left out too, and what stands elsewhere
+    whole_batch: RolloutBatch
     segments: Segments
     normalizer: Normalizer  # of the whole step
     weights: Float[Array, "R T"]  # of each token's loss; NaN where a rule is broken anywhere
     broken: Broken  # how often each rule is broken on all devices together
     known: frozenset[str]  # the names of what the loss reads, whose rules are among these
-    left_out: Bool[Array, "R T"] | None  # the tokens of the loss mask without a loss; None where none is left out
-    unusable: Bool[Array, "R T"] | None  # the tokens of the loss mask that `TokenLoss.unusable_tokens` finds
-    capped: Bool[Array, "R T"] | None  # the tokens whose sampler's log-prob was above 0; None without the sampler's
+    # the tokens of the loss mask without a loss; None where none is left out
+    left_out: Bool[Array, "R T"] | None
+    # the tokens of the loss mask that `TokenLoss.unusable_tokens` finds
+    unusable: Bool[Array, "R T"] | None
+    # the tokens whose sampler's log-prob was above 0; None without the sampler's
+    capped: Bool[Array, "R T"] | None
 
 
 class TokenLoss(Loss, abc.ABC, Generic[Stats]):
-    """The loss of a token as a value: a frozen dataclass of numbers, which may be traced, and of names of arrays.
+    """The loss of a token as a value: a frozen dataclass of numbers, which may be traced, and of
+    names of arrays.
 
-    It reads the batch, its extras too, and the `Stats` of a model: a head's `TokenStats`, or a critic's values. A class
-    of your own needs `terms` alone. Where the loss mask is 0, the statistics and float arrays that it sees are 0.
+    It reads the batch, its extras too, and the `Stats` of a model: a head's `TokenStats`, or a
+    critic's values. A class of your own needs `terms` alone. Where the loss mask is 0, the
+    statistics and float arrays that it sees are 0.
 
     Attributes:
-      aggregation, aggregation_norm: the denominators, see `token_weights`; fields in classes that let them be chosen.
+      aggregation, aggregation_norm: the denominators, see `token_weights`; fields in classes that
+        let them be chosen.
       off_policy: the correction whose mean weight is in the normalizer.
-      out_of_denominators: the batch's log-probs that take a loss token out of the denominators where they are not
-        finite; `left_out` must leave it out too.
-      token_local: the loss of a token depends only on the batch and on the statistics of that token.
+      out_of_denominators: the batch's log-probs that take a loss token out of the denominators
+        where they are not finite; `left_out` must leave it out too.
+      token_local: the loss of a token depends only on the batch and on the statistics of that
+        token.
       of_head: the statistics are a head's `TokenStats`.
       takes_nucleus: log-probs may be renormalised over a nucleus, see `loss_from_hidden`.
-      by_token: a number of the loss may be an array `[R, T]` in `terms`, one for each token, see `by_row`.
-      coefficients: the fields, such as "kl.coef" for one in a field, that are traced unless they are known to be 0.
+      by_token: a number of the loss may be an array `[R, T]` in `terms`, one for each token, see
+        `by_row`.
+      coefficients: the fields, such as "kl.coef" for one in a field, that are traced unless they
+        are known to be 0.
 
     Example:
       >>> import dataclasses
@@ -119,54 +130,80 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
         """Raises where the batch lacks what the loss reads, or where shapes or dtypes are wrong."""
 
     def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
-        """Raises where the statistics lack what the loss reads, or where shapes or dtypes are wrong."""
+        """Raises where the statistics lack what the loss reads, or where shapes or dtypes are
+        wrong.
+        """
         shape = batch.loss_mask.shape
         if self.of_head:
-            how = f"log_probs_from_hidden(..., logit_stats={self.asks.logit_stats}) or from logits, for {self}"
+            how = (
+                f"log_probs_from_hidden(..., logit_stats={self.asks.logit_stats}) or from logits,"
+                f" for {self}"
+            )
             return check_stats(stats, shape, *self.asks.logit_stats, how=how)
         for path, x in jax.tree.leaves_with_path(stats):
             what = f"stats{jax.tree_util.keystr(path)}"
-            check(what, f"shape {jnp.shape(x)}", jnp.shape(x)[:2] == shape, f"{shape} and more, the batch's")
+            check(
+                what,
+                f"shape {jnp.shape(x)}",
+                jnp.shape(x)[:2] == shape,
+                f"{shape} and more, the batch's",
+            )
 
     def left_out(self, stats: Stats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
-        """The loss tokens that the loss leaves out; None for none. `stats` are None before they are computed."""
+        """The loss tokens that the loss leaves out; None for none.
+
+        `stats` are None before they are computed.
+        """
         return None
 
-    def unusable_tokens(self, stats: Stats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
-        """The loss tokens that the metric `unusable_tokens` counts: those of `left_out`, and others with a loss."""
+    def unusable_tokens(
+        self, stats: Stats | None, batch: RolloutBatch
+    ) -> Bool[Array, "R T"] | None:
+        """The loss tokens that the metric `unusable_tokens` counts: those of `left_out`, and
+        others with a loss.
+        """
         return self.left_out(stats, batch)
 
     def reads(self, stats: Stats | None, batch: RolloutBatch, segments: Segments) -> Reads:
-        """Per-shard: the arrays of the batch, as the caller gave it, and of `stats` that the loss reads.
+        """Per-shard: the arrays of the batch, as the caller gave it, and of `stats` that the loss
+        reads.
 
-        A rule of each is that of its name, see `reads.PER_TOKEN`; an array under another name must be finite. One that
-        is None, since the batch lacks it, is an error that names it. Arrays that only metrics read are not among them,
-        nor the sequences, the loss mask and its weights.
+        A rule of each is that of its name, see `reads.PER_TOKEN`; an array under another name must
+        be finite. One that is None, since the batch lacks it, is an error that names it. Arrays
+        that only metrics read are not among them, nor the sequences, the loss mask and its weights.
         """
         if isinstance(stats, TokenStats):
             return {"log_probs": stats.log_probs}
         return {}
 
     def constants(self, stats: Stats | None, step: Step) -> Any:
-        """Per-shard: a pytree of `[R, T]` constants; `stats` are None, and not needed, if the loss is token-local."""
+        """Per-shard: a pytree of `[R, T]` constants; `stats` are None, and not needed, if the
+        loss is token-local.
+        """
         return None
 
     @abc.abstractmethod
-    def terms(self, stats: Stats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
-        """Per-shard: the terms of each token's loss by name, before weighting; finite where the mask is 0."""
+    def terms(
+        self, stats: Stats, batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> Losses:
+        """Per-shard: the terms of each token's loss by name, before weighting; finite where the
+        mask is 0.
+        """
 
     def metrics(self, stats: Stats, step: Step, constants: Any) -> Terms:
-        """Per-shard: by name, what is reduced to one number over the tokens of all devices and micro-batches.
+        """Per-shard: by name, what is reduced to one number over the tokens of all devices and
+        micro-batches.
 
-        Each is (values, weights, how), of two arrays `[R, T]`: "mean" is sum(values * weights) / sum(weights), "sum"
-        is sum(values * weights), and "min" and "max" are extremes of the values whose weight is above 0. Weights must
-        be 0 where a token does not count: weights of ones count prompts and padding. `base.metrics.CompositeTerm`
-        combines several of these.
+        Each is (values, weights, how), of two arrays `[R, T]`: "mean" is sum(values * weights) /
+        sum(weights), "sum" is sum(values * weights), and "min" and "max" are extremes of the values
+        whose weight is above 0. Weights must be 0 where a token does not count: weights of ones
+        count prompts and padding. `base.metrics.CompositeTerm` combines several of these.
 
         Args:
           stats: as `terms` sees them, without gradients.
-          step: `step.batch` is the batch as `terms` sees it, and `step.batch.loss_mask` the weights of a mean over loss
-            tokens; `step.weights` are the tokens' weights in the loss; see `Step`.
+          step: `step.batch` is the batch as `terms` sees it, and `step.batch.loss_mask` the weights
+            of a mean over loss tokens; `step.weights` are the tokens' weights in the loss; see
+            `Step`.
           constants: those of `constants`.
 
         Example:
@@ -186,7 +223,9 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
         return {}
 
     def reasons(self, stats: Stats, step: Step, constants: Any) -> Mapping[str, Bool[Array, "R T"]]:
-        """Per-shard: by name, why the loss does not train some of its tokens; the first reason that holds counts."""
+        """Per-shard: by name, why the loss does not train some of its tokens; the first reason
+        that holds counts.
+        """
         return {}
 
     def seen(self, stats: Stats, mask: Float[Array, "R T"]) -> Stats:
@@ -195,14 +234,18 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
 
 
 def for_each(number: Any) -> Any:
-    """A number of a loss beside arrays `[R, T, K]`: one for each token gets a dimension of 1 for K."""
+    """A number of a loss beside arrays `[R, T, K]`: one for each token gets a dimension of 1 for
+    K.
+    """
     if jnp.ndim(number) == 2:
         return number[..., None]
     return number
 
 
 def masked_arrays(tree: Any, mask: Float[Array, "R T"]) -> Any:
-    """Arrays `[R, T, ...]`: floats in f32, 0 where the mask is 0, whatever was there; others are unchanged."""
+    """Arrays `[R, T, ...]`: floats in f32, 0 where the mask is 0, whatever was there; others are
+    unchanged.
+    """
 
     def masked_array(x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jnp.floating):
@@ -213,6 +256,8 @@ def masked_arrays(tree: Any, mask: Float[Array, "R T"]) -> Any:
 
 
 def masked_batch(batch: RolloutBatch, mask: Float[Array, "R T"]) -> RolloutBatch:
-    """The batch with this loss mask, and its arrays of tokens and extras as `masked_arrays` gives them."""
+    """The batch with this loss mask, and its arrays of tokens and extras as `masked_arrays`
+    gives them.
+    """
     of_tokens = {name: getattr(batch, name) for name in PER_TOKEN_VALUES} | {"extras": batch.extras}
     return dataclasses.replace(batch, loss_mask=mask, **masked_arrays(of_tokens, mask))

@@ -1,4 +1,6 @@
-"""Distillation from a teacher of whom only the top-k is known: K ids at each position, and their log-probs."""
+"""Distillation from a teacher of whom only the top-k is known: K ids at each position, and their
+log-probs.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,17 @@ from jaxppo.policy.unusable import Unusable, UnusableRule, check_rule
 from jaxppo.sharding import Segments
 
 TopKDivergence = Literal[
-    "forward_kl", "reverse_kl", "mixed_kl", "jensen_shannon", "skewed_forward_kl", "skewed_reverse_kl", "adaptive_kl"
+    "forward_kl",
+    "reverse_kl",
+    "mixed_kl",
+    "jensen_shannon",
+    "skewed_forward_kl",
+    "skewed_reverse_kl",
+    "adaptive_kl",
 ]
 Tail = Literal["bucket", "renormalise", "leave_out"]
-TailOfLoss = Literal["bucket", "renormalise", "leave_out", "sampled"]  # the last is read from a token that was drawn
+# the last is read from a token that was drawn
+TailOfLoss = Literal["bucket", "renormalise", "leave_out", "sampled"]
 PerId = Float[Array, "R T K"]
 
 
@@ -53,7 +62,8 @@ def top_k_divergence(
     beta: float | Array = 0.5,
     tail: Tail = "bucket",
 ) -> Float[Array, "*batch"]:
-    """The divergence of a student p from a teacher q if only K of the teacher's log-probs are known.
+    """The divergence of a student p from a teacher q if only K of the teacher's log-probs are
+    known.
 
         forward_kl       sum q log(q / p)
         reverse_kl       sum p log(p / q)
@@ -70,24 +80,28 @@ def top_k_divergence(
         renormalise      are dropped: p / sum p and q / sum q replace p, q:  at least 0
         leave_out        are dropped: the sums are over the raw p and q:     may be below 0
 
-    As beta goes to 0 or 1 "jensen_shannon" tends to 0, not to one of the two KLs: use "forward_kl" and "reverse_kl" in
-    place of TRL's alpha = 0 and 1. A bucket holds at least 1e-7, as f32 resolves no less.
+    As beta goes to 0 or 1 "jensen_shannon" tends to 0, not to one of the two KLs: use "forward_kl"
+    and "reverse_kl" in place of TRL's alpha = 0 and 1. A bucket holds at least 1e-7, as f32
+    resolves no less.
 
     Args:
       log_probs: `f32[..., K]`, the student's, over the whole vocabulary; `stats.id_log_probs`.
-      teacher_log_probs: `[..., K]`, the teacher's of the same ids, over the whole vocabulary, at the student's
-        temperature, in any float dtype; -inf is a probability of 0. Constants. As bf16 rounds them they may be up to
-        0.125 above 0, and so may the log of their mass: both are then capped at 0.
-      ids: `i32[..., K]`, read only for -1, which marks an empty slot without mass; None if no slot is empty.
+      teacher_log_probs: `[..., K]`, the teacher's of the same ids, over the whole vocabulary, at
+        the student's temperature, in any float dtype; -inf is a probability of 0. Constants. As
+        bf16 rounds them they may be up to 0.125 above 0, and so may the log of their mass: both are
+        then capped at 0.
+      ids: `i32[..., K]`, read only for -1, which marks an empty slot without mass; None if no slot
+        is empty.
       divergence: one of the seven above.
-      beta: for "mixed_kl" and "adaptive_kl" in [0, 1], for "jensen_shannon" and the skewed ones in (0, 1); "forward_kl"
-        and "reverse_kl" do not read it. ROLL has 0.1 for the skewed ones, 0.5 for the adaptive one.
+      beta: for "mixed_kl" and "adaptive_kl" in [0, 1], for "jensen_shannon" and the skewed ones in
+        (0, 1); "forward_kl" and "reverse_kl" do not read it. ROLL has 0.1 for the skewed ones, 0.5
+        for the adaptive one.
       tail: one of the three above.
 
     Returns:
-      `f32[...]`, nats; 0 where there is no id. NaN where a log-prob of the teacher is beyond these bounds, or one of
-      the student's above 0 by more than rounding, as probabilities are; or, with "bucket", where the K ids have more
-      mass, as duplicate ids may.
+      `f32[...]`, nats; 0 where there is no id. NaN where a log-prob of the teacher is beyond these
+      bounds, or one of the student's above 0 by more than rounding, as probabilities are; or, with
+      "bucket", where the K ids have more mass, as duplicate ids may.
 
     Raises:
       TypeError, ValueError: arrays that are no log-probs or differ in shape, options out of range.
@@ -97,9 +111,11 @@ def top_k_divergence(
       >>> [round(float(top_k_divergence(p, q, tail=tail)), 4) for tail in ("bucket", "renormalise", "leave_out")]
       [0.1069, 0.1015, 0.188]
 
-    The bucket: TRL 1.16, by default, and https://github.com/volcengine/verl/pull/7855. Renormalised: NeMo-RL. Left out:
-    verl. Forward and reverse: Agarwal et al. 2023, GKD, https://arxiv.org/abs/2306.13649. Skewed: Ko et al. 2024,
-    DistiLLM, https://arxiv.org/abs/2402.03898; adaptive: Wu et al. 2024, https://arxiv.org/abs/2404.02657; both in ROLL
+    The bucket: TRL 1.16, by default, and https://github.com/volcengine/verl/pull/7855.
+    Renormalised: NeMo-RL. Left out:
+    verl. Forward and reverse: Agarwal et al. 2023, GKD, https://arxiv.org/abs/2306.13649. Skewed:
+    Ko et al. 2024, DistiLLM, https://arxiv.org/abs/2402.03898; adaptive: Wu et al. 2024,
+    https://arxiv.org/abs/2404.02657; both in ROLL
     """
     beta = checked_options(divergence, beta)
     check_choice("tail", tail, Tail)
@@ -121,7 +137,11 @@ def _divergence(
     """See `top_k_divergence`; beta is a checked number, or one for each position, `[..., 1]`."""
     both = _sound_log_probs(log_probs, teacher_log_probs, has_id)
     log_p, log_q = (with_tail(x, has_id, tail) for x in both)
-    there = jnp.concatenate([has_id, jnp.ones_like(has_id[..., :1])], axis=-1) if tail == "bucket" else has_id
+    there = (
+        jnp.concatenate([has_id, jnp.ones_like(has_id[..., :1])], axis=-1)
+        if tail == "bucket"
+        else has_id
+    )
     kl = partial(_kl_terms, closed=tail != "leave_out")
 
     def mixture(log_a: Array, log_b: Array) -> Array:
@@ -148,9 +168,13 @@ def _divergence(
 
 
 def _sound_log_probs(
-    log_probs: Float[Array, "*batch K"], teacher_log_probs: Float[Array, "*batch K"], has_id: Bool[Array, "*batch K"]
+    log_probs: Float[Array, "*batch K"],
+    teacher_log_probs: Float[Array, "*batch K"],
+    has_id: Bool[Array, "*batch K"],
 ) -> tuple[Float[Array, "*batch K"], Float[Array, "*batch K"]]:
-    """Both in f32, the teacher's constant and of a mass of at most 1; NaN where one cannot be a log-prob."""
+    """Both in f32, the teacher's constant and of a mass of at most 1; NaN where one cannot be a
+    log-prob.
+    """
     log_p = jnp.where(has_id, sound("log_probs", log_probs), 0).astype(jnp.float32)
     log_q = lax.stop_gradient(teacher_log_probs.astype(jnp.float32))
     return log_p, at_most_one(jnp.where(log_q <= MAX_SAMPLED, log_q, jnp.nan), has_id)
@@ -160,14 +184,19 @@ def checked_options(divergence: TopKDivergence, beta: float | Array) -> Any:
     """The checked beta, NaN where it is an array out of its range."""
     check_choice("divergence", divergence, TopKDivergence)
     if divergence == "jensen_shannon" and is_number(beta) and beta in (0, 1):
-        expected = "a number in (0, 1), or 'forward_kl' or 'reverse_kl', since the mixture tends to 0 there"
+        expected = (
+            "a number in (0, 1), or 'forward_kl' or 'reverse_kl', since the mixture tends to 0"
+            " there"
+        )
         raise ValueError(f"beta: got {beta} with divergence='jensen_shannon', expected {expected}")
     if divergence == "jensen_shannon" or divergence.startswith("skewed"):
         return check_number("beta", beta, above=0, below=1)
     return check_number("beta", beta, least=0, most=1)
 
 
-def with_tail(log_p: Float[Array, "*batch K"], has_id: Bool[Array, "*batch K"], tail: Tail) -> Float[Array, "..."]:
+def with_tail(
+    log_p: Float[Array, "*batch K"], has_id: Bool[Array, "*batch K"], tail: Tail
+) -> Float[Array, "..."]:
     """The log-probs to compare, with the bucket last; 0 in empty slots."""
     largest = lax.stop_gradient(jnp.where(has_id, log_p, -jnp.inf).max(axis=-1, keepdims=True))
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
@@ -184,10 +213,14 @@ def with_tail(log_p: Float[Array, "*batch K"], has_id: Bool[Array, "*batch K"], 
     return jnp.concatenate([own, rest], axis=-1)
 
 
-def _kl_terms(log_a: Float[Array, "..."], log_b: Float[Array, "..."], closed: bool) -> Float[Array, "..."]:
-    """a log(a / b) - a + b, each at least 0; the sum is that of a log(a / b) where a and b have the same mass.
+def _kl_terms(
+    log_a: Float[Array, "..."], log_b: Float[Array, "..."], closed: bool
+) -> Float[Array, "..."]:
+    """a log(a / b) - a + b, each at least 0; the sum is that of a log(a / b) where a and b have the
+    same mass.
 
-    That is a (exp(d) - 1 - d), d = log(b / a), where the two are near each other. Where a is 0 it is b.
+    That is a (exp(d) - 1 - d), d = log(b / a), where the two are near each other. Where a is 0 it
+    is b.
     """
     a = jnp.exp(log_a)
     b = jnp.exp(log_b)
@@ -201,9 +234,14 @@ def _kl_terms(log_a: Float[Array, "..."], log_b: Float[Array, "..."], closed: bo
 
 
 def _head_share(
-    p: Float[Array, "*batch K"], q: Float[Array, "*batch K"], there: Bool[Array, "*batch K"], beta: Any
+    p: Float[Array, "*batch K"],
+    q: Float[Array, "*batch K"],
+    there: Bool[Array, "*batch K"],
+    beta: Any,
 ) -> Float[Array, "*batch 1"]:
-    """The share of |q - p| outside the least likely tokens of q, which have at most beta together."""
+    """The share of |q - p| outside the least likely tokens of q, which have at most beta
+    together.
+    """
     gap = jnp.where(there, jnp.abs(q - p), 0)
     q = jnp.where(there, q, 0)
     order = jnp.argsort(q, axis=-1)
@@ -214,18 +252,25 @@ def _head_share(
 
 
 def _of_ids_alone(log_p: PerId, log_q: PerId, has_id: Bool[Array, "R T K"]) -> Float[Array, "R T"]:
-    """The sum over the ids of p log(p / q) - p + q: reverse KL of masses that need not be 1, at least 0."""
-    log_p, log_q = (with_tail(x, has_id, "leave_out") for x in _sound_log_probs(log_p, log_q, has_id))
+    """The sum over the ids of p log(p / q) - p + q: reverse KL of masses that need not be 1, at
+    least 0.
+    """
+    log_p, log_q = (
+        with_tail(x, has_id, "leave_out") for x in _sound_log_probs(log_p, log_q, has_id)
+    )
     return jnp.where(has_id, _kl_terms(log_p, log_q, closed=True), 0).sum(axis=-1)
 
 
 class OfIds(TokenLoss[TokenStats]):
-    """A loss of several ids at each position, which are two extras of the batch: the ids, and another's log-probs."""
+    """A loss of several ids at each position, which are two extras of the batch: the ids, and
+    another's log-probs.
+    """
 
     ids: str
     log_probs: str
     rule: ClassVar[str] = "teacher_log_probs"  # the name of the rule for these log-probs
-    sides: ClassVar[tuple[str, str]] = ("student", "teacher")  # whom the statistics and these log-probs are of
+    # whom the statistics and these log-probs are of
+    sides: ClassVar[tuple[str, str]] = ("student", "teacher")
 
     @property
     def asks(self) -> Asks:
@@ -242,7 +287,9 @@ class OfIds(TokenLoss[TokenStats]):
         check_array(what, ids, kind=KINDS["ids"])
         as_id_sets(what, ids, batch.loss_mask.shape)
         given = extra_of(batch, self.log_probs, f"f32[R, T, K] for {self}")
-        check_array(of_log_probs, given, ids.shape, f"that of {self.ids!r}", KINDS["teacher_log_probs"])
+        check_array(
+            of_log_probs, given, ids.shape, f"that of {self.ids!r}", KINDS["teacher_log_probs"]
+        )
 
     def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
         super().check_stats(stats, batch)
@@ -259,61 +306,78 @@ class OfIds(TokenLoss[TokenStats]):
                 found["ids_of_stats"] = stats.ids
         left_out = self.left_out(stats, batch)
         if left_out is not None:
-            found[self.rule] = jnp.where(left_out[..., None], -jnp.inf, batch.extras[self.log_probs])
+            found[self.rule] = jnp.where(
+                left_out[..., None], -jnp.inf, batch.extras[self.log_probs]
+            )
         return found
 
-    def of_ids(self, stats: TokenStats, batch: RolloutBatch) -> tuple[Int[Array, "R T K"], PerId, PerId]:
-        """The ids, -1 where the mask is 0 too, their log-probs in the statistics and the other's; 0 without an id."""
+    def of_ids(
+        self, stats: TokenStats, batch: RolloutBatch
+    ) -> tuple[Int[Array, "R T K"], PerId, PerId]:
+        """The ids, -1 where the mask is 0 too, their log-probs in the statistics and the
+        other's; 0 without an id.
+        """
         ids = jnp.where(batch.loss_mask[..., None] > 0, batch.extras[self.ids], -1)
         log_probs = stats.id_log_probs, batch.extras[self.log_probs]
         own, given = (jnp.where(ids == -1, 0, x.astype(jnp.float32)) for x in log_probs)
         return ids, own, given
 
     def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
-        """The probability of all ids together, of both sides, and at how many tokens rounding made it too large."""
+        """The probability of all ids together, of both sides, and at how many tokens rounding
+        made it too large.
+        """
         ids, *log_probs = self.of_ids(stats, step.batch)
         masses = (jnp.where(ids == -1, 0, jnp.exp(x)).sum(axis=-1) for x in log_probs)
-        found = means({f"{side}_mass": x for side, x in zip(self.sides, masses, strict=True)}, step.batch.loss_mask)
+        found = means(
+            {f"{side}_mass": x for side, x in zip(self.sides, masses, strict=True)},
+            step.batch.loss_mask,
+        )
         capped = was_above_one(log_probs[1], ids != -1)
         return found | {f"{self.sides[1]}_capped": (capped, step.batch.loss_mask, "sum")}
 
 
 @dataclasses.dataclass(frozen=True)
 class TopKDistillation(OfIds):
-    """`top_k_divergence` from a teacher's top-k over tokens: loss = sum over tokens of weight_t * D_t.
+    """`top_k_divergence` from a teacher's top-k over tokens: loss = sum over tokens of weight_t *
+    D_t.
 
-    `loss_from_stats` takes statistics with these ids, from `log_probs_from_hidden(..., ids=)` or from logits. Different
-    rows may have different teachers.
+    `loss_from_stats` takes statistics with these ids, from `log_probs_from_hidden(..., ids=)` or
+    from logits. Different rows may have different teachers.
 
-    With `tail="sampled"` the drawn token y, the target, stands for all tokens that are not among the ids. With p of the
-    student and q of the teacher,
+    With `tail="sampled"` the drawn token y, the target, stands for all tokens that are not among
+    the ids. With p of the student and q of the teacher,
 
         D_t = sum over the ids of (p log(p / q) - p + q) + [y is no id] (q_y / p_y - 1 + log(p_y / q_y))
 
-    and the gradient of the second term is log(p_y / q_y) grad log p_y. Over tokens that the student itself draws, D_t
-    and its gradient are on average those of KL(p | q) over the whole vocabulary. D_t is at least 0. Where student and
-    teacher agree, value and gradient are 0 for every drawn token. Over tokens of an older policy the tail is biased;
-    the other tails, and `distillation.distillation_loss`, do not depend on the drawn token.
+    and the gradient of the second term is log(p_y / q_y) grad log p_y. Over tokens that the student
+    itself draws, D_t and its gradient are on average those of KL(p | q) over the whole vocabulary.
+    D_t is at least 0. Where student and teacher agree, value and gradient are 0 for every drawn
+    token. Over tokens of an older policy the tail is biased; the other tails, and
+    `distillation.distillation_loss`, do not depend on the drawn token.
 
-    The metrics are `loss` (adds up over micro-batches), `divergence`, `teacher_mass` and `student_mass` (of the ids;
-    means over tokens), `teacher_capped` (see docs/metrics.md) and `broken_rules` (see `policy_loss`).
+    The metrics are `loss` (adds up over micro-batches), `divergence`, `teacher_mass` and
+    `student_mass` (of the ids; means over tokens), `teacher_capped` (see docs/metrics.md) and
+    `broken_rules` (see `policy_loss`).
 
     Args:
       divergence, beta: see `top_k_divergence`.
       tail: see `top_k_divergence`; or "sampled", for "reverse_kl".
       aggregation, aggregation_norm: the denominators, see `token_weights`.
-      ids: the name of the extra of the batch that holds the ids of a teacher's top-k, or of the student's own,
-        `i32[R, T, K]`, -1 padded. They may be anything where this loss has no token. Parts that compare ids share them.
-      log_probs: the name of the extra that holds the teacher's log-probs of these ids, see `top_k_divergence`.
-      target_log_probs: the name of the extra that holds the teacher's log-probs of the targets, `[R, T]`, also of those
-        that are ids; read for the tail "sampled" alone.
-      unusable: "nan", or `Unusable("weight_0")`: a token for which a log-prob of the teacher is NaN or inf has no loss,
-        and the metric `unusable_tokens` counts it. It stays in the denominators. With the tail "sampled" that of the
-        target must be finite, and the student's not -inf.
+      ids: the name of the extra of the batch that holds the ids of a teacher's top-k, or of the
+        student's own, `i32[R, T, K]`, -1 padded. They may be anything where this loss has no token.
+        Parts that compare ids share them.
+      log_probs: the name of the extra that holds the teacher's log-probs of these ids, see
+        `top_k_divergence`.
+      target_log_probs: the name of the extra that holds the teacher's log-probs of the targets,
+        `[R, T]`, also of those that are ids; read for the tail "sampled" alone.
+      unusable: "nan", or `Unusable("weight_0")`: a token for which a log-prob of the teacher is NaN
+        or inf has no loss, and the metric `unusable_tokens` counts it. It stays in the
+        denominators. With the tail "sampled" that of the target must be finite, and the student's
+        not -inf.
 
     Raises:
-      ValueError: an option out of its range, another divergence than "reverse_kl" with the tail "sampled", another rule
-        for unusable tokens.
+      ValueError: an option out of its range, another divergence than "reverse_kl" with the tail
+        "sampled", another rule for unusable tokens.
 
     Example:
       >>> from jaxppo.batch.extras import Extra
@@ -323,9 +387,9 @@ class TopKDistillation(OfIds):
       >>> round(float(loss_from_hidden(jnp.ones((1, 3, 2)), jnp.zeros((2, 4)), batch, loss)[0]), 6)
       0.0
 
-    The tail "sampled": the terms of the ids are those of MOPD, https://arxiv.org/abs/2606.30406. NeMo-RL's open
-    https://github.com/NVIDIA-NeMo/RL/pull/3608 has 1 + log(p / q) in both gradients: the same on average, with noise
-    also where student and teacher agree.
+    The tail "sampled": the terms of the ids are those of MOPD, https://arxiv.org/abs/2606.30406.
+    NeMo-RL's open https://github.com/NVIDIA-NeMo/RL/pull/3608 has 1 + log(p / q) in both gradients:
+    the same on average, with noise also where student and teacher agree.
     """
 
     divergence: TopKDivergence = "forward_kl"
@@ -348,7 +412,10 @@ class TopKDistillation(OfIds):
             check("divergence", repr(self.divergence), self.divergence == "reverse_kl", expected)
         check_rule(self.unusable)
         good = self.unusable in ("nan", Unusable("weight_0"))
-        expected = "'nan' or Unusable('weight_0'): there is no ratio, and denominators do not depend on the teacher"
+        expected = (
+            "'nan' or Unusable('weight_0'): there is no ratio, and denominators do not depend on"
+            " the teacher"
+        )
         check("unusable", repr(self.unusable), good, expected)
 
     @property
@@ -391,17 +458,25 @@ class TopKDistillation(OfIds):
                 lacks = lacks | jnp.isneginf(stats.log_probs)
         return (batch.loss_mask > 0) & lacks
 
-    def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
+    def terms(
+        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> Losses:
         ids, log_p, log_q = self.of_ids(stats, batch)
         has_id = ids != -1
         if self.tail == "sampled":
             found = _of_ids_alone(log_p, log_q, has_id) + self._of_drawn_token(stats, batch, ids)
         else:
-            found = _divergence(log_p, log_q, has_id, self.divergence, for_each(self.beta), self.tail)
+            found = _divergence(
+                log_p, log_q, has_id, self.divergence, for_each(self.beta), self.tail
+            )
         return {"divergence": found}
 
-    def _of_drawn_token(self, stats: TokenStats, batch: RolloutBatch, ids: Int[Array, "R T K"]) -> Float[Array, "R T"]:
-        """What the target adds where it is none of the ids: it stands for all tokens that are none."""
+    def _of_drawn_token(
+        self, stats: TokenStats, batch: RolloutBatch, ids: Int[Array, "R T K"]
+    ) -> Float[Array, "R T"]:
+        """What the target adds where it is none of the ids: it stands for all tokens that are
+        none.
+        """
         teachers = at_most_zero(batch.extras[self.target_log_probs].astype(jnp.float32))
         is_id = (ids == batch.targets[..., None]).any(axis=-1)
         return jnp.where(is_id, 0, kl_divergence(stats.log_probs, teachers, "k3+"))

@@ -1,6 +1,7 @@
 """What the rule of a config for unusable tokens, see `Unusable`, does with the arrays of a batch.
 
-The current log-probs are None where they are not computed yet. Results are None where a config has no such rule.
+The current log-probs are None where they are not computed yet. Results are None where a config has
+no such rule.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ Flags = Bool[Array, "*K R T"]
 Tokens = Float[Array, "*K R T"]
 
 
-def without_loss(config: PolicyLossConfig, log_probs: Tokens | None, batch: RolloutBatch) -> Flags | None:
+def without_loss(
+    config: PolicyLossConfig, log_probs: Tokens | None, batch: RolloutBatch
+) -> Flags | None:
     """The loss tokens without policy loss, penalties and statistics."""
     if not isinstance(config.unusable, Unusable):
         return None
@@ -31,7 +34,9 @@ def without_loss(config: PolicyLossConfig, log_probs: Tokens | None, batch: Roll
     return found | ((batch.loss_mask > 0) & jnp.isneginf(log_probs))
 
 
-def unusable_tokens(config: PolicyLossConfig, log_probs: Tokens | None, batch: RolloutBatch) -> Flags | None:
+def unusable_tokens(
+    config: PolicyLossConfig, log_probs: Tokens | None, batch: RolloutBatch
+) -> Flags | None:
     """The loss tokens with a log-prob that is not finite."""
     found = without_loss(config, log_probs, batch)
     if found is None:
@@ -39,7 +44,9 @@ def unusable_tokens(config: PolicyLossConfig, log_probs: Tokens | None, batch: R
     return found | not_finite(batch, config.checked_log_probs)
 
 
-def without_policy_loss(config: PolicyLossConfig, log_probs: Tokens | None, batch: RolloutBatch) -> Flags | None:
+def without_policy_loss(
+    config: PolicyLossConfig, log_probs: Tokens | None, batch: RolloutBatch
+) -> Flags | None:
     """The unusable tokens whose policy loss is 0."""
     rule = config.unusable
     if isinstance(rule, Unusable) and rule.policy == "weight_0":
@@ -48,7 +55,8 @@ def without_policy_loss(config: PolicyLossConfig, log_probs: Tokens | None, batc
 
 
 def agreeing(config: PolicyLossConfig, log_probs: Tokens, batch: RolloutBatch) -> RolloutBatch:
-    """The batch with the current log-probs, as constants, in place of those that are not finite: ratios of 1.
+    """The batch with the current log-probs, as constants, in place of those that are not finite:
+    ratios of 1.
 
     Where a token has no penalties, they take the place of the reference's too.
     """
@@ -70,7 +78,9 @@ def agreeing(config: PolicyLossConfig, log_probs: Tokens, batch: RolloutBatch) -
 def excused(
     config: PolicyLossConfig, read: Mapping[str, Any], log_probs: Tokens | None, batch: RolloutBatch
 ) -> dict[str, Any]:
-    """The log-probs that a loss reads, by name, but 0, which breaks no rule of values, where it does not use them."""
+    """The log-probs that a loss reads, by name, but 0, which breaks no rule of values, where it
+    does not use them.
+    """
     rule = config.unusable
     left_out = without_loss(config, log_probs, batch)
     if not isinstance(rule, Unusable) or left_out is None:
@@ -83,7 +93,9 @@ def excused(
     return {name: jnp.where(flags[name], 0, x) for name, x in read.items()}
 
 
-def penalised(config: PolicyLossConfig, penalty: Float[Array, "R T"], batch: RolloutBatch) -> Float[Array, "R T"]:
+def penalised(
+    config: PolicyLossConfig, penalty: Float[Array, "R T"], batch: RolloutBatch
+) -> Float[Array, "R T"]:
     """A penalty of each token, 0 where the rule takes the token out of the penalties."""
     rule = config.unusable
     if not isinstance(rule, Unusable) or rule.penalties == "in":

@@ -9,7 +9,14 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import Aggregation, Coefficient, MetricAggregation, check_array, check_field, needed
+from jaxppo.base.arrays import (
+    Aggregation,
+    Coefficient,
+    MetricAggregation,
+    check_array,
+    check_field,
+    needed,
+)
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
@@ -22,21 +29,24 @@ Values = Float[Array, "R T"]
 
 @dataclasses.dataclass(frozen=True)
 class Value(TokenLoss[Values]):
-    """Squared error to the returns, clipped about the old values: l_t = factor * max((v - G)^2, (v_clip - G)^2).
+    """Squared error to the returns, clipped about the old values: l_t = factor * max((v - G)^2,
+    (v_clip - G)^2).
 
-    v_clip = clip(v, old - clip, old + clip). `loss_from_stats` takes the critic's current values, `[R, T]`, as
-    statistics. The batch needs `returns` and, with a clip, `values`: the critic's at the start of the step. The
-    defaults are PPO2's; verl 0.9.1 has clip=0.5, slime at 624b824a factor=1 and clip_fraction="outside".
+    v_clip = clip(v, old - clip, old + clip). `loss_from_stats` takes the critic's current values,
+    `[R, T]`, as statistics. The batch needs `returns` and, with a clip, `values`: the critic's at
+    the start of the step. The defaults are PPO2's; verl 0.9.1 has clip=0.5, slime at 624b824a
+    factor=1 and clip_fraction="outside".
 
-    The metrics are `loss` (adds up over micro-batches), `value_mean`, `value_error` (the mean of |v - G|), with a clip
-    `clip_fraction`, and `broken_rules` (see `policy_loss`).
+    The metrics are `loss` (adds up over micro-batches), `value_mean`, `value_error` (the mean of |v
+    - G|), with a clip `clip_fraction`, and `broken_rules` (see `policy_loss`).
 
     Args:
       clip: the largest useful change of a value from its old one; None for the plain squared error.
       factor: multiplies the squared error.
-      huber_delta: an error e beyond it counts as delta (2 |e| - delta) in place of e^2, so that its gradient stops
-        growing; only AReaL ships it (10 there). None for squared errors.
-      clip_fraction: this metric counts tokens whose clipped error is the "worse" one, or that moved "outside" the clip.
+      huber_delta: an error e beyond it counts as delta (2 |e| - delta) in place of e^2, so that its
+        gradient stops growing; only AReaL ships it (10 there). None for squared errors.
+      clip_fraction: this metric counts tokens whose clipped error is the "worse" one, or that moved
+        "outside" the clip.
       aggregation, aggregation_norm: the denominators, see `token_weights`.
       metric_aggregation: `clip_fraction` is a "token_mean", or reduced as the "loss" is.
 
@@ -50,8 +60,8 @@ class Value(TokenLoss[Values]):
       >>> round(float(loss), 4), float(metrics["clip_fraction"].value)
       (0.3625, 0.5)
 
-    Schulman et al. 2017, https://arxiv.org/abs/1707.06347 (without the clip); the clip: OpenAI baselines' PPO2;
-    Huber 1964, https://doi.org/10.1214/aoms/1177703732
+    Schulman et al. 2017, https://arxiv.org/abs/1707.06347 (without the clip); the clip: OpenAI
+    baselines' PPO2; Huber 1964, https://doi.org/10.1214/aoms/1177703732
     """
 
     of_head: ClassVar[bool] = False
@@ -83,7 +93,9 @@ class Value(TokenLoss[Values]):
             reads["values"] = batch.values
         return reads
 
-    def terms(self, stats: Values, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
+    def terms(
+        self, stats: Values, batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> Losses:
         return {"value": self.factor * functools.reduce(jnp.maximum, self._errors(stats, batch))}
 
     def metrics(self, stats: Values, step: Step, constants: Any) -> Terms:
@@ -102,7 +114,8 @@ class Value(TokenLoss[Values]):
         return terms | {"clip_fraction": (moved, step.weights, "sum")}
 
     def _errors(self, v: Values, batch: RolloutBatch) -> list[Values]:
-        """The squares of the error v - G, and with a clip of that of the clipped values; tangents beyond `huber_delta`.
+        """The squares of the error v - G, and with a clip of that of the clipped values; tangents
+        beyond `huber_delta`.
 
         Within the clip the second is exactly the first, so that it is never worse there.
         """

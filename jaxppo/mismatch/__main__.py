@@ -1,16 +1,19 @@
-"""Compares a sampler's log-probs with a trainer's, from two files: `python -m jaxppo.mismatch TRAINER SAMPLER`.
+"""Compares a sampler's log-probs with a trainer's, from two files:
+`python -m jaxppo.mismatch TRAINER SAMPLER`.
 
-A file is an .npy of log-probs, or an .npz of `log_probs`, or one of `hidden` and `kernel` of the same tokens. With
-hidden states, KL, total variation and the likeliest token are over the whole vocabulary, and the report tells how much
-of the difference rounding explains. Arrays are `[R, T]` or `[N]`, hidden states `[R, T, H]` or `[N, H]`.
-The trainer's .npz may also hold `where` and `positions`; beside log-probs `entropy`; beside hidden states `targets`,
-which it must hold, and `temperature`. Both may hold `bias` beside a kernel. Other names are refused. Arrays of bfloat16
-may be stored as numpy stores them.
+A file is an .npy of log-probs, or an .npz of `log_probs`, or one of `hidden` and `kernel` of the
+same tokens. With hidden states, KL, total variation and the likeliest token are over the whole
+vocabulary, and the report tells how much of the difference rounding explains. Arrays are `[R, T]`
+or `[N]`, hidden states `[R, T, H]` or `[N, H]`. The trainer's .npz may also hold `where` and
+`positions`; beside log-probs `entropy`; beside hidden states `targets`, which it must hold, and
+`temperature`. Both may hold `bias` beside a kernel. Other names are refused. Arrays of bfloat16 may
+be stored as numpy stores them.
 
-With --parity it tells where two systems that should have the same bits first differ, and exits with 1 if they do. An
-.npz holds what was recorded, in the order of computing: `tokens`, `hidden`, `kernel`, `bias`, `logits` (before the
-temperature), `temperature`, `support` (ids, -1 for none, or a mask of the vocabulary), `log_probs`, `stop_ids`. What
-both hold is compared. The trainer's may hold `where`.
+With --parity it tells where two systems that should have the same bits first differ, and exits with
+1 if they do. An .npz holds what was recorded, in the order of computing: `tokens`, `hidden`,
+`kernel`, `bias`, `logits` (before the temperature), `temperature`, `support` (ids, -1 for none, or
+a mask of the vocabulary), `log_probs`, `stop_ids`. What both hold is compared. The trainer's may
+hold `where`.
 """
 
 from __future__ import annotations
@@ -43,20 +46,28 @@ _FILE = "an .npy or .npz file of numbers"
 
 
 def read(path: str | Path) -> Arrays:
-    """The arrays of a file by name; an .npy is `log_probs`, and a mask of numbers is bool. Nothing is unpickled."""
+    """The arrays of a file by name; an .npy is `log_probs`, and a mask of numbers is bool.
+
+    Nothing is unpickled.
+    """
     check(str(path), "no file", Path(path).is_file(), _FILE)  # a pipe would block
     try:
         arrays = _load(path)
     except Exception as error:  # the readers of a damaged file raise many kinds
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        if "allow_pickle" in reason:  # numpy takes what it does not know for a pickle, and advises to load it
+        # numpy takes what it does not know for a pickle, and advises to load it
+        if "allow_pickle" in reason:
             reason = "it holds no array of numbers"
-        raise ValueError(f"{path}: got a file that numpy cannot read ({reason}), expected {_FILE}") from error
+        raise ValueError(
+            f"{path}: got a file that numpy cannot read ({reason}), expected {_FILE}"
+        ) from error
     for name, x in arrays.items():
         check_array(f"{path}: {name}", x, kind=KINDS["where"])
     if "where" in arrays:
         where = arrays["where"] > 0
-        check(f"{path}: where", "other numbers than 0 and 1", (arrays["where"] == where).all(), "bool")
+        check(
+            f"{path}: where", "other numbers than 0 and 1", (arrays["where"] == where).all(), "bool"
+        )
         arrays["where"] = where
     return arrays
 
@@ -65,13 +76,15 @@ def _load(path: str | Path) -> Arrays:
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             _check_size(sum(member.file_size for member in archive.infolist()))
-    # a map of the file is refused if the file is shorter than its header says; an .npz is not mapped
+    # a map of the file is refused if the file is shorter than its header says; an .npz is not
+    # mapped
     loaded = np.load(path, allow_pickle=False, mmap_mode="r")
     if isinstance(loaded, np.ndarray):
         loaded = {"log_probs": loaded}
     arrays: Arrays = dict(loaded)
     for name, x in arrays.items():
-        if x.dtype == "V2":  # numpy stores a dtype that it does not know, such as bfloat16, as raw bytes
+        # numpy stores a dtype that it does not know, such as bfloat16, as raw bytes
+        if x.dtype == "V2":
             arrays[name] = x.view(ml_dtypes.bfloat16)
     return arrays
 
@@ -106,7 +119,11 @@ def _check_names(role: str, arrays: Arrays, hidden: bool) -> None:
 
 
 def compare(
-    trainer: Arrays, sampler: Arrays, *, layout: Layout | None = None, rounded_to: Rounding = "bfloat16"
+    trainer: Arrays,
+    sampler: Arrays,
+    *,
+    layout: Layout | None = None,
+    rounded_to: Rounding = "bfloat16",
 ) -> TokenMismatch:
     """Compares the tokens of two files; over the whole vocabulary if they hold hidden states."""
     hidden = "hidden" in trainer or "hidden" in sampler
@@ -121,7 +138,12 @@ def compare(
     def trainer_rows(name: str) -> Any:
         """An array of the trainer's tokens as `[R, T]`."""
         x = trainer[name]
-        check(f"trainer: {name}", f"shape {x.shape}", x.shape == targets.shape, f"that of targets, {targets.shape}")
+        check(
+            f"trainer: {name}",
+            f"shape {x.shape}",
+            x.shape == targets.shape,
+            f"that of targets, {targets.shape}",
+        )
         return x.reshape(rows)
 
     def hidden_rows(role: str, arrays: Arrays) -> Array:
@@ -131,7 +153,11 @@ def compare(
         return jnp.asarray(x.reshape(*rows, x.shape[-1]))
 
     def head_of(arrays: Arrays) -> Head:
-        return Head(jnp.asarray(arrays["kernel"]), jax.tree.map(jnp.asarray, arrays.get("bias")), layout=layout)
+        return Head(
+            jnp.asarray(arrays["kernel"]),
+            jax.tree.map(jnp.asarray, arrays.get("bias")),
+            layout=layout,
+        )
 
     temperature: Any = trainer.get("temperature", np.float32(1))
     if temperature.ndim == 0:
@@ -161,16 +187,27 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = _Parser(
-        "python -m jaxppo.mismatch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m jaxppo.mismatch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("trainer", help="an .npy or .npz file")
     add("sampler", help="another, of the same tokens")
     add("--bins", type=int, default=8, help="ranges of positions and of entropies, at most 1000")
     add("--layout", choices=("hv", "vh"), help="of kernels: [H, V], the default, or [V, H]")
-    add("--rounded-to", choices=get_args(Rounding), default="bfloat16", help="hidden states and kernels")
+    add(
+        "--rounded-to",
+        choices=get_args(Rounding),
+        default="bfloat16",
+        help="hidden states and kernels",
+    )
     add("--json", action="store_true", help="all figures, as JSON")
-    add("--parity", action="store_true", help="where the two first differ; none of the options above but --json")
+    add(
+        "--parity",
+        action="store_true",
+        help="where the two first differ; none of the options above but --json",
+    )
     args = parser.parse_args(arguments)
     others = [args.bins, args.layout, args.rounded_to] != [8, None, "bfloat16"]
     report: MismatchReport | Parity
@@ -178,7 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         trainer = read(args.trainer)
         sampler = read(args.sampler)
         if args.parity:
-            check("--parity", "it beside --bins, --layout or --rounded-to", not others, "none of them")
+            check(
+                "--parity", "it beside --bins, --layout or --rounded-to", not others, "none of them"
+            )
             report = compare_stages(trainer, sampler)
         else:
             report = _report(trainer, sampler, args)

@@ -1,4 +1,6 @@
-"""Two heads compared at each token without gradients: divergences, the likeliest token, and what rounding explains."""
+"""Two heads compared at each token without gradients: divergences, the likeliest token, and what
+rounding explains.
+"""
 
 from __future__ import annotations
 
@@ -32,28 +34,41 @@ F32_UNIT = 2.0**-24
 
 
 class Comparison(NamedTuple):
-    """Student p compared with teacher q at each token: KL(p || q), KL(q || p), and more; f32 `[R, T]` each."""
+    """Student p compared with teacher q at each token: KL(p || q), KL(q || p), and more; f32
+    `[R, T]` each.
+    """
 
     reverse_kl: jax.Array
     forward_kl: jax.Array
     total_variation: jax.Array
-    same_top: jax.Array  # 1 if the same token is likeliest in both, the first of equally likely ones; else 0
-    logit_error: jax.Array  # the scale of the error that rounding makes in a logit, see `_logit_error`
+    # 1 if the same token is likeliest in both, the first of equally likely ones; else 0
+    same_top: jax.Array
+    # the scale of the error that rounding makes in a logit, see `_logit_error`
+    logit_error: jax.Array
 
 
-def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teacher: Inputs) -> Comparison:
-    """Per-shard: each token's comparison, without gradients. `unit` is the relative rounding of both heads' inputs."""
+def comparison_of_tokens(
+    call: DivergenceCall, unit: float, inputs: Inputs, teacher: Inputs
+) -> Comparison:
+    """Per-shard: each token's comparison, without gradients.
+
+    `unit` is the relative rounding of both heads' inputs.
+    """
     call, local, teacher_local = local_pair(call, inputs, teacher)
     student_call = dataclasses.replace(call.student, asked=Asked(top_k=1))
     teacher_call = dataclasses.replace(call.teacher, asked=Asked(top_k=1))
-    call = DivergenceCall(student_call, teacher_call, ("reverse_kl", "forward_kl", "total_variation"), 0.5)
+    call = DivergenceCall(
+        student_call, teacher_call, ("reverse_kl", "forward_kl", "total_variation"), 0.5
+    )
     one, two = works_of(call, local, teacher_local)
     axes = student_call.axes
     of_student = over_devices(sweep(one), axes)
     of_teacher = over_devices(sweep(two), axes)
     softmaxes: Softmaxes = one.vary((softmax_of(of_student), softmax_of(of_teacher)))
 
-    def of_logits(z: jax.Array, teacher_z: jax.Array, softmaxes: Softmaxes) -> tuple[jax.Array, jax.Array]:
+    def of_logits(
+        z: jax.Array, teacher_z: jax.Array, softmaxes: Softmaxes
+    ) -> tuple[jax.Array, jax.Array]:
         log_p = exact_log_p(z, softmaxes[0])
         log_q = exact_log_p(teacher_z, softmaxes[1])
         sums = jnp.stack(sums_of_terms(call, one.columns, log_p, log_q), axis=1)
@@ -68,11 +83,15 @@ def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teac
     same_top = (of_student.top[1] == of_teacher.top[1])[:, 0].astype(jnp.float32)
     sums, same_top, magnitudes = one.order.take_back((sums, same_top, magnitudes))
     student_error = _logit_error(one, local, inputs.bias is not None, unit, magnitudes[:, 0])
-    teacher_error = _logit_error(two, teacher_local, teacher.bias is not None, unit, magnitudes[:, 1])
+    teacher_error = _logit_error(
+        two, teacher_local, teacher.bias is not None, unit, magnitudes[:, 1]
+    )
     error = jnp.maximum(student_error, teacher_error)
     comparison = Comparison(sums[:, 0], sums[:, 1], sums[:, 2], same_top, error)
     rows = inputs.hidden.shape[0]
-    return jax.tree.map(lambda array: where_counts(local.counts, array).reshape(rows, -1), comparison)
+    return jax.tree.map(
+        lambda array: where_counts(local.counts, array).reshape(rows, -1), comparison
+    )
 
 
 def _largest(z: jax.Array) -> jax.Array:
@@ -81,17 +100,20 @@ def _largest(z: jax.Array) -> jax.Array:
     return jnp.where(excluded, 0, jnp.abs(z)).max(1)
 
 
-def _logit_error(work: Work, local: Local, has_bias: bool, unit: float, magnitude: jax.Array) -> jax.Array:
+def _logit_error(
+    work: Work, local: Local, has_bias: bool, unit: float, magnitude: jax.Array
+) -> jax.Array:
     """The scale s, f32[N], of the error e of any logit of a token: P(|e| > t s) <= 2 exp(-t^2 / 2).
 
-    e is a sum of independent and bounded errors of mean 0. They come from two roundings of each entry of the hidden
-    state h and of the kernel's column w, each by u (`unit`) relative, and from the f32 sum of H terms. h^2 and w^2 are
-    squares by entry. Since sum_k h_k^2 w_k^2 <= |h^2| |w^2|:
+    e is a sum of independent and bounded errors of mean 0. They come from two roundings of each
+    entry of the hidden state h and of the kernel's column w, each by u (`unit`) relative, and from
+    the f32 sum of H terms. h^2 and w^2 are squares by entry. Since sum_k h_k^2 w_k^2 <= |h^2|
+    |w^2|:
 
         s^2 = (4 u^2 |h^2| |w^2| + (4 * 2^-24)^2 |h|^2 |w|^2) (scale / temperature)^2 + 2 v^2 max |z|^2
 
-    w is the column with the largest norm. An adapter adds a term with its own features and columns. v is 2^-8 if the
-    head rounds its logits to bf16, else 2^-24.
+    w is the column with the largest norm. An adapter adds a term with its own features and columns.
+    v is 2^-8 if the head rounds its logits to bf16, else 2^-24.
     """
     call = work.call
     terms = len(work.features) - has_bias  # the kernel's, and an adapter's
@@ -102,7 +124,9 @@ def _logit_error(work: Work, local: Local, has_bias: bool, unit: float, magnitud
     rows = work.order.take_back(work.features[:terms])
     total = jnp.zeros_like(magnitude)
     for k, x in enumerate(rows):
-        of_columns = jnp.stack([norm.max() for norm in _norms(work.parameters[k], 1 - call.v_dim, True)])
+        of_columns = jnp.stack(
+            [norm.max() for norm in _norms(work.parameters[k], 1 - call.v_dim, True)]
+        )
         of_rows = jnp.stack(_norms(x, 1, counts))  # f32[2, N]
         if names:
             # rows are the same on all devices of a tensor axis, but their type does not say so

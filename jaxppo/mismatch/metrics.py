@@ -1,4 +1,6 @@
-"""Metrics of the difference between the sampler's and the trainer's log-probs, and of where in a row it lies."""
+"""Metrics of the difference between the sampler's and the trainer's log-probs, and of where in a
+row it lies.
+"""
 
 from __future__ import annotations
 
@@ -42,33 +44,36 @@ def mismatch_metrics(
 ) -> Metrics:
     """Compares the trainer's log-probs with the sampler's, over tokens and over sequences.
 
-    With d = trainer - sampler log-prob of a token, D the sum of d over a sequence, and for a sequence
-    L = -(mean log-prob), its log-perplexity; d, D and differences of L are within [-20, 20], and L at most 64, where
-    exp is taken of them:
+    With d = trainer - sampler log-prob of a token, D the sum of d over a sequence, and for a
+    sequence L = -(mean log-prob), its log-perplexity; d, D and differences of L are within [-20,
+    20], and L at most 64, where exp is taken of them:
 
         kl = mean -d                 k3_kl = mean exp(d) - 1 - d      log_prob_abs_diff = mean |d|
         chi2_token = mean exp(2d) - 1                                 chi2_sequence = mean exp(2D) - 1
         trainer_log_ppl, rollout_log_ppl = mean L                     trainer_ppl, rollout_ppl = mean exp(L)
         log_ppl_diff = mean (L_trainer - L_rollout), and its abs, max, min          ppl_ratio = mean exp of it
 
-    The first two lines are means over tokens (chi2_sequence over sequences), the others over sequences with loss
-    tokens. These are over tokens too, with r = exp(d) and effective sample sizes as shares, (sum r)^2 / (N sum r^2):
+    The first two lines are means over tokens (chi2_sequence over sequences), the others over
+    sequences with loss tokens. These are over tokens too, with r = exp(d) and effective sample
+    sizes as shares, (sum r)^2 / (N sum r^2):
 
         token_mult_prob_error = mean exp(|d|)      reverse_k3_kl = mean exp(-d) - 1 + d, of KL(trainer || sampler)
         jensen_shannon = mean of 0.5 k3 of trainer and of sampler, each to m = (trainer + sampler) / 2
         weight_std, weight_min, weight_max of r, before any bound      effective_sample_size
         sequence_effective_sample_size: over sequences, of exp(D) in place of r
 
-    The sampler draws the tokens, so `k3_kl` is the only unbiased one of the divergences that use k3.
+    The sampler draws the tokens, so `k3_kl` is the only unbiased one of the divergences that use
+    k3.
 
     Args:
-      batch: `[R, T]`; needs `rollout_log_probs`, and `old_log_probs` unless others are given. A sampler's log-prob
-        above 0 counts as 0, as in a loss.
+      batch: `[R, T]`; needs `rollout_log_probs`, and `old_log_probs` unless others are given. A
+        sampler's log-prob above 0 counts as 0, as in a loss.
       trainer_log_probs: `f32[R, T]`, in place of `batch.old_log_probs`.
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
-      Metrics by the names above; NaN where a log-prob or the mask of a loss token breaks a rule of a loss.
+      Metrics by the names above; NaN where a log-prob or the mask of a loss token breaks a rule of
+      a loss.
 
     Raises:
       ValueError: log-probs that are absent or of another shape.
@@ -79,8 +84,9 @@ def mismatch_metrics(
       >>> float(mismatch_metrics(batch)["trainer_log_ppl"].value)
       1.0
 
-    Names and conventions: verl's rollout correction, https://verl.readthedocs.io/en/latest/algo/rollout_corr.html;
-    token_mult_prob_error and the divergence of Jensen and Shannon: NeMo-RL
+    Names and conventions: verl's rollout correction,
+    https://verl.readthedocs.io/en/latest/algo/rollout_corr.html; token_mult_prob_error and the
+    divergence of Jensen and Shannon: NeMo-RL
     """
     return _compare("mismatch_metrics", _per_shard, batch, trainer_log_probs, parallel)
 
@@ -91,21 +97,25 @@ def packing_metrics(
     *,
     parallel: ParallelMesh | ShardAxes | None = None,
 ) -> Metrics:
-    """Compares the trainer's log-probs with the sampler's by the place of a sample in its row: first, or behind others.
+    """Compares the trainer's log-probs with the sampler's by the place of a sample in its row:
+    first, or behind others.
 
-    An engine computes each sample alone. A model that attends across the samples of a row is right about the first of
-    them, which sees no other, and wrong about the rest. The metrics of a loss do not show it.
+    An engine computes each sample alone. A model that attends across the samples of a row is right
+    about the first of them, which sees no other, and wrong about the rest. The metrics of a loss do
+    not show it.
 
         first_in_row_abs_diff  = mean |trainer - sampler| over the loss tokens before which their row holds nothing else
         behind_others_abs_diff = the same mean over all other loss tokens
 
-    With shared prefixes, a row holds nothing else before the tokens of its first sample, prompt included.
+    With shared prefixes, a row holds nothing else before the tokens of its first sample, prompt
+    included.
 
     Args:
       batch, trainer_log_probs, parallel: see `mismatch_metrics`.
 
     Returns:
-      Metrics by the names above, 0 where there is no such token; NaN as those of `mismatch_metrics`.
+      Metrics by the names above, 0 where there is no such token; NaN as those of
+      `mismatch_metrics`.
 
     Raises:
       ValueError: log-probs that are absent or of another shape.
@@ -155,7 +165,9 @@ def _by_place(axes: ShardAxes, trainer: jax.Array, batch: RolloutBatch) -> Metri
 
 def _first_in_row(batch: RolloutBatch) -> Float[Array, "R S"]:
     """1 for the segments before which a row holds only what they continue, else 0."""
-    before = jnp.broadcast_to(jnp.arange(batch.num_segments, dtype=jnp.int32), batch.sample_ids.shape)
+    before = jnp.broadcast_to(
+        jnp.arange(batch.num_segments, dtype=jnp.int32), batch.sample_ids.shape
+    )
     if batch.parents is None:
         return (before == 0).astype(jnp.float32)
     continues = batch.parents == before
@@ -175,7 +187,8 @@ def _per_shard(axes: ShardAxes, trainer: jax.Array, batch: RolloutBatch) -> Metr
     tokens = LossTokens.of(batch)
     mask = tokens.mask
     trainer, rollout = _both(tokens, trainer, batch)
-    data_axes = dataclasses.replace(axes, context=(), fsdp=())  # all context shards have the same sequence values
+    # all context shards have the same sequence values
+    data_axes = dataclasses.replace(axes, context=(), fsdp=())
     sequence_terms = _sequence_terms(trainer, rollout, mask, batch.segments(axes))
     token_metrics = reduce_metrics(axes, _token_terms(trainer - rollout, mask))
     return token_metrics | reduce_metrics(data_axes, sequence_terms)
@@ -191,7 +204,8 @@ def _token_terms(d: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Terms:
         "chi2_token": jnp.expm1(2 * bounded),
         "token_mult_prob_error": jnp.exp(jnp.abs(bounded)),
         "reverse_k3_kl": k3(-d),
-        # p / m and q / m add up to 2: only their logarithms are left, log cosh(d / 2), without cancellation
+        # p / m and q / m add up to 2: only their logarithms are left, log cosh(d / 2), without
+        # cancellation
         "jensen_shannon": jnp.log1p(2 * jnp.sinh(bounded / 4) ** 2),
     }
     return means(by_token, mask) | {
@@ -203,7 +217,10 @@ def _token_terms(d: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Terms:
 
 
 def _sequence_terms(
-    trainer: Float[Array, "R T"], rollout: Float[Array, "R T"], mask: Float[Array, "R T"], segments: Segments
+    trainer: Float[Array, "R T"],
+    rollout: Float[Array, "R T"],
+    mask: Float[Array, "R T"],
+    segments: Segments,
 ) -> Terms:
     counts = (segments.sum(mask) > 0).astype(jnp.float32)
     trainer_log_ppl = -segments.mean(trainer, mask)
@@ -223,7 +240,9 @@ def _sequence_terms(
     return means(by_sequence, counts) | {
         "log_ppl_diff_max": (gap, counts, "max"),
         "log_ppl_diff_min": (gap, counts, "min"),
-        "sequence_effective_sample_size": CompositeTerm(moments(jnp.exp(total), counts), effective_share),
+        "sequence_effective_sample_size": CompositeTerm(
+            moments(jnp.exp(total), counts), effective_share
+        ),
     }
 
 

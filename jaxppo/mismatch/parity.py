@@ -1,7 +1,8 @@
-"""Where two systems first differ: their recorded numbers of the same tokens, compared exactly, stage by stage.
+"""Where two systems first differ: their recorded numbers of the same tokens, compared exactly,
+stage by stage.
 
-Stages are in the order in which a system computes: what differs first is the cause, what differs behind it may be its
-effect. NaN differs from everything.
+Stages are in the order in which a system computes: what differs first is the cause, what differs
+behind it may be its effect. NaN differs from everything.
 """
 
 from __future__ import annotations
@@ -29,20 +30,36 @@ class Stage:
 
 
 _ADVICE = {
-    "tokens": "The files are not of the same tokens, so nothing behind them can be compared: record them again",
-    "hidden": "Below the head: a product or a sum whose order depends on the batch, attention over the same keys in "
-    "another order, other positions, another dtype, or weights of another version. Record the output of each layer as "
-    "`hidden`, one file a layer, to find the first",
-    "kernel": "The heads hold other weights: an older version, another dtype, or other padding columns",
+    "tokens": (
+        "The files are not of the same tokens, so nothing behind them can be compared: record them"
+        " again"
+    ),
+    "hidden": (
+        "Below the head: a product or a sum whose order depends on the batch, attention over the"
+        " same keys in another order, other positions, another dtype, or weights of another"
+        " version. Record the output of each layer as `hidden`, one file a layer, to find the first"
+    ),
+    "kernel": (
+        "The heads hold other weights: an older version, another dtype, or other padding columns"
+    ),
     "bias": "The heads hold another bias",
-    "logits": "The heads compute otherwise: products rounded to another dtype (`Head(logits_dtype=)`), a soft-cap, a "
-    "scale, an adapter, or sums in another order (`deterministic=True`)",
+    "logits": (
+        "The heads compute otherwise: products rounded to another dtype (`Head(logits_dtype=)`), a"
+        " soft-cap, a scale, an adapter, or sums in another order (`deterministic=True`)"
+    ),
     "temperature": "Log-probs are at another temperature: give the sampler's as `temperature=`",
-    "support": "Log-probs are over other ids, by top-k, top-p or padding columns: give the sampler's ids as "
-    "`nucleus_ids=`, and say with `vocab_size=` where padding begins",
-    "log_probs": "Nothing else that was recorded differs: the softmax is summed in another order "
-    "(`deterministic=True`), or the cause is in a stage that was not recorded",
-    "stop_ids": "All numbers agree, but one system ends a response where the other goes on: give both the same ids",
+    "support": (
+        "Log-probs are over other ids, by top-k, top-p or padding columns: give the sampler's ids"
+        " as `nucleus_ids=`, and say with `vocab_size=` where padding begins"
+    ),
+    "log_probs": (
+        "Nothing else that was recorded differs: the softmax is summed in another order "
+        "(`deterministic=True`), or the cause is in a stage that was not recorded"
+    ),
+    "stop_ids": (
+        "All numbers agree, but one system ends a response where the other goes on: give both the"
+        " same ids"
+    ),
 }
 STAGES: Mapping[str, Stage] = {
     "tokens": Stage("tokens", _ADVICE["tokens"], 0),
@@ -103,7 +120,10 @@ class Parity:
         place = ", ".join(map(str, found.first))
         if name == "stop_ids":
             whose = "trainer" if found.trainer else "sampler"
-            return f"{found.count} of {found.of} ids differ, first {place}, which the {whose} alone has"
+            return (
+                f"{found.count} of {found.of} ids differ, first {place}, which the {whose}"
+                " alone has"
+            )
         unit = "tokens"
         if STAGES[name].inner is None or not found.first:
             unit = "numbers"
@@ -112,17 +132,19 @@ class Parity:
             dtypes = f", in {found.dtypes[0]} and {found.dtypes[1]}"
         values = f"{found.trainer:.9g} and {found.sampler:.9g}{dtypes}"
         return (
-            f"{found.count} of {found.of} {unit} differ, first [{place}]: {values}; {found.largest:.3g} apart at most"
+            f"{found.count} of {found.of} {unit} differ, first [{place}]: {values};"
+            f" {found.largest:.3g} apart at most"
         )
 
 
 def compare_stages(trainer: Mapping[str, Any], sampler: Mapping[str, Any]) -> Parity:
     """The first stage that differs, and how much each does.
 
-    Both map names of `STAGES` to arrays. `tokens` and `log_probs` are `[R, T]` or `[N]`. `hidden`, `logits` and
-    `support` have one more dimension. `temperature` is a scalar, or one number for each token. `support` is ids, -1 for
-    none, or a mask of the vocabulary; ids are compared as sets, as `stop_ids` are. The trainer's `where` are the tokens
-    that count. Raises a ValueError that names what does not fit.
+    Both map names of `STAGES` to arrays. `tokens` and `log_probs` are `[R, T]` or `[N]`. `hidden`,
+    `logits` and `support` have one more dimension. `temperature` is a scalar, or one number for
+    each token. `support` is ids, -1 for none, or a mask of the vocabulary; ids are compared as
+    sets, as `stop_ids` are. The trainer's `where` are the tokens that count. Raises a ValueError
+    that names what does not fit.
     """
     shape: Shape | None = None
     for role, arrays in (("trainer", trainer), ("sampler", sampler)):
@@ -132,7 +154,12 @@ def compare_stages(trainer: Mapping[str, Any], sampler: Mapping[str, Any]) -> Pa
     check("files", "no stage that both hold", bool(both), f"some of {', '.join(STAGES)} in both")
     where = np.asarray(trainer.get("where", True)) > 0
     if shape is not None:
-        check("trainer: where", f"shape {where.shape}", where.shape in ((), shape), f"that of tokens, {shape}")
+        check(
+            "trainer: where",
+            f"shape {where.shape}",
+            where.shape in ((), shape),
+            f"that of tokens, {shape}",
+        )
         where = np.broadcast_to(where, shape)
         check("trainer: where", "no token that counts", bool(where.any()), "1 at least")
     differences = {name: _difference(name, trainer[name], sampler[name], where) for name in both}
@@ -167,7 +194,12 @@ def _shape_of_tokens(role: str, arrays: Mapping[str, Any], shape: Shape | None) 
         expected = "[R, T] or [N]" + ", and one more dimension" * stage.inner
         check(f"{role}: {name}", f"shape {found}", len(found) - stage.inner in (1, 2), expected)
         shape = shape or tokens
-        check(f"{role}: {name}", f"shape {found}", tokens == shape, f"{shape}, as the first array of tokens has")
+        check(
+            f"{role}: {name}",
+            f"shape {found}",
+            tokens == shape,
+            f"{shape}, as the first array of tokens has",
+        )
     return shape
 
 
@@ -181,7 +213,9 @@ def _difference(name: str, trainer: Any, sampler: Any, where: np.ndarray) -> Dif
         trainer = np.broadcast_to(trainer, where.shape)
         sampler = np.broadcast_to(sampler, where.shape)
     same_shape = sampler.shape == trainer.shape
-    check(f"sampler: {name}", f"shape {sampler.shape}", same_shape, f"the trainer's, {trainer.shape}")
+    check(
+        f"sampler: {name}", f"shape {sampler.shape}", same_shape, f"the trainer's, {trainer.shape}"
+    )
     trainer = _numbers(trainer)
     sampler = _numbers(sampler)
     unequal = trainer != sampler
@@ -198,7 +232,9 @@ def _difference(name: str, trainer: Any, sampler: Any, where: np.ndarray) -> Dif
     first = tuple(int(i) for i in np.argwhere(unequal)[0])
     with np.errstate(invalid="ignore"):
         largest = float(np.abs(trainer[unequal] - sampler[unequal]).max())
-    return Difference(count, of, first, float(trainer[first]), float(sampler[first]), largest, dtypes)
+    return Difference(
+        count, of, first, float(trainer[first]), float(sampler[first]), largest, dtypes
+    )
 
 
 def _of_sets(trainer: Any, sampler: Any, dtypes: tuple[str, str]) -> Difference | None:
@@ -208,14 +244,27 @@ def _of_sets(trainer: Any, sampler: Any, dtypes: tuple[str, str]) -> Difference 
     if not differs.any():
         return None
     i = int(np.argmax(differs))
-    return Difference(int(differs.sum()), len(union), (int(union[i]),), float(has[i]), float(not has[i]), 1.0, dtypes)
+    return Difference(
+        int(differs.sum()),
+        len(union),
+        (int(union[i]),),
+        float(has[i]),
+        float(not has[i]),
+        1.0,
+        dtypes,
+    )
 
 
 def _alike(trainer: Any, sampler: Any) -> tuple[Any, Any]:
     """Two supports of one shape: masks as they are, ids in order and -1 behind them."""
     kinds = trainer.dtype.kind + sampler.dtype.kind
     good = kinds == "bb" or set(kinds) <= set("iu")
-    check("support", f"{trainer.dtype} beside {sampler.dtype}", good, "ids in both files, or bool in both")
+    check(
+        "support",
+        f"{trainer.dtype} beside {sampler.dtype}",
+        good,
+        "ids in both files, or bool in both",
+    )
     if kinds == "bb":
         return trainer, sampler
     width = max(trainer.shape[-1], sampler.shape[-1])
@@ -223,12 +272,16 @@ def _alike(trainer: Any, sampler: Any) -> tuple[Any, Any]:
 
 
 def _as_sets(ids: Any, width: int) -> Any:
-    """Ids `[..., K]` from the highest down, each once, with -1 in the places left over of `width`."""
+    """Ids `[..., K]` from the highest down, each once, with -1 in the places left over of
+    `width`.
+    """
     ordered = -np.sort(-ids.astype(np.int64), axis=-1)
     again = ordered[..., 1:] == ordered[..., :-1]
     ordered[..., 1:][again] = -1
     ordered = -np.sort(-ordered, axis=-1)
-    return np.pad(ordered, [(0, 0)] * (ids.ndim - 1) + [(0, width - ids.shape[-1])], constant_values=-1)
+    return np.pad(
+        ordered, [(0, 0)] * (ids.ndim - 1) + [(0, width - ids.shape[-1])], constant_values=-1
+    )
 
 
 def _numbers(x: Any) -> Any:

@@ -1,4 +1,6 @@
-"""A report of the difference between sampler and trainer: figures over all tokens, by position and by entropy."""
+"""A report of the difference between sampler and trainer: figures over all tokens, by position
+and by entropy.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxppo.base.arrays import MAX_LOG_PROB, MAX_SAMPLED, check, check_alike, check_count, check_number, check_type
+from jaxppo.base.arrays import (
+    MAX_LOG_PROB,
+    MAX_SAMPLED,
+    check,
+    check_alike,
+    check_count,
+    check_number,
+    check_type,
+)
 from jaxppo.base.kl import MAX_LOG_RATIO
 from jaxppo.mismatch.tokens import TokenMismatch
 from jaxppo.sharding import multihost
@@ -37,7 +47,15 @@ _NAMES = {
     "rounding_rms": "of which rounding explains",
     "beyond_rounding": "share beyond 6 times what rounding explains",
 }
-_IN_TABLES = ("tokens", "abs_mean", "abs_max", "kl", "total_variation", "same_top", "beyond_rounding")
+_IN_TABLES = (
+    "tokens",
+    "abs_mean",
+    "abs_max",
+    "kl",
+    "total_variation",
+    "same_top",
+    "beyond_rounding",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +65,14 @@ class MismatchReport:
     Args:
       tokens: the number of tokens that were compared.
       not_finite: the number of tokens left out because a log-prob is infinite or NaN.
-      exact: KL and total variation are over the whole vocabulary, rather than estimates from the sampled tokens.
-      figures: by name: mean, abs_mean, abs_max, abs_q50 to abs_q99.9, rms, kl, reverse_kl, total_variation and, where
-        they are known, same_top, rounding_rms and beyond_rounding.
-      by_position: the same figures for ranges of positions, with `low`, `high` (both included) and `tokens`.
-      by_entropy: the same figures for ranges of entropy with about equally many tokens; empty without entropies.
+      exact: KL and total variation are over the whole vocabulary, rather than estimates from the
+        sampled tokens.
+      figures: by name: mean, abs_mean, abs_max, abs_q50 to abs_q99.9, rms, kl, reverse_kl,
+        total_variation and, where they are known, same_top, rounding_rms and beyond_rounding.
+      by_position: the same figures for ranges of positions, with `low`, `high` (both included) and
+        `tokens`.
+      by_entropy: the same figures for ranges of entropy with about equally many tokens; empty
+        without entropies.
     """
 
     tokens: int
@@ -62,8 +83,15 @@ class MismatchReport:
     by_entropy: Ranges
 
     def __str__(self) -> str:
-        lines = [f"{'tokens':44}{self.tokens}", f"{'more, whose log-probs are not finite':44}{self.not_finite}"]
-        lines += [f"{text:44}{self.figures[name]:.6g}" for name, text in _NAMES.items() if name in self.figures]
+        lines = [
+            f"{'tokens':44}{self.tokens}",
+            f"{'more, whose log-probs are not finite':44}{self.not_finite}",
+        ]
+        lines += [
+            f"{text:44}{self.figures[name]:.6g}"
+            for name, text in _NAMES.items()
+            if name in self.figures
+        ]
         if not self.exact:
             lines.append("KL and total variation are estimates from the sampled tokens")
         for title, ranges in (("position", self.by_position), ("entropy", self.by_entropy)):
@@ -79,27 +107,31 @@ def mismatch_report(
     positions: Int[Array, "..."] | None = None,
     bins: int = 8,
 ) -> MismatchReport:
-    """Compares sampler and trainer over all tokens, by position and by entropy; on the host, in f64.
+    """Compares sampler and trainer over all tokens, by position and by entropy; on the host, in
+    f64.
 
-    Let d = log p - log q for a token that the sampler q drew, clamped to [-20, 20] before exp, and r = exp(d). KL and
-    total variation are means of the values that `token_mismatch` found over the whole vocabulary, or else of these
-    estimates,
+    Let d = log p - log q for a token that the sampler q drew, clamped to [-20, 20] before exp, and
+    r = exp(d). KL and total variation are means of the values that `token_mismatch` found over the
+    whole vocabulary, or else of these estimates,
 
         KL(q || p) = r - 1 - d      KL(p || q) = r d - r + 1      total variation = |r - 1| / 2
 
-    whose expectations over q are right. Rounding explains differences with a root mean square of `rounding`, and
-    practically no token beyond 6 times that. If the share beyond is not 0, look for a bug.
+    whose expectations over q are right. Rounding explains differences with a root mean square of
+    `rounding`, and practically no token beyond 6 times that. If the share beyond is not 0, look for
+    a bug.
 
     Args:
-      tokens: `TokenMismatch(log_probs, rollout_log_probs)`, or the result of `token_mismatch`; arrays of one shape,
-        `[R, T]` or `[N]`. If they are spread over the devices of several processes, every process must call this.
+      tokens: `TokenMismatch(log_probs, rollout_log_probs)`, or the result of `token_mismatch`;
+        arrays of one shape, `[R, T]` or `[N]`. If they are spread over the devices of several
+        processes, every process must call this.
       where: bool, the tokens that count; a loss mask does. All by default.
       positions: i32; by default the last dimension's index.
-      bins: the number of ranges of positions, which are equally wide, and of entropies, which have equally many tokens;
-        at most 1000.
+      bins: the number of ranges of positions, which are equally wide, and of entropies, which have
+        equally many tokens; at most 1000.
 
     Raises:
-      TypeError, ValueError: arrays of other shapes or dtypes, no token that counts, bins below 1 or above 1000.
+      TypeError, ValueError: arrays of other shapes or dtypes, no token that counts, bins below 1 or
+        above 1000.
 
     Example:
       >>> report = mismatch_report(TokenMismatch(jnp.array([-1.0, -2.0]), jnp.array([-1.5, -2.0])), bins=1)
@@ -115,7 +147,12 @@ def mismatch_report(
     _check_log_probs("log_probs", values["log_probs"], MAX_LOG_PROB)
     _check_log_probs("rollout_log_probs", values["rollout_log_probs"], MAX_SAMPLED)
     finite = np.isfinite(values["log_probs"]) & np.isfinite(values["rollout_log_probs"])
-    check("log_probs", f"{finite.size} that count and none that is finite", bool(finite.any()), "at least 1")
+    check(
+        "log_probs",
+        f"{finite.size} that count and none that is finite",
+        bool(finite.any()),
+        "at least 1",
+    )
     values = {name: x[finite] for name, x in values.items()}
     token_positions = token_positions[finite]
     by_token = _by_token(values)
@@ -126,7 +163,9 @@ def mismatch_report(
         inner = np.quantile(values["entropy"], np.linspace(0, 1, bins + 1)[1:-1])
         by_entropy = _in_ranges(by_token, values["entropy"], inner)
     count = int(finite.sum())
-    return MismatchReport(count, finite.size - count, "kl" in values, _figures(by_token), by_position, by_entropy)
+    return MismatchReport(
+        count, finite.size - count, "kl" in values, _figures(by_token), by_position, by_entropy
+    )
 
 
 def _on_host(
@@ -139,7 +178,9 @@ def _on_host(
     check_alike(arrays)
     shape = tokens.log_probs.shape
     check("log_probs", f"shape {shape}", shape != (), "[R, T] or [N]")
-    host: dict[str, Any] = {name: np.asarray(x) for name, x in jax.device_get(multihost.whole(arrays)).items()}
+    host: dict[str, Any] = {
+        name: np.asarray(x) for name, x in jax.device_get(multihost.whole(arrays)).items()
+    }
     token_positions = host.pop("positions", np.broadcast_to(np.arange(shape[-1]), shape))
     counts = host.pop("where", np.ones(shape, bool)) > 0
     values = {name: x[counts].astype(np.float64) for name, x in host.items()}
@@ -189,7 +230,10 @@ def _figures(by_token: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def _in_ranges(by_token: dict[str, np.ndarray], quantity: np.ndarray, inner: np.ndarray) -> Ranges:
-    """The figures of each range of a quantity, between these inner edges. Ranges without tokens are left out."""
+    """The figures of each range of a quantity, between these inner edges.
+
+    Ranges without tokens are left out.
+    """
     ranges = []
     index = np.searchsorted(inner, quantity, "right")
     for i in np.unique(index):

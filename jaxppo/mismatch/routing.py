@@ -1,4 +1,6 @@
-"""The experts that a sampler's router chose: as an extra of a sample, and how far the trainer's differ from them."""
+"""The experts that a sampler's router chose: as an extra of a sample, and how far the trainer's
+differ from them.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,25 @@ from jaxppo.batch.validation import checked
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 
 
-def routed_experts(rows: Any, tokens: int, *, layers: int | None = None, top_k: int | None = None) -> Extra:
-    """The experts that a sampler's router chose, as an extra of a sample; they travel with the token that was read.
+def routed_experts(
+    rows: Any, tokens: int, *, layers: int | None = None, top_k: int | None = None
+) -> Extra:
+    """The experts that a sampler's router chose, as an extra of a sample; they travel with the
+    token that was read.
 
-    Give it to `Sample(extras={"routed_experts": ...})`, and `batch.extras["routed_experts"]`, `i32[R, T, layers, k]`,
-    to the model in every pass: that of the old log-probs too. The model replays the ids alone and weighs these experts
-    by its own current scores, so that the router keeps its gradient. Where an id is -1 the model's own router decides:
-    padding has no row, nor has the last token of a sample, which nobody reads. Samples share a prefix as far as their
-    rows agree; a row of -1, as of tokens that an engine's prefix cache held, takes the row of a sample that has one.
+    Give it to `Sample(extras={"routed_experts": ...})`, and `batch.extras["routed_experts"]`,
+    `i32[R, T, layers, k]`, to the model in every pass: that of the old log-probs too. The model
+    replays the ids alone and weighs these experts by its own current scores, so that the router
+    keeps its gradient. Where an id is -1 the model's own router decides:
+    padding has no row, nor has the last token of a sample, which nobody reads. Samples share a
+    prefix as far as their rows agree; a row of -1, as of tokens that an engine's prefix cache held,
+    takes the row of a sample that has one.
 
     Args:
-      rows: `[n - 1, layers, k]` or `[n, layers, k]` integers, prompt included. vLLM's and Tunix's `routed_experts`,
-        without padding; or SGLang's `meta_info["routed_experts"]`, base64 of int32, or its bytes. Of several turns,
-        those of the last turn, which read all tokens. A row without a choice is -1 in all k.
+      rows: `[n - 1, layers, k]` or `[n, layers, k]` integers, prompt included. vLLM's and Tunix's
+        `routed_experts`, without padding; or SGLang's `meta_info["routed_experts"]`, base64 of
+        int32, or its bytes. Of several turns, those of the last turn, which read all tokens. A row
+        without a choice is -1 in all k.
       tokens: n, of prompt and response.
       layers: of base64 and bytes, which have no shape.
       top_k: k, of these too.
@@ -42,8 +50,8 @@ def routed_experts(rows: Any, tokens: int, *, layers: int | None = None, top_k: 
 
     Raises:
       TypeError: no integers.
-      ValueError: another number of rows, an id below -1 or beyond i32, a row that is -1 in part, or has one expert
-        twice, text that is no base64 of int32.
+      ValueError: another number of rows, an id below -1 or beyond i32, a row that is -1 in part, or
+        has one expert twice, text that is no base64 of int32.
 
     Example:
       >>> from jaxppo.mismatch.routing import routed_experts
@@ -97,25 +105,31 @@ def routing_metrics(
     name: str = "routed_experts",
     parallel: ParallelMesh | ShardAxes | None = None,
 ) -> Metrics:
-    """How many of the sampler's choices of experts the trainer's router would not have made, and what replay repairs.
+    """How many of the sampler's choices of experts the trainer's router would not have made, and
+    what replay repairs.
 
     Args:
-      own: the experts that the trainer's router chooses, the model's extra output of a pass without replay.
+      own: the experts that the trainer's router chooses, the model's extra output of a pass without
+        replay.
       batch: with the sampler's choices as an extra, see `routed_experts`.
-      log_probs: the trainer's of that pass; with `replayed_log_probs` and `batch.rollout_log_probs` for the gaps.
+      log_probs: the trainer's of that pass; with `replayed_log_probs` and `batch.rollout_log_probs`
+        for the gaps.
       replayed_log_probs: the trainer's of a pass with replay.
       name: of the extra.
       parallel: the mesh.
 
     Returns:
-      Means over the tokens that were read and have a row: for each layer l `layer_{l}_choices_differ`, the share of its
-      choices, and `layer_{l}_tokens_differ`, the share of tokens with another set. Over all layers `choices_differ`,
-      and `missing_rows`, the share of tokens without a row. With log-probs, over loss tokens: `log_prob_gap`, the mean
-      of |trainer - sampler| without replay, `log_prob_gap_replayed` with it, and `gap_explained`, 1 minus their ratio:
+      Means over the tokens that were read and have a row: for each layer l
+      `layer_{l}_choices_differ`, the share of its choices, and `layer_{l}_tokens_differ`, the share
+      of tokens with another set. Over all layers `choices_differ`, and `missing_rows`, the share of
+      tokens without a row. With log-probs, over loss tokens: `log_prob_gap`, the mean of |trainer -
+      sampler| without replay, `log_prob_gap_replayed` with it, and `gap_explained`, 1 minus their
+      ratio:
       the share of the gap that the router's choices explain.
 
     Raises:
-      ValueError: a batch without the extra, shapes that differ, one of the two log-probs, no `rollout_log_probs`.
+      ValueError: a batch without the extra, shapes that differ, one of the two log-probs, no
+        `rollout_log_probs`.
 
     Example:
       >>> from jaxppo.mismatch.routing import routed_experts, routing_metrics
@@ -130,13 +144,17 @@ def routing_metrics(
     check_type("name", name, isinstance(name, str), "the name of an extra")
     sampled = extra_of(batch, name, "i32[R, T, L, k]")
     check_array(f"batch.extras[{name!r}]", sampled, kind=KINDS["ids"])
-    check(f"batch.extras[{name!r}]", f"shape {sampled.shape}", sampled.ndim == 4, "[R, T, layers, k]")
+    check(
+        f"batch.extras[{name!r}]", f"shape {sampled.shape}", sampled.ndim == 4, "[R, T, layers, k]"
+    )
     check_array("own", own, sampled.shape, f"that of {name!r}", KINDS["ids"])
     both = {"log_probs": log_probs, "replayed_log_probs": replayed_log_probs}
     if log_probs is not None or replayed_log_probs is not None:
         for what, x in both.items():
             array = needed(what, x, "both log-probs, with replay and without")
-            check_array(what, array, batch.loss_mask.shape, "the batch's [R, T]", KINDS["trainer_log_probs"])
+            check_array(
+                what, array, batch.loss_mask.shape, "the batch's [R, T]", KINDS["trainer_log_probs"]
+            )
         needed("batch.rollout_log_probs", batch.rollout_log_probs, "f32[R, T] for the gaps")
 
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
@@ -147,7 +165,12 @@ def routing_metrics(
 
 
 def _per_shard(
-    axes: ShardAxes, name: str, own: Array, log_probs: Array | None, replayed: Array | None, batch: RolloutBatch
+    axes: ShardAxes,
+    name: str,
+    own: Array,
+    log_probs: Array | None,
+    replayed: Array | None,
+    batch: RolloutBatch,
 ) -> Metrics:
     sampled = batch.extras[name]
     no_padding = (batch.segment_ids > 0).astype(jnp.float32)

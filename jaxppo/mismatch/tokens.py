@@ -1,4 +1,6 @@
-"""Compares sampler and trainer at each token: by their log-probs, or by the full distributions of two heads."""
+"""Compares sampler and trainer at each token: by their log-probs, or by the full distributions
+of two heads.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ _UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": F32_UNIT}
 @register()
 @dataclasses.dataclass(frozen=True)
 class TokenMismatch:
-    """Trainer p and sampler q at each token, arrays of one shape; the last six are None where they are not known.
+    """Trainer p and sampler q at each token, arrays of one shape; the last six are None where they
+    are not known.
 
     Args:
       log_probs: of the sampled tokens, the trainer's.
@@ -68,28 +71,35 @@ def token_mismatch(
     rollout_hidden_spec: P | None = None,
     **options: Unpack[HeadOptions],
 ) -> TokenMismatch:
-    """Compares the trainer's hidden states and head with the sampler's at the same tokens, without logits.
+    """Compares the trainer's hidden states and head with the sampler's at the same tokens, without
+    logits.
 
-    `rounding` is the scale of the error of d = log p_y - log q_y that rounding in the two heads causes: hidden states
-    and kernels are each rounded twice to `rounded_to`, logits are rounded if a head rounds them, and sums are in f32 in
-    any order. If these errors are independent and have mean 0, to first order in them,
+    `rounding` is the scale of the error of d = log p_y - log q_y that rounding in the two heads
+    causes: hidden states and kernels are each rounded twice to `rounded_to`, logits are rounded if
+    a head rounds them, and sums are in f32 in any order. If these errors are independent and have
+    mean 0, to first order in them,
 
         P(|d| > t rounding) <= 2 exp(-t^2 / 2),   rounding = 2 (1 - min(p_y, q_y)) * (the scale of a logit's error)
 
-    so that a difference beyond 6 times the rounding, which 3 tokens in 10^8 have by chance, has another cause: a
-    weight, a temperature, a layer. Rounding errors inside the model, before the hidden states, are not included.
+    so that a difference beyond 6 times the rounding, which 3 tokens in 10^8 have by chance, has
+    another cause: a weight, a temperature, a layer. Rounding errors inside the model, before the
+    hidden states, are not included.
 
     Args:
-      hidden: `[R, T, H]`, the trainer's; this and what is not listed here: see `log_probs_from_hidden`.
+      hidden: `[R, T, H]`, the trainer's; this and what is not listed here: see
+        `log_probs_from_hidden`.
       head: the trainer's.
       rollout_hidden: `[R, T, G]`, the sampler's.
       rollout_head: the sampler's head, with the same number of columns and the same sharding.
-      rounded_to: the dtype to which hidden states and kernels are rounded: "bfloat16", "float16" or "float32".
+      rounded_to: the dtype to which hidden states and kernels are rounded: "bfloat16", "float16" or
+        "float32".
       temperature: divides both models' logits; a positive scalar or `[R, T]`.
-      rollout_hidden_spec: how the sampler's hidden states are sharded, see `HeadOptions.hidden_spec`.
+      rollout_hidden_spec: how the sampler's hidden states are sharded, see
+        `HeadOptions.hidden_spec`.
 
     Returns:
-      `TokenMismatch` of `f32[R, T]`. Its log-probs and entropy are those of `log_probs_from_hidden`.
+      `TokenMismatch` of `f32[R, T]`. Its log-probs and entropy are those of
+      `log_probs_from_hidden`.
 
     Raises:
       TypeError, ValueError: an argument of the wrong dtype, rank, shape, sharding or range, named.
@@ -100,7 +110,8 @@ def token_mismatch(
       >>> found.kl.round(4), found.total_variation
       (Array([[0.6931]], dtype=float32), Array([[0.5]], dtype=float32))
 
-    The bound: Higham and Mary 2019, probabilistic rounding error analysis, https://doi.org/10.1137/18M1226312
+    The bound: Higham and Mary 2019, probabilistic rounding error analysis,
+    https://doi.org/10.1137/18M1226312
     """
     check_choice("rounded_to", rounded_to, Rounding)
     trainer, sampler = prepare_pair(
@@ -119,9 +130,15 @@ def token_mismatch(
 
     call = DivergenceCall(trainer.call, sampler.call, (), 0.5)
     inputs = {"hidden": trainer.inputs, "rollout_hidden": sampler.inputs}
-    compared: Comparison = shard_call("token_mismatch", _per_shard, parallel, inputs, specs, (call, _UNITS[rounded_to]))
+    compared: Comparison = shard_call(
+        "token_mismatch", _per_shard, parallel, inputs, specs, (call, _UNITS[rounded_to])
+    )
     log_probs_of = partial(
-        log_probs_from_hidden, targets=targets, parallel=parallel, temperature=temperature, where=where
+        log_probs_from_hidden,
+        targets=targets,
+        parallel=parallel,
+        temperature=temperature,
+        where=where,
     )
     rollout_options: HeadOptions = {**options, "hidden_spec": rollout_hidden_spec}
     stats = log_probs_of(hidden, head, entropy="metric", **options)
@@ -141,6 +158,8 @@ def token_mismatch(
     )
 
 
-def _per_shard(axes: ShardAxes, static: tuple[DivergenceCall, float], trainer: Inputs, rollout: Inputs) -> Comparison:
+def _per_shard(
+    axes: ShardAxes, static: tuple[DivergenceCall, float], trainer: Inputs, rollout: Inputs
+) -> Comparison:
     call, unit = static
     return comparison_of_tokens(call, unit, trainer, rollout)

@@ -38,21 +38,25 @@ class PolicyLossConfig(Loss):
       kl: the penalty against `batch.ref_log_probs`; None for no penalty and no metric.
       entropy_coef: a number or a traced schedule; with the number 0 the entropy is only a metric.
       ratio_to: the policy in the ratio's denominator: "old", the trainer's at the start of the step
-        (`batch.old_log_probs`), "rollout", the sampler's (`batch.rollout_log_probs`), or "current", a ratio of 1 for
-        on-policy steps. Corrections and the KL's weight have their own field `compares`.
+        (`batch.old_log_probs`), "rollout", the sampler's (`batch.rollout_log_probs`), or "current",
+        a ratio of 1 for on-policy steps. Corrections and the KL's weight have their own field
+        `compares`.
       aggregation: the denominators, see `token_weights`.
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
       metric_aggregation: "token_mean", or "loss" to reduce per-token metrics as the loss is.
       off_policy: the correction for a sampler whose policy differs from the trainer's.
-      unusable: what to do with a loss token that has a log-prob which is not finite, of the sampler or of a policy.
-        "nan": the loss is NaN if it depends on that log-prob, else only metrics are. Or an `Unusable`, by which such a
-        token has no policy loss, or one with a ratio of 1; the metric `unusable_tokens` counts them.
-      clip_by_sign: adds the metrics `clip_fraction_positive` and `clip_fraction_negative`, by the advantage's sign.
+      unusable: what to do with a loss token that has a log-prob which is not finite, of the sampler
+        or of a policy. "nan": the loss is NaN if it depends on that log-prob, else only metrics
+        are. Or an `Unusable`, by which such a token has no policy loss, or one with a ratio of 1;
+        the metric `unusable_tokens` counts them.
+      clip_by_sign: adds the metrics `clip_fraction_positive` and `clip_fraction_negative`, by the
+        advantage's sign.
 
     Raises:
-      TypeError: a loss, kl or off_policy of the wrong class; an option of another class, which the error names.
-      ValueError: an unknown name, a number out of its range, options that contradict each other, weights that count the
-        loss's ratio twice.
+      TypeError: a loss, kl or off_policy of the wrong class; an option of another class, which the
+        error names.
+      ValueError: an unknown name, a number out of its range, options that contradict each other,
+        weights that count the loss's ratio twice.
 
     Example:
       >>> PolicyLossConfig(PPO(clip_high=0.28), kl=KL(0.01)).entropy_mode
@@ -84,7 +88,11 @@ class PolicyLossConfig(Loss):
         for loss in dict.fromkeys([PPO, *BY_NAME.values()]):
             places.append(("loss", loss))
         places += [("kl", KL), ("off_policy", OffPolicyConfig), ("unusable", Unusable)]
-        having = [f"{field}={kind.__name__}({name}=...)" for field, kind in places if name in kind.__dataclass_fields__]
+        having = [
+            f"{field}={kind.__name__}({name}=...)"
+            for field, kind in places
+            if name in kind.__dataclass_fields__
+        ]
         if having:
             return f"it in {' or '.join(having)}"
         return super()._in_place_of(name, value)
@@ -99,7 +107,10 @@ class PolicyLossConfig(Loss):
         self._check_ratio_counts_once()
 
     def _check_classes(self) -> None:
-        expected = "an instance of a frozen dataclass that derives from jaxppo.policy_losses.PolicyLoss, such as PPO()"
+        expected = (
+            "an instance of a frozen dataclass that derives from jaxppo.policy_losses.PolicyLoss,"
+            " such as PPO()"
+        )
         if isinstance(self.loss, str):
             expected += f"; policy_losses.by_name({self.loss!r}) is one"
         if not isinstance(self.loss, PolicyLoss):
@@ -114,8 +125,14 @@ class PolicyLossConfig(Loss):
         check_type("off_policy", off_policy, good, "OffPolicyConfig or None")
 
     def _check_ratio_counts_once(self) -> None:
-        """A ratio is a product of steps, from the current policy to the trainer's old one, and on to the sampler."""
-        if self.off_policy is None or self.off_policy.weights == "none" or not self.loss.weighs_by_ratio:
+        """A ratio is a product of steps, from the current policy to the trainer's old one, and
+        on to the sampler.
+        """
+        if (
+            self.off_policy is None
+            or self.off_policy.weights == "none"
+            or not self.loss.weighs_by_ratio
+        ):
             return
         compares = self.off_policy.compares
         if self.ratio_to == "rollout":
@@ -125,20 +142,24 @@ class PolicyLossConfig(Loss):
         else:
             return
         raise ValueError(
-            f"off_policy.compares: got {compares!r} for the weights beside a loss that is weighed by "
-            f"its ratio, current/{self.ratio_to}, expected {expected}: it would count twice"
+            f"off_policy.compares: got {compares!r} for the weights beside a loss that is weighed"
+            f" by its ratio, current/{self.ratio_to}, expected {expected}: it would count twice"
         )
 
     @property
     def entropy_mode(self) -> Literal["metric", "bonus"]:
-        """The `entropy=` of the log-prob functions: "metric" where the coefficient is known to be 0, else "bonus"."""
+        """The `entropy=` of the log-prob functions: "metric" where the coefficient is known to
+        be 0, else "bonus".
+        """
         if is_zero(self.entropy_coef):
             return "metric"
         return "bonus"
 
     @property
     def policies(self) -> frozenset[str]:
-        """The policies that the loss compares, beside the reference: some of "current", "old" and "rollout"."""
+        """The policies that the loss compares, beside the reference: some of "current", "old"
+        and "rollout".
+        """
         policies: frozenset[str] = frozenset({"current", self.ratio_to})
         if self.kl is not None:
             policies |= self.kl.policies
@@ -148,7 +169,9 @@ class PolicyLossConfig(Loss):
 
     @property
     def checked_log_probs(self) -> tuple[str, ...]:
-        """The log-probs of a batch that make a token unusable where they are not finite, if the batch has them."""
+        """The log-probs of a batch that make a token unusable where they are not finite, if the
+        batch has them.
+        """
         if "old" in self.policies:
             return ("old_log_probs", "rollout_log_probs")
         return ("rollout_log_probs",)

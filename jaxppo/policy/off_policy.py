@@ -1,6 +1,7 @@
 """Correction for the gap between the policy that sampled and the policy that trains.
 
-Their kernels, precision and often parameters differ. The ratio of the two weighs tokens, or decides which are left out.
+Their kernels, precision and often parameters differ. The ratio of the two weighs tokens, or decides
+which are left out.
 """
 
 from __future__ import annotations
@@ -51,18 +52,21 @@ Statistic = Literal[  # noqa: RUF041  a level a line
 class Rejection(NamesItsOptions):
     """Keeps the tokens, runs of tokens or sequences whose statistic lies within [low, high].
 
-    The statistic compares two policies a / b. With d = log a - log b: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d,
-    "diff" = a - b, the difference of probabilities, and "error" = exp(|d|), the multiplicative error, at least 1.
-    "token" takes each token's own value; "run_mean" the mean over each run of contiguous loss tokens, such as a turn;
-    "seq_sum", "seq_mean", "seq_max" and "seq_min" reduce the loss tokens of a sequence.
+    The statistic compares two policies a / b. With d = log a - log b: k1 = -d, k2 = d^2 / 2, k3 =
+    exp(d) - 1 - d, "diff" = a - b, the difference of probabilities, and "error" = exp(|d|), the
+    multiplicative error, at least 1. "token" takes each token's own value; "run_mean" the mean over
+    each run of contiguous loss tokens, such as a turn; "seq_sum", "seq_mean", "seq_max" and
+    "seq_min" reduce the loss tokens of a sequence.
 
-    `Rejection("seq_max_k1", high=1e4)` and `Rejection("seq_min_k1", low=0.01)` together reject sequences with a ratio
-    rho outside 1e-4 to 100. `Rejection("seq_mean_error", high=2.0)` is NeMo-RL's `seq_logprob_error_threshold`, which
-    also takes the sequence out of the denominators: mask it for that, see `advantages.accepted_samples`.
+    `Rejection("seq_max_k1", high=1e4)` and `Rejection("seq_min_k1", low=0.01)` together reject
+    sequences with a ratio rho outside 1e-4 to 100. `Rejection("seq_mean_error", high=2.0)` is
+    NeMo-RL's `seq_logprob_error_threshold`, which also takes the sequence out of the denominators:
+    mask it for that, see `advantages.accepted_samples`.
 
     Args:
       statistic: "token_k1", "seq_sum_k1", "run_mean_diff" and others.
-      low: the smallest value, in nats for k2 and k3; for k1 the smallest ratio b / a = exp(k1). By default no bound.
+      low: the smallest value, in nats for k2 and k3; for k1 the smallest ratio b / a = exp(k1). By
+        default no bound.
       high: the largest.
       compares: the two policies a / b, "old/rollout", "current/rollout" or "current/old".
 
@@ -73,9 +77,10 @@ class Rejection(NamesItsOptions):
       >>> Rejection("seq_mean_k1", 0.97, 1.02).compares
       'old/rollout'
 
-    Names: verl's rollout correction, https://verl.readthedocs.io/en/latest/algo/rollout_corr.html; extreme ratios:
-    SkyRL, https://github.com/NovaSky-AI/SkyRL; runs and differences: ROLL alone, https://github.com/alibaba/ROLL;
-    errors: NeMo-RL, https://github.com/NVIDIA-NeMo/RL
+    Names: verl's rollout correction, https://verl.readthedocs.io/en/latest/algo/rollout_corr.html;
+    extreme ratios:
+    SkyRL, https://github.com/NovaSky-AI/SkyRL; runs and differences: ROLL alone,
+    https://github.com/alibaba/ROLL; errors: NeMo-RL, https://github.com/NVIDIA-NeMo/RL
     """
 
     statistic: Statistic
@@ -102,25 +107,26 @@ class Rejection(NamesItsOptions):
 class OffPolicyConfig(NamesItsOptions):
     """The off-policy corrections of a policy loss, by rho = a / b of two policies; by default none.
 
-    Weights multiply the policy loss of a token, and a token that is left out has weight 0. The penalties (KL and
-    entropy) and all denominators still follow the loss mask.
+    Weights multiply the policy loss of a token, and a token that is left out has weight 0. The
+    penalties (KL and entropy) and all denominators still follow the loss mask.
 
     Args:
-      weights: the importance weight of a token: its own rho ("token"), or the product ("sequence") or the geometric
-        mean ("geometric") of rho over its sequence.
+      weights: the importance weight of a token: its own rho ("token"), or the product ("sequence")
+        or the geometric mean ("geometric") of rho over its sequence.
       low: smallest weight, a number or a traced one, as are all bounds.
       high: largest weight.
-      outside: weights outside [low, high] are set to the bound, "clamp" (truncated importance sampling), or to 0,
-        "zero" (IcePop).
+      outside: weights outside [low, high] are set to the bound, "clamp" (truncated importance
+        sampling), or to 0, "zero" (IcePop).
       batch_normalize: divide the weights by their mean over the step.
       rejections: a token must pass all of them.
       veto: leave out each sequence that has a token with rho below this, a ratio above exp(-20).
-      compares: the two policies of the weights and the veto, whatever the loss's ratio; each rejection has its own.
-      opsm_delta: off-policy sequence masking: leave out the tokens with negative advantage of each sequence whose mean
-        of -log rho exceeds this, nats.
+      compares: the two policies of the weights and the veto, whatever the loss's ratio; each
+        rejection has its own.
+      opsm_delta: off-policy sequence masking: leave out the tokens with negative advantage of each
+        sequence whose mean of -log rho exceeds this, nats.
       opsm_compares: the two policies of that rho.
-      opsm_fraction: the metric `opsm_clipfrac` is over the "loss" tokens, or over the whole "response" from its first
-        to its last loss token, as in slime.
+      opsm_fraction: the metric `opsm_clipfrac` is over the "loss" tokens, or over the whole
+        "response" from its first to its last loss token, as in slime.
 
     Raises:
       ValueError: unknown names, bounds out of order, fields that contradict each other.
@@ -130,7 +136,8 @@ class OffPolicyConfig(NamesItsOptions):
       ['current', 'old', 'rollout']
 
     Truncated: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; IcePop: Ling Team 2025,
-    https://arxiv.org/abs/2510.18855; sequence masking: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556
+    https://arxiv.org/abs/2510.18855; sequence masking: DeepSeek-V3.2,
+    https://arxiv.org/abs/2512.02556
     """
 
     weights: Level = "none"
@@ -176,10 +183,15 @@ class OffPolicyConfig(NamesItsOptions):
         """The mean of the weights, which a `Normalizer` has, is computed before the step."""
         good = self.weights != "none" and self.compares == "old/rollout"
         got = f"True with weights={self.weights!r}, compares={self.compares!r}"
-        expected = "weights, and compares='old/rollout': their mean over the step must be known before it starts"
+        expected = (
+            "weights, and compares='old/rollout': their mean over the step must be known before it"
+            " starts"
+        )
         check("batch_normalize", got, good, expected)
         traced = [name for name in ("low", "high") if isinstance(getattr(self, name), jax.Array)]
-        expected = "Python numbers with batch_normalize, whose mean a Normalizer has for these bounds"
+        expected = (
+            "Python numbers with batch_normalize, whose mean a Normalizer has for these bounds"
+        )
         check("low, high", f"arrays as {traced}", not traced, expected)
 
     @property
@@ -195,21 +207,34 @@ class OffPolicyConfig(NamesItsOptions):
     @property
     def token_local(self) -> bool:
         """Whether the correction of a token reads log-probs of that token only."""
-        of_sequences = self.weights in ("sequence", "geometric") or self.veto is not None or self.opsm_delta is not None
+        of_sequences = (
+            self.weights in ("sequence", "geometric")
+            or self.veto is not None
+            or self.opsm_delta is not None
+        )
         return not of_sequences and all(rejection.token_local for rejection in self.rejections)
 
 
 def of_mean_weight(config: OffPolicyConfig | None) -> OffPolicyConfig | None:
-    """The config with only the fields that the mean weight of a step depends on; None without `batch_normalize`."""
+    """The config with only the fields that the mean weight of a step depends on; None without
+    `batch_normalize`.
+    """
     if config is None or not config.batch_normalize:
         return None
-    return OffPolicyConfig(config.weights, config.low, config.high, config.outside, batch_normalize=True)
+    return OffPolicyConfig(
+        config.weights, config.low, config.high, config.outside, batch_normalize=True
+    )
 
 
 def importance_weights(
-    log_ratio: Float[Array, "R T"], mask: Float[Array, "R T"], segments: Segments, config: OffPolicyConfig
+    log_ratio: Float[Array, "R T"],
+    mask: Float[Array, "R T"],
+    segments: Segments,
+    config: OffPolicyConfig,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Per-shard: rho at the level of `config.weights`, before and after its bounds; both are 1 where the mask is 0."""
+    """Per-shard: rho at the level of `config.weights`, before and after its bounds; both are 1
+    where the mask is 0.
+    """
     valid = mask > 0
     if config.weights != "token":
         if config.weights == "sequence":
@@ -231,11 +256,14 @@ def weight_sums(
     segments: Segments,
     config: OffPolicyConfig,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Per-shard: the sum and the number of bounded weights over data and context, for `batch_normalize`.
+    """Per-shard: the sum and the number of bounded weights over data and context, for
+    `batch_normalize`.
 
     "token" weights count once for each token, others once for each sequence with loss tokens.
     """
-    log_ratio = _log_ratio({"old": old_log_probs, "rollout": rollout_log_probs}, "old/rollout", mask)
+    log_ratio = _log_ratio(
+        {"old": old_log_probs, "rollout": rollout_log_probs}, "old/rollout", mask
+    )
     _, weights = importance_weights(log_ratio, mask, segments, config)
     counted = _float(mask > 0)
     names = segments.axes.tokens
@@ -249,7 +277,11 @@ def weight_sums(
 
 
 # By the name of a metric, how the names of the rules that it counts begin in `left_out_by`.
-_METRICS = {"rejected_fraction": "rejected", "veto_fraction": "vetoed", "opsm_clipfrac": "off-policy"}
+_METRICS = {
+    "rejected_fraction": "rejected",
+    "veto_fraction": "vetoed",
+    "opsm_clipfrac": "off-policy",
+}
 
 
 def correction(
@@ -260,9 +292,11 @@ def correction(
     config: OffPolicyConfig,
     weight_mean: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "R T"], dict[str, Float[Array, "R T"]]]:
-    """Per-shard: the weight of each token's policy loss, 0 for tokens that are left out, and indicators for metrics.
+    """Per-shard: the weight of each token's policy loss, 0 for tokens that are left out, and
+    indicators for metrics.
 
-    Both are detached and finite, whatever masked positions hold. Of the advantages only the sign is read.
+    Both are detached and finite, whatever masked positions hold. Of the advantages only the sign is
+    read.
     """
     valid = mask > 0
     weights = _float(valid)
@@ -270,11 +304,18 @@ def correction(
     if config.weights != "none":
         log_ratio = _log_ratio(policies, config.compares, mask)
         ratio, weights = importance_weights(log_ratio, mask, segments, config)
-        indicators = {"tis": ratio, "tis_abs": jnp.abs(ratio - 1), "tis_clipfrac": _float(weights != ratio)}
+        indicators = {
+            "tis": ratio,
+            "tis_abs": jnp.abs(ratio - 1),
+            "tis_clipfrac": _float(weights != ratio),
+        }
         weights = jnp.where(valid, weights, 0)
     if config.batch_normalize:
-        weight_mean = needed("weight_mean", weight_mean, "the Normalizer's for off_policy.batch_normalize")
-        weights = weights / jnp.where(weight_mean > 0, weight_mean, 1)  # a mean of 0 means that all weights are 0
+        weight_mean = needed(
+            "weight_mean", weight_mean, "the Normalizer's for off_policy.batch_normalize"
+        )
+        # a mean of 0 means that all weights are 0
+        weights = weights / jnp.where(weight_mean > 0, weight_mean, 1)
     by_rule = left_out_by(policies, advantages, mask, segments, config)
     for metric, rule in _METRICS.items():
         left_out = [tokens for name, tokens in by_rule.items() if name.startswith(rule)]
@@ -291,7 +332,9 @@ def left_out_by(
     segments: Segments,
     config: OffPolicyConfig,
 ) -> dict[str, Bool[Array, "R T"]]:
-    """Per-shard: the loss tokens that each rule of the config leaves out, by a name of the rule; see `correction`."""
+    """Per-shard: the loss tokens that each rule of the config leaves out, by a name of the rule;
+    see `correction`.
+    """
     valid = mask > 0
     by_rule: dict[str, Bool[Array, "R T"]] = {}
     for rejection in config.rejections:
@@ -303,11 +346,15 @@ def left_out_by(
         by_rule["vetoed"] = valid & (segments.spread(worst) < _log(config.veto))
     if config.opsm_delta is not None:
         drift = segments.mean(-_log_ratio(policies, config.opsm_compares, mask), mask)
-        by_rule["off-policy sequence"] = valid & (advantages < 0) & (segments.spread(drift) > config.opsm_delta)
+        by_rule["off-policy sequence"] = (
+            valid & (advantages < 0) & (segments.spread(drift) > config.opsm_delta)
+        )
     return by_rule
 
 
-def _accepted(rejection: Rejection, policies: Policies, mask: jax.Array, segments: Segments) -> jax.Array:
+def _accepted(
+    rejection: Rejection, policies: Policies, mask: jax.Array, segments: Segments
+) -> jax.Array:
     """bool[R, T], the tokens that pass the rejection; anything where the mask is 0."""
     level, _, divergence = rejection.statistic.rpartition("_")
     value = _of_token(divergence, *_pair(policies, rejection.compares, mask))
@@ -337,7 +384,9 @@ def _of_token(divergence: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _over(level: str, value: jax.Array, valid: jax.Array, segments: Segments) -> jax.Array:
-    """At each loss token the value of its run or of its sequence, by the beginning of a `Rejection`'s statistic."""
+    """At each loss token the value of its run or of its sequence, by the beginning of a
+    `Rejection`'s statistic.
+    """
     match level:
         case "run_mean":
             return _mean_over_runs(value, valid, segments)
@@ -372,8 +421,8 @@ def _mean_over_runs(value: jax.Array, valid: jax.Array, segments: Segments) -> j
 def _pair(policies: Policies, compares: Compared, mask: jax.Array) -> list[jax.Array]:
     """The log-probs of the two policies, constants, 0 where the mask is 0.
 
-    Where one of the two is not finite they are equal, a ratio of 1: see `Unusable`. Without such a rule the loss is NaN
-    there.
+    Where one of the two is not finite they are equal, a ratio of 1: see `Unusable`. Without such a
+    rule the loss is NaN there.
     """
     expected = f"f32[R, T] for a correction by {compares!r}"
     pair = [needed(f"{name}_log_probs", policies[name], expected) for name in compares.split("/")]
@@ -411,7 +460,9 @@ def _check_bounds(config: Rejection | OffPolicyConfig, least: float) -> None:
         if isinstance(bound, jax.Array):
             traced.append(name)
         else:
-            good = good and isinstance(bound, (int, float, np.number)) and not isinstance(bound, bool)
+            good = (
+                good and isinstance(bound, (int, float, np.number)) and not isinstance(bound, bool)
+            )
     if "low" in traced:
         low = check_scalar("low", low)
     if "high" in traced:

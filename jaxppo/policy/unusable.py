@@ -20,26 +20,33 @@ System = Literal["trl", "tunix", "torchtitan"]
 
 @dataclasses.dataclass(frozen=True)
 class Unusable(NamesItsOptions):
-    """The rule for loss tokens with a log-prob that is not finite; for `PolicyLossConfig(unusable=)`.
+    """The rule for loss tokens with a log-prob that is not finite; for
+    `PolicyLossConfig(unusable=)`.
 
-    A loss token is unusable if the log-prob of the sampler, where the batch has it, or that of the old policy, where
-    the config compares it, is NaN or infinite, or if that of the current policy is -inf. A NaN of the current policy
-    makes the loss NaN under every rule: parameters, hidden states or targets are wrong.
+    A loss token is unusable if the log-prob of the sampler, where the batch has it, or that of the
+    old policy, where the config compares it, is NaN or infinite, or if that of the current policy
+    is -inf. A NaN of the current policy makes the loss NaN under every rule: parameters, hidden
+    states or targets are wrong.
 
-    Each ratio that would read a log-prob which is not finite is 1: that of the loss, those of `off_policy`, and the
-    weight of the KL. In a sum or mean over the sequence its logarithm counts as 0, and so it does in metrics.
+    Each ratio that would read a log-prob which is not finite is 1: that of the loss, those of
+    `off_policy`, and the weight of the KL. In a sum or mean over the sequence its logarithm counts
+    as 0, and so it does in metrics.
 
-    A token that the current policy finds impossible, -inf, has neither policy loss nor penalties under any rule. Means
-    over its sequence and metrics leave it out. The denominators of the loss count it: they are known before the step.
+    A token that the current policy finds impossible, -inf, has neither policy loss nor penalties
+    under any rule. Means over its sequence and metrics leave it out. The denominators of the loss
+    count it: they are known before the step.
 
     Args:
-      policy: the policy loss of the token. "weight_0": it is 0. "ratio_1": it is that of a ratio of 1.
-      denominators: "in", or "out": the token is in no denominator of the loss, of a mean over its sequence or of a
-        metric.
-      penalties: "in", or "out": the KL and the entropy of the token are 0, and its reference log-prob may be anything.
+      policy: the policy loss of the token. "weight_0": it is 0. "ratio_1": it is that of a ratio of
+        1.
+      denominators: "in", or "out": the token is in no denominator of the loss, of a mean over its
+        sequence or of a metric.
+      penalties: "in", or "out": the KL and the entropy of the token are 0, and its reference
+        log-prob may be anything.
 
     Raises:
-      ValueError: an unknown choice; "out" of the denominators for a token that has a policy loss or penalties.
+      ValueError: an unknown choice; "out" of the denominators for a token that has a policy loss or
+        penalties.
 
     Example:
       >>> sample = Sample([1, 2, 3], 1, advantages=[1.0, 1.0], rollout_log_probs=[-2.0, float("nan")])
@@ -60,7 +67,10 @@ class Unusable(NamesItsOptions):
         if self.denominators == "out":
             got = f"'out' with policy={self.policy!r}, penalties={self.penalties!r}"
             has_loss = self.policy != "weight_0" or self.penalties != "out"
-            expected = "'in' unless policy='weight_0' and penalties='out': a token with a loss is in its denominators"
+            expected = (
+                "'in' unless policy='weight_0' and penalties='out': a token with a loss is in its"
+                " denominators"
+            )
             check("denominators", got, not has_loss, expected)
 
     @classmethod
@@ -68,8 +78,9 @@ class Unusable(NamesItsOptions):
         """The rule of another system for log-probs of its sampler.
 
         Args:
-          system: "trl", 1.16: a NaN has a ratio of 1. "tunix", the main branch of September 2026: the weight is 0 where
-            a correction is on. "torchtitan", 0.3.0: the token is in neither the loss nor its denominator.
+          system: "trl", 1.16: a NaN has a ratio of 1. "tunix", the main branch of September 2026:
+            the weight is 0 where a correction is on. "torchtitan", 0.3.0: the token is in neither
+            the loss nor its denominator.
 
         Raises:
           ValueError: another name.
@@ -78,8 +89,10 @@ class Unusable(NamesItsOptions):
           >>> Unusable.of("trl")
           Unusable(policy='ratio_1', denominators='in', penalties='in')
 
-        https://github.com/huggingface/trl: trl/trainer/grpo_trainer.py; https://github.com/google/tunix:
-        tunix/rl/common.py; https://github.com/pytorch/torchtitan: torchtitan/experiments/rl/losses/dapo.py
+        https://github.com/huggingface/trl: trl/trainer/grpo_trainer.py;
+        https://github.com/google/tunix:
+        tunix/rl/common.py; https://github.com/pytorch/torchtitan:
+        torchtitan/experiments/rl/losses/dapo.py
         """
         check_choice("system", system, System)
         match system:
@@ -104,7 +117,9 @@ def check_rule(rule: Any) -> None:
 
 
 def not_finite(batch: RolloutBatch, names: Iterable[str]) -> Bool[Array, "*K R T"]:
-    """The loss tokens at which one of these log-probs of the batch, where it has them, is not finite."""
+    """The loss tokens at which one of these log-probs of the batch, where it has them, is not
+    finite.
+    """
     found = jnp.zeros(batch.loss_mask.shape, bool)
     for name in names:
         log_probs = getattr(batch, name)

@@ -1,4 +1,6 @@
-"""The published policy losses: each is a frozen dataclass of hyperparameters with a `__call__`, see `PolicyLoss`."""
+"""The published policy losses: each is a frozen dataclass of hyperparameters with a `__call__`,
+see `PolicyLoss`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from jaxppo.base.arrays import check
 from jaxppo.base.option_names import same_here
 from jaxppo.policy_losses.asymmetric import ASPO
 from jaxppo.policy_losses.base import PolicyLoss
-from jaxppo.policy_losses.by_token import CISPO, DPPO, DRO, PPO, SAPO, BySign, ProbabilityMask, Reinforce
+from jaxppo.policy_losses.by_token import (
+    CISPO,
+    DPPO,
+    DRO,
+    PPO,
+    SAPO,
+    BySign,
+    ProbabilityMask,
+    Reinforce,
+)
 from jaxppo.policy_losses.covariances import ClipCov, KLCov
 from jaxppo.policy_losses.sequences import GMPO, GSPO, VESPO
 
@@ -49,9 +60,16 @@ def by_name(name: str, **hyperparameters: Any) -> PolicyLoss:
       >>> by_name("ppo", clip_high=0.28).clip_high
       0.28
     """
-    check("name", repr(name), isinstance(name, str) and name in BY_NAME, f"one of {', '.join(BY_NAME)}")
+    check(
+        "name",
+        repr(name),
+        isinstance(name, str) and name in BY_NAME,
+        f"one of {', '.join(BY_NAME)}",
+    )
     fields = [field.name for field in dataclasses.fields(BY_NAME[name])]  # type: ignore[arg-type]
     for option, value in hyperparameters.items():
-        expected = same_here(option, value, fields) or f"one of {', '.join(fields) or 'no hyperparameter'}"
+        expected = (
+            same_here(option, value, fields) or f"one of {', '.join(fields) or 'no hyperparameter'}"
+        )
         check(option, f"it with {name!r}", option in fields, expected)
     return BY_NAME[name](**hyperparameters)

@@ -39,7 +39,9 @@ class Loss(NamesItsOptions):
 
 
 def check_fields(config: Any) -> None:
-    """Checks the fields of a dataclass that `number` and `choice` made, its flags and its aggregation."""
+    """Checks the fields of a dataclass that `number` and `choice` made, its flags and its
+    aggregation.
+    """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if "choices" in field.metadata:
@@ -55,16 +57,20 @@ def check_fields(config: Any) -> None:
 class PolicyLoss(Loss, abc.ABC):
     """A policy loss: a frozen dataclass whose fields are its hyperparameters.
 
-    Its `__call__` is per-shard code: `[R, T]` is what one device holds. Sums and means over a whole sequence come from
-    `segments`, which crosses context shards. Fields may hold traced numbers where the loss is made inside `jit`. A
-    value out of the range that `number` or `choice` gave its field is a ValueError; a traced one is NaN.
+    Its `__call__` is per-shard code: `[R, T]` is what one device holds. Sums and means over a whole
+    sequence come from `segments`, which crosses context shards. Fields may hold traced numbers
+    where the loss is made inside `jit`. A value out of the range that `number` or `choice` gave its
+    field is a ValueError; a traced one is NaN.
 
     Attributes:
-      token_local: the loss of a token depends on that token alone. It may then be computed a block of tokens at a time,
-        without `segments`, and gradients then take one product less with the head's kernel.
-      selects: `__call__` also takes `selected`, the tokens of the step that `covariance_mask` picked. It picks the
-        share `share` of the tokens for which `selectable` holds: at "random", or those of "highest" covariance.
-      weighs_by_ratio: gradients are weighted by the ratio; off-policy weights with the same ratio would count it twice.
+      token_local: the loss of a token depends on that token alone. It may then be computed a block
+        of tokens at a time, without `segments`, and gradients then take one product less with the
+        head's kernel.
+      selects: `__call__` also takes `selected`, the tokens of the step that `covariance_mask`
+        picked. It picks the share `share` of the tokens for which `selectable` holds: at "random",
+        or those of "highest" covariance.
+      weighs_by_ratio: gradients are weighted by the ratio; off-policy weights with the same ratio
+        would count it twice.
 
     Example:
       >>> import dataclasses
@@ -86,7 +92,9 @@ class PolicyLoss(Loss, abc.ABC):
             penalty = "KL(...)"
             if isinstance(value, (int, float)):
                 penalty = f"KL({value!r})"
-            return f"it in the config of the loss: PolicyLossConfig({cls.__name__}(...), kl={penalty})"
+            return (
+                f"it in the config of the loss: PolicyLossConfig({cls.__name__}(...), kl={penalty})"
+            )
         return super()._in_place_of(name, value)
 
     @abc.abstractmethod
@@ -111,8 +119,9 @@ class PolicyLoss(Loss, abc.ABC):
           selected: 1 for the tokens that `covariance_mask` picked, where `selects` is set.
 
         Returns:
-          The losses, `f32[R, T]`, and indicators `f32[R, T]` by metric name, which are averaged over tokens. Their
-          names must not be those of metrics that every policy loss reports, such as `kl` or `ratio_mean`.
+          The losses, `f32[R, T]`, and indicators `f32[R, T]` by metric name, which are averaged
+          over tokens. Their names must not be those of metrics that every policy loss reports, such
+          as `kl` or `ratio_mean`.
         """
 
     def selectable(
@@ -123,7 +132,9 @@ class PolicyLoss(Loss, abc.ABC):
 
 
 def checked_result(loss: PolicyLoss, result: Any, shape: tuple[int, ...]) -> Result:
-    """What a policy loss returns; raises unless it is the loss of each token, and indicators of tokens by name."""
+    """What a policy loss returns; raises unless it is the loss of each token, and indicators of
+    tokens by name.
+    """
     what = f"{type(loss).__name__}.__call__"
     expected = "(losses [R, T], indicators [R, T] by name)"
     got = "an array" if hasattr(result, "dtype") else type(result).__name__
@@ -132,8 +143,12 @@ def checked_result(loss: PolicyLoss, result: Any, shape: tuple[int, ...]) -> Res
     losses, indicators = result
     check_type(what, indicators, isinstance(indicators, Mapping), f"{expected}, a dict last")
     for name, x in {"losses": losses, **indicators}.items():
-        check_type(f"{what}, {name}", x, hasattr(x, "dtype") and hasattr(x, "shape"), "an array [R, T]")
-        check(f"{what}, {name}", f"shape {x.shape}", x.shape == shape, f"{shape}, one for each token")
+        check_type(
+            f"{what}, {name}", x, hasattr(x, "dtype") and hasattr(x, "shape"), "an array [R, T]"
+        )
+        check(
+            f"{what}, {name}", f"shape {x.shape}", x.shape == shape, f"{shape}, one for each token"
+        )
     check_array(f"{what}, losses", losses, kind=KINDS["x"])
     return losses, dict(indicators)
 
@@ -148,13 +163,19 @@ def choice(default: str, choices: Any) -> Any:
     return dataclasses.field(default=default, metadata={"choices": choices})
 
 
-def sequence_log_ratio(log_probs: Tokens, old_log_probs: Tokens, mask: Tokens, segments: Segments) -> Tokens:
+def sequence_log_ratio(
+    log_probs: Tokens, old_log_probs: Tokens, mask: Tokens, segments: Segments
+) -> Tokens:
     """At each token the mean of log_prob - old_log_prob over the loss tokens of its sequence."""
     return segments.spread(segments.mean(log_probs - old_log_probs, mask))
 
 
-def ratio_at(level: Level, log_probs: Tokens, old_log_probs: Tokens, mask: Tokens, segments: Segments) -> Tokens:
-    """The ratio of each token, or of its sequence: exp(mean over the sequence of log_prob - old_log_prob)."""
+def ratio_at(
+    level: Level, log_probs: Tokens, old_log_probs: Tokens, mask: Tokens, segments: Segments
+) -> Tokens:
+    """The ratio of each token, or of its sequence: exp(mean over the sequence of log_prob -
+    old_log_prob).
+    """
     if level == "token":
         return jnp.exp(log_ratio(log_probs, old_log_probs))
     sequence = sequence_log_ratio(log_probs, old_log_probs, mask, segments)

@@ -1,4 +1,6 @@
-"""Losses in which each token has its own ratio and its own advantage, and a loss of two by the advantage's sign."""
+"""Losses in which each token has its own ratio and its own advantage, and a loss of two by the
+advantage's sign.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ _TINY = 1e-30
 
 @dataclasses.dataclass(frozen=True)
 class PPO(PolicyLoss):
-    """Clipped surrogate: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(log_prob - old_log_prob).
+    """Clipped surrogate: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(log_prob -
+    old_log_prob).
 
     Args:
       clip_low: the ratio is clipped below 1 - clip_low; 1 clips nothing.
@@ -50,7 +53,9 @@ class PPO(PolicyLoss):
     dual_clip: Coefficient | None = number(None, above=1)
     token_local: ClassVar[bool] = True
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
+    def __call__(
+        self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object
+    ) -> Result:
         ratio = jnp.exp(log_ratio(log_probs, old_log_probs))
         return clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
 
@@ -63,10 +68,11 @@ class CISPO(PolicyLoss):
 
     Args:
       clip_low: the ratio is clipped below 1 - clip_low; 1, as in the paper, is no lower bound.
-      clip_high: the ratio is clipped above 1 + clip_high. The paper tunes it and does not state it; 0.28 is slime's.
+      clip_high: the ratio is clipped above 1 + clip_high. The paper tunes it and does not state it;
+        0.28 is slime's.
       level: r is of the "token", or of the "sequence", the geometric mean of its tokens' ratios.
-      unified_mask: the loss is 0 where the clip of PPO would end the gradient: A > 0 and r above the upper bound, A < 0
-        and r below the lower one.
+      unified_mask: the loss is 0 where the clip of PPO would end the gradient: A > 0 and r above
+        the upper bound, A < 0 and r below the lower one.
 
     Example:
       >>> CISPO()
@@ -146,7 +152,9 @@ class SAPO(PolicyLoss):
 
 @jax.custom_jvp
 def _sigmoid(x: Tokens) -> Tokens:
-    """The sigmoid with derivative sigmoid(x) sigmoid(-x); JAX's, p (1 - p), is rounding alone where p is near 1."""
+    """The sigmoid with derivative sigmoid(x) sigmoid(-x); JAX's, p (1 - p), is rounding alone
+    where p is near 1.
+    """
     return jax.nn.sigmoid(x)
 
 
@@ -166,23 +174,28 @@ class Reinforce(PolicyLoss):
       >>> Reinforce()
       Reinforce()
 
-    Williams 1992, https://doi.org/10.1007/BF00992696; GPG: Chu et al. 2025, https://arxiv.org/abs/2504.02546
+    Williams 1992, https://doi.org/10.1007/BF00992696; GPG: Chu et al. 2025,
+    https://arxiv.org/abs/2504.02546
     """
 
     token_local: ClassVar[bool] = True
     weighs_by_ratio: ClassVar[bool] = False
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
+    def __call__(
+        self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object
+    ) -> Result:
         return -advantages * log_probs, {}
 
 
 @dataclasses.dataclass(frozen=True)
 class DPPO(PolicyLoss):
-    """-min(r, ratio_cap) A log_prob, r constant, for tokens whose probability has moved little enough.
+    """-min(r, ratio_cap) A log_prob, r constant, for tokens whose probability has moved little
+    enough.
 
-    With p and q a token's probability under the policy and the old one, a token with A > 0 and p > q has loss 0
-    where the divergence is above clip_high, one with A < 0 and p < q where it is above clip_low. The divergence is of
-    the token against all others: |p - q| ("tv"), or q log(q / p) + (1 - q) log((1 - q) / (1 - p)) ("kl").
+    With p and q a token's probability under the policy and the old one, a token with A > 0 and p >
+    q has loss 0 where the divergence is above clip_high, one with A < 0 and p < q where it is above
+    clip_low. The divergence is of the token against all others: |p - q| ("tv"), or q log(q / p) +
+    (1 - q) log((1 - q) / (1 - p)) ("kl").
 
     Args:
       divergence: "tv" or "kl".
@@ -194,7 +207,8 @@ class DPPO(PolicyLoss):
       >>> DPPO("kl", 0.05, 0.05).ratio_cap
       20.0
 
-    Qi et al. 2026, Rethinking the trust region in LLM reinforcement learning, https://arxiv.org/abs/2602.04879
+    Qi et al. 2026, Rethinking the trust region in LLM reinforcement learning,
+    https://arxiv.org/abs/2602.04879
     """
 
     divergence: Divergence = choice("tv", Divergence)
@@ -203,7 +217,9 @@ class DPPO(PolicyLoss):
     ratio_cap: Coefficient = number(20.0, above=0)
     token_local: ClassVar[bool] = True
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
+    def __call__(
+        self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object
+    ) -> Result:
         old = jnp.exp(old_log_probs)
         if self.divergence == "tv":
             divergence = jnp.abs(jnp.exp(log_probs) - old)
@@ -232,7 +248,8 @@ def _capped_ratio(log_probs: Tokens, old_log_probs: Tokens, cap: Coefficient) ->
 
 @dataclasses.dataclass(frozen=True)
 class DRO(PolicyLoss):
-    """The score function with a quadratic pull to the old policy: -A log_prob + beta / 2 (log_prob - old_log_prob)^2.
+    """The score function with a quadratic pull to the old policy: -A log_prob + beta / 2 (log_prob
+    - old_log_prob)^2.
 
     Args:
       beta: the strength of the pull.
@@ -241,25 +258,29 @@ class DRO(PolicyLoss):
       >>> DRO()
       DRO(beta=0.1)
 
-    Richemond et al. 2024, Offline regularised reinforcement learning, https://arxiv.org/abs/2405.19107
+    Richemond et al. 2024, Offline regularised reinforcement learning,
+    https://arxiv.org/abs/2405.19107
     """
 
     beta: Coefficient = number(0.1, least=0)
     token_local: ClassVar[bool] = True
     weighs_by_ratio: ClassVar[bool] = False
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
+    def __call__(
+        self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object
+    ) -> Result:
         return -advantages * log_probs + self.beta / 2 * (log_probs - old_log_probs) ** 2, {}
 
 
 @dataclasses.dataclass(frozen=True)
 class ProbabilityMask(PolicyLoss):
-    """-A min(r, ratio_cap) + pull d^2, the first term 0 where p - q is outside [-clip_low, clip_high].
+    """-A min(r, ratio_cap) + pull d^2, the first term 0 where p - q is outside [-clip_low,
+    clip_high].
 
-    p is the token's probability now, q the old one, d = log p - log q, r = p / q. Unlike in `DPPO`, the mask does not
-    depend on the sign of A. The cap bounds the weight of a token's gradient and does not end it; the pull also acts on
-    dropped tokens. prime-rl calls it "ipo": it is not the preference loss IPO. The published setting has q from the
-    sampler, `ratio_to="rollout"`.
+    p is the token's probability now, q the old one, d = log p - log q, r = p / q. Unlike in `DPPO`,
+    the mask does not depend on the sign of A. The cap bounds the weight of a token's gradient and
+    does not end it; the pull also acts on dropped tokens. prime-rl calls it "ipo": it is not the
+    preference loss IPO. The published setting has q from the sampler, `ratio_to="rollout"`.
 
     Args:
       clip_low: how far p may be below q; 1 drops nothing.
@@ -280,7 +301,9 @@ class ProbabilityMask(PolicyLoss):
     pull: Coefficient = number(0.0, least=0)
     token_local: ClassVar[bool] = True
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
+    def __call__(
+        self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object
+    ) -> Result:
         d = log_probs - old_log_probs
         higher = jnp.maximum(log_probs, old_log_probs)
         moved = lax.stop_gradient(jnp.sign(d) * jnp.exp(higher) * -jnp.expm1(-jnp.abs(d)))
@@ -295,9 +318,9 @@ class ProbabilityMask(PolicyLoss):
 class BySign(PolicyLoss):
     """One loss where A > 0, another one elsewhere.
 
-    The default is TOPR, by tokens: -A log_prob where A > 0, and -min(r, 1) A log_prob with a constant ratio where
-    A <= 0. Good responses are learnt however old they are; bad ones no longer pull once the policy has left them.
-    Metrics of either loss are 0 at the tokens of the other.
+    The default is TOPR, by tokens: -A log_prob where A > 0, and -min(r, 1) A log_prob with a
+    constant ratio where A <= 0. Good responses are learnt however old they are; bad ones no longer
+    pull once the policy has left them. Metrics of either loss are 0 at the tokens of the other.
 
     Args:
       positive: the loss where A > 0.
@@ -320,9 +343,13 @@ class BySign(PolicyLoss):
     def __post_init__(self) -> None:
         for name, loss in (("positive", self.positive), ("negative", self.negative)):
             if not isinstance(loss, PolicyLoss):
-                raise TypeError(f"{name}: got {type(loss).__name__}, expected a policy loss, such as PPO()")
+                raise TypeError(
+                    f"{name}: got {type(loss).__name__}, expected a policy loss, such as PPO()"
+                )
             if loss.selects is not None:
-                raise ValueError(f"{name}: got {loss}, expected one that selects no tokens of the step")
+                raise ValueError(
+                    f"{name}: got {loss}, expected one that selects no tokens of the step"
+                )
 
     @property
     def token_local(self) -> bool:  # type: ignore[override]

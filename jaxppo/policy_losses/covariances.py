@@ -16,9 +16,11 @@ from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, clipped_surrog
 
 @dataclasses.dataclass(frozen=True)
 class ClipCov(PolicyLoss):
-    """The `PPO` loss, and 0 for some random tokens of high covariance between advantage and log-prob.
+    """The `PPO` loss, and 0 for some random tokens of high covariance between advantage and
+    log-prob.
 
-    `covariance_mask` picks them over the whole step, among the tokens that the ratio's clip leaves alone.
+    `covariance_mask` picks them over the whole step, among the tokens that the ratio's clip leaves
+    alone.
 
     Args:
       clip_low, clip_high: see `PPO`.
@@ -30,7 +32,8 @@ class ClipCov(PolicyLoss):
       >>> ClipCov().share
       0.0002
 
-    Cui et al. 2025, The entropy mechanism of reinforcement learning, https://arxiv.org/abs/2505.22617
+    Cui et al. 2025, The entropy mechanism of reinforcement learning,
+    https://arxiv.org/abs/2505.22617
     """
 
     clip_low: Coefficient = number(0.2, least=0)
@@ -73,19 +76,22 @@ class ClipCov(PolicyLoss):
 
 @dataclasses.dataclass(frozen=True)
 class KLCov(PolicyLoss):
-    """-A r, plus coef |log_prob - old_log_prob| on the tokens of highest covariance between advantage and log-prob.
+    """-A r, plus coef |log_prob - old_log_prob| on the tokens of highest covariance between
+    advantage and log-prob.
 
     `covariance_mask` picks them over the whole step.
 
     Args:
-      share: the share of the step's tokens that are picked. 2e-3 is for 7B models; the paper has 2e-4 for 32B.
+      share: the share of the step's tokens that are picked. 2e-3 is for 7B models; the paper has
+        2e-4 for 32B.
       coef: the strength of the penalty.
 
     Example:
       >>> KLCov(coef=0.5).selects
       'highest'
 
-    Cui et al. 2025, The entropy mechanism of reinforcement learning, https://arxiv.org/abs/2505.22617
+    Cui et al. 2025, The entropy mechanism of reinforcement learning,
+    https://arxiv.org/abs/2505.22617
     """
 
     share: Coefficient = number(2e-3, least=0, most=1)

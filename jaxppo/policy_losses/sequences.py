@@ -11,7 +11,15 @@ from jax import lax
 
 from jaxppo.base.arrays import Coefficient
 from jaxppo.base.kl import MAX_LOG_RATIO, log_ratio
-from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, choice, clipped_surrogate, number, sequence_log_ratio
+from jaxppo.policy_losses.base import (
+    PolicyLoss,
+    Result,
+    Tokens,
+    choice,
+    clipped_surrogate,
+    number,
+    sequence_log_ratio,
+)
 from jaxppo.sharding import Segments
 
 Gradient = Literal["sequence", "token"]
@@ -20,15 +28,16 @@ _LEAST_LOG_WEIGHT = math.log(1e-8)
 
 @dataclasses.dataclass(frozen=True)
 class GSPO(PolicyLoss):
-    """The clipped surrogate of the sequence's ratio: s = exp(mean over the sequence of log_prob - old_log_prob).
+    """The clipped surrogate of the sequence's ratio: s = exp(mean over the sequence of log_prob -
+    old_log_prob).
 
     Args:
       clip_low: s is clipped below 1 - clip_low.
       clip_high: s is clipped above 1 + clip_high.
       dual_clip: see `PPO`.
-      gradient: "sequence" differentiates the mean over the sequence (GSPO); "token" gives each token the gradient
-        of s * log_prob (GSPO-token). The values are the same. The gradients differ if the advantages or the weights of
-        a sequence's tokens differ.
+      gradient: "sequence" differentiates the mean over the sequence (GSPO); "token" gives each
+        token the gradient of s * log_prob (GSPO-token). The values are the same. The gradients
+        differ if the advantages or the weights of a sequence's tokens differ.
 
     Example:
       >>> GSPO(3e-4, 4e-4).gradient
@@ -61,11 +70,13 @@ class GSPO(PolicyLoss):
 
 @dataclasses.dataclass(frozen=True)
 class GMPO(PolicyLoss):
-    """The geometric mean of clipped ratios: -A exp(mean over the sequence of d), A the sequence's mean advantage.
+    """The geometric mean of clipped ratios: -A exp(mean over the sequence of d), A the sequence's
+    mean advantage.
 
-    d is log_prob - old_log_prob, at most clip_high where A > 0, at least -clip_low where A < 0: bounds in log space.
-    There is one value per sequence, so "sequence_mean_token_mean" is the published aggregation. The clip fractions
-    count tokens outside the bounds on either side, with A > 0 and (lower) with A < 0.
+    d is log_prob - old_log_prob, at most clip_high where A > 0, at least -clip_low where A < 0:
+    bounds in log space. There is one value per sequence, so "sequence_mean_token_mean" is the
+    published aggregation. The clip fractions count tokens outside the bounds on either side, with A
+    > 0 and (lower) with A < 0.
 
     Args:
       clip_low: the lower bound, nats.
@@ -104,11 +115,12 @@ class GMPO(PolicyLoss):
 
 @dataclasses.dataclass(frozen=True)
 class VESPO(PolicyLoss):
-    """The score function, softly weighted by the sequence's ratio w: -phi A log_prob with phi = w^k exp(l (1 - w)).
+    """The score function, softly weighted by the sequence's ratio w: -phi A log_prob with phi = w^k
+    exp(l (1 - w)).
 
-    w is the product of the ratios of the sequence's tokens. phi is a constant: 1 where w is 1, largest at w = k / l,
-    and 0 far from there on either side. k and l depend on the sign of A. A token's log-ratio counts within [-20, 20],
-    log w within [log 1e-8, 20].
+    w is the product of the ratios of the sequence's tokens. phi is a constant: 1 where w is 1,
+    largest at w = k / l, and 0 far from there on either side. k and l depend on the sign of A. A
+    token's log-ratio counts within [-20, 20], log w within [log 1e-8, 20].
 
     Args:
       k_positive: k where A >= 0.

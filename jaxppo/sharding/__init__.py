@@ -1,7 +1,9 @@
-"""Meshes, axis roles, sequence layouts, packing, collectives and audits: the package `sharding` that comes with jaxppo.
+"""Meshes, axis roles, sequence layouts, packing, collectives and audits: the package `sharding`
+that comes with jaxppo.
 
-Import it from here. It is loaded once: as `sharding` if that is what `import sharding` finds, and under a private name
-in a project with a module `sharding` of its own. This module only repeats its public names.
+Import it from here. It is loaded once: as `sharding` if that is what `import sharding` finds, and
+under a private name in a project with a module `sharding` of its own. This module only repeats its
+public names.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sharding import *  # noqa: F403
 
-    def __getattr__(name: str) -> Any: ...  # where a type checker takes the project's own `sharding` for this one
+    # where a type checker takes the project's own `sharding` for this one
+    def __getattr__(name: str) -> Any: ...
 
 
 _FOLDER = Path(__file__).resolve().parent.parent.parent / "sharding"
@@ -34,7 +37,9 @@ def _load() -> ModuleType:
         return sys.modules[_PRIVATE]
     spec = importlib.util.spec_from_file_location(_PRIVATE, _FOLDER / "__init__.py")
     if spec is None or spec.loader is None or not (_FOLDER / "mesh.py").is_file():
-        raise ImportError(f"sharding: got no package at {_FOLDER}, expected the one that is installed with jaxppo")
+        raise ImportError(
+            f"sharding: got no package at {_FOLDER}, expected the one that is installed with jaxppo"
+        )
     module = sys.modules[_PRIVATE] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

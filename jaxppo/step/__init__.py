@@ -1,4 +1,6 @@
-"""What a whole step needs: denominators, accumulated gradients, forward passes, masks, entropies, staleness."""
+"""What a whole step needs: denominators, accumulated gradients, forward passes, masks,
+entropies, staleness.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,6 @@
-"""A step too large for one pass, a micro-batch at a time: its gradient, and forward passes that have none."""
+"""A step too large for one pass, a micro-batch at a time: its gradient, and forward passes that
+have none.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ from jaxppo.sharding import ShardAxes, check_parallel, vary, varying
 
 LossAndMetrics = tuple[Float[Array, ""], Metrics]
 _LEARNS = KINDS["params"]._replace(
-    expected="floats, which learn; keys, counts and all else that does not learn go to loss_fn another way, such as "
-    "nnx.split(model, nnx.Param, ...)"
+    expected=(
+        "floats, which learn; keys, counts and all else that does not learn go to loss_fn another"
+        " way, such as nnx.split(model, nnx.Param, ...)"
+    )
 )
 
 
@@ -31,33 +35,36 @@ def accumulate_gradients(
     *,
     parallel: ShardAxes | None = None,
 ) -> Callable[[Any], tuple[LossAndMetrics, Any]]:
-    """`jax.value_and_grad` of a whole step, one micro-batch at a time: sum over k of loss_fn(params, micro_batches[k]).
+    """`jax.value_and_grad` of a whole step, one micro-batch at a time: sum over k of
+    loss_fn(params, micro_batches[k]).
 
-    The sum is the loss of the whole step only if each part is normalised by the whole step. So put the
-    stacked `Normalizer.of(loss, micro_batches)` (and for ClipCov and KLCov their `covariance_mask`) into
-    `micro_batches` beside them. Group advantages, `whiten` and other statistics of the step are refused here: call them
-    before, on the stacked micro-batches. The loop is one `lax.scan`, with one set of f32 gradient buffers.
+    The sum is the loss of the whole step only if each part is normalised by the whole step. So put
+    the stacked `Normalizer.of(loss, micro_batches)` (and for ClipCov and KLCov their
+    `covariance_mask`) into `micro_batches` beside them. Group advantages, `whiten` and other
+    statistics of the step are refused here: call them before, on the stacked micro-batches. The
+    loop is one `lax.scan`, with one set of f32 gradient buffers.
 
-    On a mesh each micro-batch sums its gradients over data and context axes: those of a head's parameters in f32. With
-    `parallel` all gradients are summed once, behind the loop.
+    On a mesh each micro-batch sums its gradients over data and context axes: those of a head's
+    parameters in f32. With `parallel` all gradients are summed once, behind the loop.
 
     Args:
       loss_fn: (params, micro_batch) -> (scalar loss, metrics).
       micro_batches: a pytree whose arrays, keys of `jax.random` among them, all have a leading K.
-      parallel: inside the caller's `shard_map`, the roles of its axes. The gradients of all parameters are then summed
-        over data and context axes once, behind the loop, in f32. The loss must be a sum over these axes, without terms
-        of the parameters alone.
+      parallel: inside the caller's `shard_map`, the roles of its axes. The gradients of all
+        parameters are then summed over data and context axes once, behind the loop, in f32. The
+        loss must be a sum over these axes, without terms of the parameters alone.
 
     Returns:
-      A function that maps params, a pytree of floating-point arrays, to ((loss, metrics), gradients): metrics merged
-      over the micro-batches, gradients in the dtypes of params.
+      A function that maps params, a pytree of floating-point arrays, to ((loss, metrics),
+      gradients): metrics merged over the micro-batches, gradients in the dtypes of params.
 
     Raises:
-      TypeError: parameters that are not floating-point arrays, such as the random state of a model with dropout; a
-        `loss_fn` that does not return a scalar and metrics.
-      ValueError: arrays without a common leading K, or with K = 0; in loss_fn, a loss of this package without a
-        `Normalizer` or with one of another number of micro-batches, or a statistic of the step; with `parallel`, a loss
-        that is not summed over the data and context axes.
+      TypeError: parameters that are not floating-point arrays, such as the random state of a model
+        with dropout; a `loss_fn` that does not return a scalar and metrics.
+      ValueError: arrays without a common leading K, or with K = 0; in loss_fn, a loss of this
+        package without a `Normalizer` or with one of another number of micro-batches, or a
+        statistic of the step; with `parallel`, a loss that is not summed over the data and context
+        axes.
 
     Example:
       >>> from jaxppo.base.metrics import Metric
@@ -68,7 +75,9 @@ def accumulate_gradients(
       (10.0, 4.0, [4.0, 6.0])
     """
     if not callable(loss_fn):
-        raise TypeError(f"loss_fn: got {type(loss_fn).__name__}, expected a function of (params, micro_batch)")
+        raise TypeError(
+            f"loss_fn: got {type(loss_fn).__name__}, expected a function of (params, micro_batch)"
+        )
     count = _check_micro_batches(micro_batches)
     check_parallel(parallel, "ShardAxes or None")
     names: tuple[str, ...] = ()
@@ -97,12 +106,16 @@ def accumulate_gradients(
 def _sum_over_micro_batches(
     loss_fn: Callable[[Any, Any], LossAndMetrics], params: Any, micro_batches: Any
 ) -> tuple[Float[Array, ""], Metrics, Any]:
-    """The loss, the stacked metrics of the micro-batches and the f32 gradients of the parameters, in one loop."""
+    """The loss, the stacked metrics of the micro-batches and the f32 gradients of the
+    parameters, in one loop.
+    """
 
     def step(carry: tuple[Float[Array, ""], Any], micro_batch: Any) -> Any:
         total, sums = carry
         (loss, metrics), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params, micro_batch)
-        sums = jax.tree.map(lambda sum_, gradient: sum_ + gradient.astype(jnp.float32), sums, gradients)
+        sums = jax.tree.map(
+            lambda sum_, gradient: sum_ + gradient.astype(jnp.float32), sums, gradients
+        )
         return (total + loss, sums), metrics
 
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), params)
@@ -111,12 +124,15 @@ def _sum_over_micro_batches(
 
 
 def _check_summed(loss: Float[Array, ""], names: tuple[str, ...]) -> None:
-    """Raises if devices along these axes hold different losses: parts of a sum that nobody has summed."""
+    """Raises if devices along these axes hold different losses: parts of a sum that nobody has
+    summed.
+    """
     left = [name for name in names if name in varying(loss)]
     if left:
         raise ValueError(
-            f"loss_fn: got a loss that varies over mesh axes {left}, expected the sum over them, lax.psum; a term of "
-            "the parameters alone, such as weight decay, must be added after accumulate_gradients"
+            f"loss_fn: got a loss that varies over mesh axes {left}, expected the sum over them,"
+            " lax.psum; a term of the parameters alone, such as weight decay, must be added after"
+            " accumulate_gradients"
         )
 
 
@@ -124,16 +140,23 @@ def _check_micro_batches(micro_batches: Any) -> int:
     """K; raises where an array of the micro-batches has no leading K."""
     for path, x in jax.tree.leaves_with_path(micro_batches):
         if not (isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
-            check_array(f"micro_batches{jax.tree_util.keystr(path)}", x, kind=KINDS["micro_batches"])
+            check_array(
+                f"micro_batches{jax.tree_util.keystr(path)}", x, kind=KINDS["micro_batches"]
+            )
     lengths = {x.shape[:1] for x in jax.tree.leaves(micro_batches)}
     if len(lengths) != 1 or lengths <= {(), (0,)}:
-        raise ValueError(f"micro_batches: got leading dimensions {sorted(lengths)}, expected one K above 0 for all")
+        raise ValueError(
+            f"micro_batches: got leading dimensions {sorted(lengths)}, expected one K above 0"
+            " for all"
+        )
     ((count,),) = lengths
     return count
 
 
 def _summed(total: Float[Array, "..."], param: Float[Array, "..."]) -> Float[Array, "..."]:
-    """An f32 gradient in its parameter's dtype, summed over the axes along which only the gradient varies."""
+    """An f32 gradient in its parameter's dtype, summed over the axes along which only the
+    gradient varies.
+    """
     missing = tuple(sorted(varying(total) - varying(param)))
     if missing:
         total = lax.psum(total, missing)
@@ -141,10 +164,16 @@ def _summed(total: Float[Array, "..."], param: Float[Array, "..."]) -> Float[Arr
 
 
 def _checked_result(result: Any) -> LossAndMetrics:
-    """The result of a loss; raises unless it is a scalar with metrics, as losses of this package return them."""
+    """The result of a loss; raises unless it is a scalar with metrics, as losses of this package
+    return them.
+    """
     expected = "(scalar loss, metrics), as policy_loss returns them"
     if not isinstance(result, tuple) or len(result) != 2:
-        got = f"an array of shape {result.shape}" if hasattr(result, "shape") else type(result).__name__
+        got = (
+            f"an array of shape {result.shape}"
+            if hasattr(result, "shape")
+            else type(result).__name__
+        )
         raise TypeError(f"loss_fn: got {got}, expected {expected}")
     loss, metrics = result
     check_array("loss_fn", loss)
@@ -161,10 +190,13 @@ def _checked_result(result: Any) -> LossAndMetrics:
 def compute_log_probs(
     apply: Callable[[Any, RolloutBatch], TokenStats], params: Any, micro_batches: RolloutBatch
 ) -> TokenStats:
-    """Computes the statistics of micro-batches one after another, and keeps nothing for a backward. Call it under jit.
+    """Computes the statistics of micro-batches one after another, and keeps nothing for a backward.
+
+    Call it under jit.
 
     Args:
-      apply: takes params and one micro-batch `[R, T]`, returns its `TokenStats`; see `log_probs_from_hidden`.
+      apply: takes params and one micro-batch `[R, T]`, returns its `TokenStats`; see
+        `log_probs_from_hidden`.
       params: the parameters of the model that scores.
       micro_batches: `[K, R, T]`, or one batch `[R, T]`.
 
@@ -183,23 +215,30 @@ def compute_log_probs(
       (2, 1, 3)
     """
     if not callable(apply):
-        raise TypeError(f"apply: got {type(apply).__name__}, expected a function that returns TokenStats")
+        raise TypeError(
+            f"apply: got {type(apply).__name__}, expected a function that returns TokenStats"
+        )
     check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
     for path, x in jax.tree.leaves_with_path(params):
         try:
             jax.typeof(x)
         except TypeError:  # texts, objects, and numpy's arrays of them
             got = getattr(x, "dtype", type(x).__name__)
-            raise TypeError(f"params{jax.tree_util.keystr(path)}: got {got}, expected an array or a number") from None
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)}: got {got}, expected an array or a number"
+            ) from None
     params = lax.stop_gradient(params)
 
     def score(batch: RolloutBatch) -> TokenStats:
         stats = apply(params, batch)
         if not isinstance(stats, TokenStats):
-            raise TypeError(f"apply: got {type(stats).__name__}, expected a function that returns TokenStats")
+            raise TypeError(
+                f"apply: got {type(stats).__name__}, expected a function that returns TokenStats"
+            )
         if stats.log_probs.shape != batch.loss_mask.shape:
             raise ValueError(
-                f"apply: got log-probs of shape {stats.log_probs.shape}, expected the batch's, {batch.loss_mask.shape}"
+                f"apply: got log-probs of shape {stats.log_probs.shape}, expected the batch's,"
+                f" {batch.loss_mask.shape}"
             )
         return lax.stop_gradient(stats)
 

@@ -1,4 +1,5 @@
-"""What the metrics of a step say is wrong, and what to do: rules over numbers that losses report, read on the host.
+"""What the metrics of a step say is wrong, and what to do: rules over numbers that losses report,
+read on the host.
 
 docs/metrics.md derives every threshold here.
 """
@@ -24,9 +25,11 @@ __all__ = ["Advice", "advise"]
 
 ROUNDING = MAX_SAMPLED  # nats, how far bf16 logits may move a log-prob
 ROUNDING_K3 = math.expm1(ROUNDING) - ROUNDING  # the k3 of a token that moved so far
-ROUNDING_SAMPLE_SIZE = 1 / math.cosh(ROUNDING) ** 2  # the smallest effective sample size of tokens that moved so far
+# the smallest effective sample size of tokens that moved so far
+ROUNDING_SAMPLE_SIZE = 1 / math.cosh(ROUNDING) ** 2
 HALF = 0.5  # a step of which more than this teaches nothing
-FEWEST_STEPS = 10  # of these, by chance the later half all lies below the earlier one once in 252 times
+# of these, by chance the later half all lies below the earlier one once in 252 times
+FEWEST_STEPS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +61,9 @@ _NOTHING: Numbers = np.zeros(0)
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """The metrics that rules read: of each step, the oldest first, the numbers of each of its updates by name."""
+    """The metrics that rules read: of each step, the oldest first, the numbers of each of its
+    updates by name.
+    """
 
     steps: tuple[Mapping[str, Numbers], ...]
     update: int  # of the first number of each step, from 0
@@ -83,7 +88,9 @@ class Seen:
 
 
 def _largest(numbers: Numbers) -> float:
-    """The largest number; -inf where there is none, NaN where one is NaN, so that no comparison holds."""
+    """The largest number; -inf where there is none, NaN where one is NaN, so that no comparison
+    holds.
+    """
     return float(numbers.max(initial=-np.inf))
 
 
@@ -99,11 +106,14 @@ def _shown(seen: Seen, *names: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A rule: the metrics that it reads, when it speaks and what it says, and the section that it comes from."""
+    """A rule: the metrics that it reads, when it speaks and what it says, and the section that
+    it comes from.
+    """
 
     name: str
     reads: tuple[str, ...]
-    sentence: Callable[[Seen], str | None]  # None where nothing is wrong, or the metrics are not there
+    # None where nothing is wrong, or the metrics are not there
+    sentence: Callable[[Seen], str | None]
     page: str
 
 
@@ -113,9 +123,9 @@ def _nan_loss(seen: Seen) -> str | None:
         return None
     names = ", ".join(line.partition(":")[0] for line in explain_broken_rules(broken[0]))
     return (
-        f"The loss is NaN because of what it reads ({names}): explain_broken_rules({broken[0]:g}) says what is "
-        "expected, and batch.validate(vocab_size) names the first wrong entry, or, where it finds none, parameters are "
-        "not finite."
+        f"The loss is NaN because of what it reads ({names}): explain_broken_rules({broken[0]:g})"
+        " says what is expected, and batch.validate(vocab_size) names the first wrong entry, or,"
+        " where it finds none, parameters are not finite."
     )
 
 
@@ -123,15 +133,15 @@ def _unusable_tokens(seen: Seen) -> str | None:
     unusable = _largest(seen.last("unusable_tokens"))
     if unusable > 0:
         return (
-            f"{unusable:g} loss tokens have a log-prob that is not finite and do not train as sampled: mend what the "
-            "sampler reports, or, at -inf, make the trainer replay what the sampler cut off (top-p, top-k, masked "
-            "columns)."
+            f"{unusable:g} loss tokens have a log-prob that is not finite and do not train as"
+            " sampled: mend what the sampler reports, or, at -inf, make the trainer replay what"
+            " the sampler cut off (top-p, top-k, masked columns)."
         )
     apart = seen.last("sampler_log_prob_abs_diff")
     if np.isfinite(seen.last("loss")).all() and not np.isfinite(apart).all():
         return (
-            "The sampler's log-probs are not finite at some loss tokens, which only metrics have noticed: mend them "
-            "before a ratio or a correction reads them."
+            "The sampler's log-probs are not finite at some loss tokens, which only metrics have"
+            " noticed: mend them before a ratio or a correction reads them."
         )
     return None
 
@@ -141,8 +151,9 @@ def _equal_rewards(seen: Seen) -> str | None:
     if not equal > HALF:
         return None
     return (
-        f"{equal:.0%} of the groups have rewards that are all equal and teach nothing: leave them out with "
-        "advantages.drop_equal_groups, and sample prompts that are neither always solved nor never."
+        f"{equal:.0%} of the groups have rewards that are all equal and teach nothing: leave them"
+        " out with advantages.drop_equal_groups, and sample prompts that are neither always solved"
+        " nor never."
     )
 
 
@@ -151,22 +162,23 @@ def _no_reward(seen: Seen) -> str | None:
     if not missing > HALF:
         return None
     return (
-        f"{missing:.0%} of the samples have no reward and teach nothing: look for requests that the engine aborted, "
-        "and for a reward function that fails."
+        f"{missing:.0%} of the samples have no reward and teach nothing: look for requests that the"
+        " engine aborted, and for a reward function that fails."
     )
 
 
 def _first_update(seen: Seen) -> str | None:
-    if not seen.last("ppo_kl").size:  # not of a policy loss: mismatch_metrics has an effective sample size too
+    # not of a policy loss: mismatch_metrics has an effective sample size too
+    if not seen.last("ppo_kl").size:
         return None
     moved = _largest(np.abs(seen.fresh("ppo_kl")))
     alike = _smallest(seen.fresh("effective_sample_size"))
     if not (moved > ROUNDING or alike < ROUNDING_SAMPLE_SIZE):
         return None
     return (
-        "On fresh samples the policy is not the one that it is compared with "
-        f"({_shown(seen, 'ppo_kl', 'effective_sample_size')}; expected 0 and 1): look for values one position off, for "
-        "dropout, and for another temperature."
+        "On fresh samples the policy is not the one that it is compared with"
+        f" ({_shown(seen, 'ppo_kl', 'effective_sample_size')}; expected 0 and 1): look for values"
+        " one position off, for dropout, and for another temperature."
     )
 
 
@@ -177,8 +189,8 @@ def _old_samples(seen: Seen) -> str | None:
     if not worth < HALF:
         return None
     return (
-        f"After updates on the same samples they are worth {worth:.0%} of as many fresh ones: take a smaller learning "
-        "rate or fewer updates on a batch."
+        f"After updates on the same samples they are worth {worth:.0%} of as many fresh ones: take"
+        " a smaller learning rate or fewer updates on a batch."
     )
 
 
@@ -187,8 +199,8 @@ def _clipped(seen: Seen) -> str | None:
     if not share > HALF:
         return None
     return (
-        f"{share:.0%} of the tokens are beyond the bounds of the clip: take a smaller learning rate or fewer updates "
-        "on a batch, and see whether the bounds suit this loss."
+        f"{share:.0%} of the tokens are beyond the bounds of the clip: take a smaller learning rate"
+        " or fewer updates on a batch, and see whether the bounds suit this loss."
     )
 
 
@@ -200,21 +212,24 @@ def _far_tokens(seen: Seen) -> str | None:
     if not far >= MAX_LOG_RATIO - rounding:
         return None
     return (
-        f"A token's log-prob is {MAX_LOG_RATIO:g} nats or more from the one that it is compared with, where its ratio "
-        "is clamped: look for log-probs of other tokens, and for a learning rate that is far too large."
+        f"A token's log-prob is {MAX_LOG_RATIO:g} nats or more from the one that it is compared"
+        " with, where its ratio is clamped: look for log-probs of other tokens, and for a learning"
+        " rate that is far too large."
     )
 
 
 def _sampler(seen: Seen) -> str | None:
-    apart = _largest(np.concatenate([seen.last("sampler_log_prob_abs_diff"), seen.last("log_prob_abs_diff")]))
+    apart = _largest(
+        np.concatenate([seen.last("sampler_log_prob_abs_diff"), seen.last("log_prob_abs_diff")])
+    )
     k3 = _largest(np.concatenate([seen.last("sampler_k3"), seen.last("k3_kl")]))
     if apart == np.inf or not (apart > ROUNDING or k3 > ROUNDING_K3):
         return None
     return (
-        "Sampler and trainer are further apart than rounding to bfloat16 explains "
-        f"({_shown(seen, 'sampler_log_prob_abs_diff', 'sampler_k3', 'log_prob_abs_diff', 'k3_kl')}): compare "
-        "temperature, padded columns, adapters and versions of the weights in a mismatch report, or correct with "
-        "OffPolicyConfig."
+        "Sampler and trainer are further apart than rounding to bfloat16 explains"
+        f" ({_shown(seen, 'sampler_log_prob_abs_diff', 'sampler_k3', 'log_prob_abs_diff', 'k3_kl')}):"
+        " compare temperature, padded columns, adapters and versions of the weights in a mismatch"
+        " report, or correct with OffPolicyConfig."
     )
 
 
@@ -224,9 +239,9 @@ def _blind_model(seen: Seen) -> str | None:
     if not (first <= ROUNDING < behind and first > -np.inf):
         return None
     return (
-        f"The trainer agrees with the sampler on the first sample of each row ({first:.2g} nats a token), and not on "
-        f"those behind it ({behind:.2g}): the model attends across samples, so give batch.paths or the segment ids to "
-        "its attention, and call assert_packing_invariant."
+        f"The trainer agrees with the sampler on the first sample of each row ({first:.2g} nats a"
+        f" token), and not on those behind it ({behind:.2g}): the model attends across samples, so"
+        " give batch.paths or the segment ids to its attention, and call assert_packing_invariant."
     )
 
 
@@ -235,16 +250,18 @@ def _rejected(seen: Seen) -> str | None:
     if not share > HALF:
         return None
     return (
-        f"The off-policy correction leaves {share:.0%} of the tokens out: bring the sampler nearer to the trainer, or "
-        "see whether the bounds suit this statistic."
+        f"The off-policy correction leaves {share:.0%} of the tokens out: bring the sampler nearer"
+        " to the trainer, or see whether the bounds suit this statistic."
     )
 
 
 def trend(numbers: Numbers) -> float:
-    """How far the later half of an even number of values lies above the earlier half, in deviations of chance.
+    """How far the later half of an even number of values lies above the earlier half, in deviations
+    of chance.
 
-    The number of pairs (earlier, later) in which the later one is larger is n^2 / 2 on average over all orders, with a
-    variance of n^2 (2n + 1) / 12. Mann and Whitney 1947, https://doi.org/10.1214/aoms/1177730491
+    The number of pairs (earlier, later) in which the later one is larger is n^2 / 2 on average over
+    all orders, with a variance of n^2 (2n + 1) / 12. Mann and Whitney 1947,
+    https://doi.org/10.1214/aoms/1177730491
     """
     half = len(numbers) // 2
     earlier = numbers[:half]
@@ -253,7 +270,8 @@ def trend(numbers: Numbers) -> float:
     return float((larger - half**2 / 2) / math.sqrt(half**2 * (2 * half + 1) / 12))
 
 
-RARE = trend(np.arange(float(FEWEST_STEPS)))  # of the fewest steps, if all of the later half lie above the earlier one
+# of the fewest steps, if all of the later half lie above the earlier one
+RARE = trend(np.arange(float(FEWEST_STEPS)))
 
 
 def _entropy(seen: Seen) -> str | None:
@@ -273,9 +291,9 @@ def _entropy(seen: Seen) -> str | None:
     if not (trend(-entropy) >= RARE and reward_after <= reward):
         return None
     return (
-        f"Over {2 * half} steps the entropy fell from {before:.2g} to {after:.2g} nats and the reward "
-        f"did not rise ({reward:.2g} to {reward_after:.2g}): raise clip_high or the entropy coefficient, and see "
-        "whether the rewards depend on the responses."
+        f"Over {2 * half} steps the entropy fell from {before:.2g} to {after:.2g} nats and the"
+        f" reward did not rise ({reward:.2g} to {reward_after:.2g}): raise clip_high or the entropy"
+        " coefficient, and see whether the rewards depend on the responses."
     )
 
 
@@ -284,8 +302,9 @@ def _critic(seen: Seen) -> str | None:
     if not explained < 0:
         return None
     return (
-        f"The critic predicts returns worse than a constant (explained_variance {explained:.2g}): train it alone for "
-        "some steps before advantages rely on it, or, where nearly all returns are equal, look at value_error instead."
+        f"The critic predicts returns worse than a constant (explained_variance {explained:.2g}):"
+        " train it alone for some steps before advantages rely on it, or, where nearly all returns"
+        " are equal, look at value_error instead."
     )
 
 
@@ -307,7 +326,12 @@ RULES = (
     Rule("first_update", ("ppo_kl", "effective_sample_size"), _first_update, _ONE_OFF),
     Rule("old_samples", ("ppo_kl", "effective_sample_size"), _old_samples, _UPDATES),
     Rule("clipped", ("clip_fraction",), _clipped, _UPDATES),
-    Rule("far_tokens", ("ratio_min", "ratio_max"), _far_tokens, "docs/policies.md#what-the-ratio-is-over"),
+    Rule(
+        "far_tokens",
+        ("ratio_min", "ratio_max"),
+        _far_tokens,
+        "docs/policies.md#what-the-ratio-is-over",
+    ),
     Rule(
         "blind_model",
         ("first_in_row_abs_diff", "behind_others_abs_diff"),
@@ -321,26 +345,38 @@ RULES = (
         _CORRECTION,
     ),
     Rule("rejected", ("rejected_fraction", "veto_fraction"), _rejected, _CORRECTION),
-    Rule("entropy", ("entropy", "reward", "pass_rate"), _entropy, "docs/entropy.md#an-entropy-that-falls"),
+    Rule(
+        "entropy",
+        ("entropy", "reward", "pass_rate"),
+        _entropy,
+        "docs/entropy.md#an-entropy-that-falls",
+    ),
     Rule("critic", ("explained_variance",), _critic, "docs/critic.md"),
 )
 _READ = frozenset(name for rule in RULES for name in rule.reads)
 
 
-def advise(metrics: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, update: int = 0) -> list[Advice]:
-    """What is wrong with a step, by its metrics, and what to do: a sentence for each rule that speaks.
+def advise(
+    metrics: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, update: int = 0
+) -> list[Advice]:
+    """What is wrong with a step, by its metrics, and what to do: a sentence for each rule that
+    speaks.
 
-    Call it on the host, behind the step. docs/metrics.md lists the rules, what each reads, and where its threshold
-    comes from. A rule whose metrics are not there is silent, and metrics that no rule reads are ignored.
+    Call it on the host, behind the step. docs/metrics.md lists the rules, what each reads, and
+    where its threshold comes from. A rule whose metrics are not there is silent, and metrics that
+    no rule reads are ignored.
 
     Args:
       metrics: those of a step by name: what losses, `mismatch_metrics`, `mismatch.packing_metrics`,
-        `advantages.pass_rates` and `advantages.explained_variance` return, before `finalize_metrics` or behind it, and
-        the mean "reward" if you have it. A number, or `[updates]` for several updates on the same samples. Or a list of
-        such dicts, those of consecutive steps, the oldest first: most rules read the last one, and one about entropy
-        reads all. Means are over tokens, as by default. `mismatch_metrics` has an `effective_sample_size` of its own:
+        `advantages.pass_rates` and `advantages.explained_variance` return, before
+        `finalize_metrics` or behind it, and the mean "reward" if you have it. A number, or
+        `[updates]` for several updates on the same samples. Or a list of such dicts, those of
+        consecutive steps, the oldest first: most rules read the last one, and one about entropy
+        reads all. Means are over tokens, as by default. `mismatch_metrics` has an
+        `effective_sample_size` of its own:
         in a merged dict, keep that of the loss.
-      update: how many updates on these samples came before the first number of each step; 0 for fresh samples.
+      update: how many updates on these samples came before the first number of each step; 0 for
+        fresh samples.
 
     Returns:
       A list of `Advice`; empty where no rule speaks.
@@ -359,7 +395,9 @@ def advise(metrics: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, update: 
         steps = [metrics]
     expected = "the metrics of a step by name, or a list of those of several steps"
     good = isinstance(steps, Sequence) and not isinstance(steps, str)
-    check_type("metrics", metrics, good and all(isinstance(step, Mapping) for step in steps), expected)
+    check_type(
+        "metrics", metrics, good and all(isinstance(step, Mapping) for step in steps), expected
+    )
     check("metrics", "no steps", len(steps) > 0, expected)
     seen = Seen(tuple(_numbers(step) for step in steps), update)
     found = []
@@ -381,7 +419,9 @@ def _numbers(step: Mapping[str, Any]) -> dict[str, Numbers]:
         expected = "a number, or an array [updates]; call advise on the host, behind jit"
         check_type(what, value, not isinstance(value, jax.core.Tracer), expected)
         array = np.asarray(value)
-        is_number = jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)
+        is_number = jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(
+            array.dtype, jnp.integer
+        )
         check_type(what, value, is_number, expected)
         check(what, f"shape {array.shape}", array.ndim <= 1, expected)
         numbers[name] = np.atleast_1d(array.astype(np.float64))

@@ -36,7 +36,9 @@ class _OfDepths(Protocol):
     @property
     def aggregation(self) -> Aggregation: ...
 
-    def depth_batches(self, micro_batches: RolloutBatch, parallel: Parallel) -> list[RolloutBatch]: ...
+    def depth_batches(
+        self, micro_batches: RolloutBatch, parallel: Parallel
+    ) -> list[RolloutBatch]: ...
 
 
 class _Options(NamedTuple):
@@ -50,24 +52,30 @@ class _Options(NamedTuple):
 @register(static=["aggregation", "off_policy", "micro_batches", "weighted", "out_of_denominators"])
 @dataclasses.dataclass(frozen=True)
 class Normalizer:
-    """The denominators of a whole optimiser step, so that its micro-batches add up to exactly the full batch.
+    """The denominators of a whole optimiser step, so that its micro-batches add up to exactly the
+    full batch.
 
-    For stacked micro-batches `[K, R, T]` every array has a leading K too, so that `lax.scan` over (batch, normalizer)
-    gives each micro-batch its own part. A loss with other options than those that it was made with refuses it.
+    For stacked micro-batches `[K, R, T]` every array has a leading K too, so that `lax.scan` over
+    (batch, normalizer) gives each micro-batch its own part. A loss with other options than those
+    that it was made with refuses it.
 
     Args:
-      tokens: `f32[]`, the sum of the loss mask; with the batch's `weighted_denominators`, of the mask times
-        `loss_weights`, and so are `denominators`. Tokens that are `out_of_denominators` are in none of these numbers.
+      tokens: `f32[]`, the sum of the loss mask; with the batch's `weighted_denominators`, of the
+        mask times `loss_weights`, and so are `denominators`. Tokens that are `out_of_denominators`
+        are in none of these numbers.
       sequences: `f32[]`, the number of sequences ("rollout_mean": rollouts) with a loss token.
-      denominators: `f32[R, S]`, the loss tokens of each sequence ("rollout_mean": of all samples of its rollout).
-      counts: `f32[R, S]`, the loss tokens of each sequence, which must be those of the batch that it is used with.
+      denominators: `f32[R, S]`, the loss tokens of each sequence ("rollout_mean": of all samples of
+        its rollout).
+      counts: `f32[R, S]`, the loss tokens of each sequence, which must be those of the batch that
+        it is used with.
       aggregation: that of the denominators; static, like all fields below except `weight_mean`.
-      weight_mean: `f32[]`, the mean importance weight, for `OffPolicyConfig(batch_normalize=True)`; else None.
+      weight_mean: `f32[]`, the mean importance weight, for `OffPolicyConfig(batch_normalize=True)`;
+        else None.
       off_policy: the part of an `OffPolicyConfig` that the mean weight depends on; else None.
       micro_batches: K, if the normalizer was made from stacked micro-batches; else None.
       weighted: the batch's `weighted_denominators`.
-      out_of_denominators: the names of the batch's log-probs that take a loss token out of the denominators where they
-        are not finite, see `Unusable`.
+      out_of_denominators: the names of the batch's log-probs that take a loss token out of the
+        denominators where they are not finite, see `Unusable`.
 
     Example:
       >>> ids, one = jnp.array([[1, 1, 2, 0]]), jnp.array([[0, 1]])
@@ -96,29 +104,35 @@ class Normalizer:
 
     @overload
     @classmethod
-    def of(cls, loss: _OfDepths, micro_batches: RolloutBatch, *, parallel: Parallel = None) -> list[Normalizer]: ...
+    def of(
+        cls, loss: _OfDepths, micro_batches: RolloutBatch, *, parallel: Parallel = None
+    ) -> list[Normalizer]: ...
 
     @overload
     @classmethod
-    def of(cls, loss: Loss, micro_batches: RolloutBatch, *, parallel: Parallel = None) -> Normalizer: ...
+    def of(
+        cls, loss: Loss, micro_batches: RolloutBatch, *, parallel: Parallel = None
+    ) -> Normalizer: ...
 
     @classmethod
     def of(cls, loss: Any, micro_batches: RolloutBatch, *, parallel: Parallel = None) -> Any:
         """The denominators of a step for a loss.
 
         Args:
-          loss: as `loss_from_hidden` takes it, or an `MTP` or a `Draft` with their number of depths.
+          loss: as `loss_from_hidden` takes it, or an `MTP` or a `Draft` with their number of
+            depths.
           micro_batches: a batch, or the step's micro-batches stacked: `[K, R, T]`.
           parallel: the mesh.
 
         Returns:
-          A `Normalizer` for the batch, or stacked ones for its micro-batches: slices of it go with slices of them. For
-          a sum of parts one for each part by name, with its own mask and weights; for depths a list with one for each.
+          A `Normalizer` for the batch, or stacked ones for its micro-batches: slices of it go with
+          slices of them. For a sum of parts one for each part by name, with its own mask and
+          weights; for depths a list with one for each.
 
         Raises:
           TypeError: something else in place of a loss.
-          ValueError: extras that a part names, or log-probs that a correction needs, and the batch lacks; rows in
-            another context layout than the mesh's, or none; one micro-batch alone.
+          ValueError: extras that a part names, or log-probs that a correction needs, and the batch
+            lacks; rows in another context layout than the mesh's, or none; one micro-batch alone.
 
         Example:
           >>> from jaxppo.losses import SFT, Part
@@ -129,17 +143,29 @@ class Normalizer:
           {'all': 2.0, 'imitation': 1.0}
         """
         if isinstance(loss, Mapping):
-            return {name: cls.of(part, micro_batches, parallel=parallel) for name, part in loss.items()}
+            return {
+                name: cls.of(part, micro_batches, parallel=parallel) for name, part in loss.items()
+            }
         if isinstance(loss, _OfDepths):
-            batches = loss.depth_batches(checked(micro_batches, stacked=True, prefix="micro_batches."), parallel)
-            return [cls._of(_Options(loss.aggregation, None, ()), batch, parallel) for batch in batches]
+            batches = loss.depth_batches(
+                checked(micro_batches, stacked=True, prefix="micro_batches."), parallel
+            )
+            return [
+                cls._of(_Options(loss.aggregation, None, ()), batch, parallel) for batch in batches
+            ]
         if not isinstance(loss, Loss):
-            raise TypeError(f"loss: got {type(loss).__name__}, expected a loss as loss_from_hidden takes it")
+            raise TypeError(
+                f"loss: got {type(loss).__name__}, expected a loss as loss_from_hidden takes it"
+            )
         one: Any = PolicyLossConfig(loss) if isinstance(loss, PolicyLoss) else loss
         if hasattr(one, "with_numbers"):  # a `Part`, whose module this one cannot import
             check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
             return cls.of(one.loss, one.of(micro_batches), parallel=parallel)
-        return cls._of(_Options(one.aggregation, one.off_policy, one.out_of_denominators), micro_batches, parallel)
+        return cls._of(
+            _Options(one.aggregation, one.off_policy, one.out_of_denominators),
+            micro_batches,
+            parallel,
+        )
 
     @classmethod
     def _of(cls, options: _Options, micro_batches: RolloutBatch, parallel: Parallel) -> Normalizer:
@@ -175,20 +201,31 @@ class Normalizer:
         """The PartitionSpec of each array: rows over data."""
         one: Any = P()
         rows: Any = spec_of(parallel.rows_spec, self.counts)
-        return dataclasses.replace(self, tokens=one, sequences=one, weight_mean=one, denominators=rows, counts=rows)
+        return dataclasses.replace(
+            self, tokens=one, sequences=one, weight_mean=one, denominators=rows, counts=rows
+        )
 
     def check_step(self, batch: RolloutBatch) -> None:
-        """Raises where shapes show that the batch is neither this normalizer's step nor a part of it."""
+        """Raises where shapes show that the batch is neither this normalizer's step nor a part
+        of it.
+        """
         stacked = batch.loss_mask.shape[0] if batch.loss_mask.ndim == 3 else None
         count = stacked or part_of_a_step.value or batch.micro_batches
         if count is not None and count != (self.micro_batches or 1):
             raise ValueError(
-                f"normalizer: got one of a step of {self.micro_batches or 1} micro-batches, expected {count}: "
-                "Normalizer.of(loss, micro_batches) of the stacked micro-batches, sliced like them"
+                f"normalizer: got one of a step of {self.micro_batches or 1} micro-batches,"
+                f" expected {count}: Normalizer.of(loss, micro_batches) of the stacked"
+                " micro-batches, sliced like them"
             )
         slots = batch.sample_ids.shape
         one = slots[:-2]
-        expected = {"tokens": one, "sequences": one, "weight_mean": one, "denominators": slots, "counts": slots}
+        expected = {
+            "tokens": one,
+            "sequences": one,
+            "weight_mean": one,
+            "denominators": slots,
+            "counts": slots,
+        }
         for name, shape in expected.items():
             x = getattr(self, name)
             if x is None:
@@ -196,8 +233,9 @@ class Normalizer:
             got = jnp.shape(x)
             if got != shape:
                 raise ValueError(
-                    f"normalizer: got {name} of shape {got}, expected {shape}, that of the batch: give each "
-                    "micro-batch its part of each field, as lax.scan and accumulate_gradients do"
+                    f"normalizer: got {name} of shape {got}, expected {shape}, that of the batch:"
+                    " give each micro-batch its part of each field, as lax.scan and"
+                    " accumulate_gradients do"
                 )
 
 
@@ -233,7 +271,9 @@ def normalize(
     counts = segments.sum(mask)
     weights = counts
     if batch.weighted_denominators:
-        loss_weights = needed("batch.loss_weights", batch.loss_weights, "f32[R, T] with weighted_denominators=True")
+        loss_weights = needed(
+            "batch.loss_weights", batch.loss_weights, "f32[R, T] with weighted_denominators=True"
+        )
         weights = segments.sum(lax.stop_gradient(masked(loss_weights, mask)) * mask)
     axes = segments.axes
     tokens = axes.psum(vary(weights.sum(), axes.data), axes.data)
@@ -247,7 +287,9 @@ def normalize(
     mean_weight = of_mean_weight(off_policy)
     if mean_weight is not None:
         old = needed("batch.old_log_probs", batch.old_log_probs, "f32[R, T] for batch_normalize")
-        rollout = needed("batch.rollout_log_probs", batch.rollout_log_probs, "f32[R, T] for batch_normalize")
+        rollout = needed(
+            "batch.rollout_log_probs", batch.rollout_log_probs, "f32[R, T] for batch_normalize"
+        )
         total, count = weight_sums(old, at_most_zero(rollout), mask, segments, mean_weight)
         weight_mean = total / jnp.maximum(count, 1)
     return Normalizer(
@@ -287,41 +329,63 @@ def step_normalizer(
     off_policy: OffPolicyConfig | None = None,
     out_of_denominators: tuple[str, ...] = (),
 ) -> Normalizer:
-    """Per-shard: the given normalizer, checked. Without one, the batch's own: the batch is then a whole step."""
+    """Per-shard: the given normalizer, checked.
+
+    Without one, the batch's own: the batch is then a whole step.
+    """
     if normalizer is None:
         # the denominators of a micro-batch alone would be wrong
-        expected = f"the step's, for aggregation={aggregation!r}: Normalizer.of(loss, micro_batches), sliced like them"
+        expected = (
+            f"the step's, for aggregation={aggregation!r}: Normalizer.of(loss, micro_batches),"
+            " sliced like them"
+        )
         if part_of_a_step.value and aggregation != "token_sum":
-            raise ValueError(f"normalizer: got None inside accumulate_gradients, expected {expected}")
+            raise ValueError(
+                f"normalizer: got None inside accumulate_gradients, expected {expected}"
+            )
         if (batch.micro_batches or 1) > 1 and aggregation != "token_sum":
             raise ValueError(
-                f"normalizer: got None for one of {batch.micro_batches} micro-batches, expected {expected}; a batch "
-                "that is a step of its own has micro_batches=None"
+                f"normalizer: got None for one of {batch.micro_batches} micro-batches, expected"
+                f" {expected}; a batch that is a step of its own has micro_batches=None"
             )
         own = normalize(batch, segments, aggregation, off_policy, out_of_denominators)
         return dataclasses.replace(own, micro_batches=part_of_a_step.value or batch.micro_batches)
     if normalizer.aggregation != aggregation:
-        raise ValueError(f"normalizer: got one of aggregation {normalizer.aggregation!r}, expected {aggregation!r}")
+        raise ValueError(
+            f"normalizer: got one of aggregation {normalizer.aggregation!r}, expected"
+            f" {aggregation!r}"
+        )
     if normalizer.weighted != batch.weighted_denominators:
         got = f"weighted_denominators={normalizer.weighted}"
-        raise ValueError(f"normalizer: got one of {got}, expected the batch's, {batch.weighted_denominators}")
+        raise ValueError(
+            f"normalizer: got one of {got}, expected the batch's, {batch.weighted_denominators}"
+        )
     mean_weight = of_mean_weight(off_policy)
     if mean_weight is not None and normalizer.off_policy != mean_weight:
-        raise ValueError(f"normalizer: got one of off_policy={normalizer.off_policy}, expected {mean_weight}")
+        raise ValueError(
+            f"normalizer: got one of off_policy={normalizer.off_policy}, expected {mean_weight}"
+        )
     if normalizer.out_of_denominators != out_of_denominators:
         got = f"out_of_denominators={normalizer.out_of_denominators}"
-        raise ValueError(f"normalizer: got one of {got}, expected {out_of_denominators}, as the loss's `unusable` says")
+        raise ValueError(
+            f"normalizer: got one of {got}, expected {out_of_denominators}, as the loss's"
+            " `unusable` says"
+        )
     normalizer.check_step(batch)
     return normalizer
 
 
 def token_weights(
-    loss_mask: Float[Array, "R T"], segments: Segments, normalizer: Normalizer, norm: float | None = None
+    loss_mask: Float[Array, "R T"],
+    segments: Segments,
+    normalizer: Normalizer,
+    norm: float | None = None,
 ) -> Float[Array, "R T"]:
     """The weight of each token's loss: loss = sum over all tokens of weight * token loss.
 
-    Let m be the loss mask, N its sum, n_s its sum over a sequence, and B the number of sequences with n_s > 0. If the
-    batch has `weighted_denominators`, N and n_s are sums of m times its `loss_weights`.
+    Let m be the loss mask, N its sum, n_s its sum over a sequence, and B the number of sequences
+    with n_s > 0. If the batch has `weighted_denominators`, N and n_s are sums of m times its
+    `loss_weights`.
 
         token_mean                     m / N
         token_sum                      m
@@ -330,7 +394,8 @@ def token_weights(
         sequence_mean_token_sum_norm   m / (norm B)
         rollout_mean                   m / (n_r B_r), n_r over all samples of a rollout, B_r rollouts
 
-    The normalizer says the aggregation, and N, B and n of the whole step. Weights are 0 where a denominator is.
+    The normalizer says the aggregation, and N, B and n of the whole step. Weights are 0 where a
+    denominator is.
     """
     check_choice("normalizer.aggregation", normalizer.aggregation, Aggregation)
     mask = lax.stop_gradient(loss_mask.astype(jnp.float32))

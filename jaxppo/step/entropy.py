@@ -43,7 +43,8 @@ class EntropyState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveEntropy:
-    """Raises the coefficient c of the entropy bonus while the entropy H is low; no bonus while H is above the target.
+    """Raises the coefficient c of the entropy bonus while the entropy H is low; no bonus while H is
+    above the target.
 
         after a step:      c <- clip(c + step where H <= target, else c - step, 0, most)
         in the next step:  the bonus has the coefficient c where H <= target, else 0
@@ -79,12 +80,15 @@ class AdaptiveEntropy:
         return EntropyState(jnp.float32(coef), jnp.float32(-jnp.inf))
 
     def coef(self, state: EntropyState) -> Float[Array, ""]:
-        """The coefficient of the coming step, `f32[]`, for `PolicyLossConfig(entropy_coef=)` inside `jit`."""
+        """The coefficient of the coming step, `f32[]`, for `PolicyLossConfig(entropy_coef=)`
+        inside `jit`.
+        """
         _check_state(state)
         return jnp.where(state.entropy > self.target, 0 * state.coef, state.coef)
 
     def update(self, state: EntropyState, entropy: Float[Array, ""] | float) -> EntropyState:
-        """The state after a step whose metric `entropy` this is: the mean over its loss tokens, nats.
+        """The state after a step whose metric `entropy` this is: the mean over its loss tokens,
+        nats.
 
         Where the entropy is a NaN of an array, the state is NaN, and so is the next loss.
         """
@@ -92,14 +96,18 @@ class AdaptiveEntropy:
         if isinstance(entropy, (np.ndarray, np.floating)) and np.ndim(entropy) == 0:
             entropy = jnp.asarray(entropy)  # a metric, which may be NaN
         number = as_number("entropy", entropy)
-        change = jnp.where(number > self.target, -self.step, self.step) + jnp.where(jnp.isnan(number), jnp.nan, 0)
+        change = jnp.where(number > self.target, -self.step, self.step) + jnp.where(
+            jnp.isnan(number), jnp.nan, 0
+        )
         coef = jnp.clip(state.coef + change, 0, self.most)
         return EntropyState(coef.astype(jnp.float32), number)
 
 
 def _check_state(state: Any) -> None:
     if not isinstance(state, EntropyState):
-        raise TypeError(f"state: got {type(state).__name__}, expected EntropyState, of AdaptiveEntropy.init")
+        raise TypeError(
+            f"state: got {type(state).__name__}, expected EntropyState, of AdaptiveEntropy.init"
+        )
 
 
 _HIGHEST = 13.0  # nats, above the logarithm of any vocabulary
@@ -116,9 +124,9 @@ def entropy_metrics(
 ) -> Metrics:
     """The entropy of the loss tokens: its quantiles, and its mean by the place in the response.
 
-    Quantiles are read from a histogram, which adds up over micro-batches and hosts: a quantile H is off by at most
-    0.015 sqrt(H). A token's place is its distance from the first loss token of its sequence. Losses do not compute
-    these metrics, since the histogram is a scatter of every token.
+    Quantiles are read from a histogram, which adds up over micro-batches and hosts: a quantile H is
+    off by at most 0.015 sqrt(H). A token's place is its distance from the first loss token of its
+    sequence. Losses do not compute these metrics, since the histogram is a scatter of every token.
 
     Args:
       stats: `TokenStats` with entropies, `f32[R, T]`.
@@ -128,11 +136,12 @@ def entropy_metrics(
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
-      The metrics `entropy_p50` and so on, 0 where there is no token, and `entropy_from_0`, `entropy_from_64` and so on,
-      the mean up to the next start.
+      The metrics `entropy_p50` and so on, 0 where there is no token, and `entropy_from_0`,
+      `entropy_from_64` and so on, the mean up to the next start.
 
     Raises:
-      TypeError, ValueError: stats without entropies or of another shape, quantiles or starts out of order or range.
+      TypeError, ValueError: stats without entropies or of another shape, quantiles or starts out of
+        order or range.
 
     Example:
       >>> from jaxppo.step.entropy import entropy_metrics
@@ -145,10 +154,14 @@ def entropy_metrics(
     Why the tail matters: Wang et al. 2025, https://arxiv.org/abs/2506.01939
     """
     batch = checked(batch, reader="entropy_metrics")
-    check_stats(stats, batch.loss_mask.shape, "entropy", how="log_probs_from_hidden(..., entropy='metric')")
+    check_stats(
+        stats, batch.loss_mask.shape, "entropy", how="log_probs_from_hidden(..., entropy='metric')"
+    )
     for name, numbers in (("quantiles", quantiles), ("starts", starts)):
         if not isinstance(numbers, Sequence) or isinstance(numbers, str):
-            raise TypeError(f"{name}: got {type(numbers).__name__}, expected a tuple or list of numbers")
+            raise TypeError(
+                f"{name}: got {type(numbers).__name__}, expected a tuple or list of numbers"
+            )
     shares = tuple(plain_number("quantiles", quantile, least=0, most=1) for quantile in quantiles)
     places = tuple(plain_number("starts", start) for start in starts)
     in_order = places[:1] == (0,) and all(start < end for start, end in itertools.pairwise(places))
@@ -162,10 +175,12 @@ def entropy_metrics(
 
 
 def renormalised_entropy(log_probs: Float[Array, "*batch K"]) -> Float[Array, "*batch"]:
-    """The entropy of a distribution p that is renormalised over K of its tokens: -sum q log q, with q = p / sum p.
+    """The entropy of a distribution p that is renormalised over K of its tokens: -sum q log q, with
+    q = p / sum p.
 
-    For the sampler's nucleus, pass the `id_log_probs` of `ids=nucleus_ids`, which are differentiable. For the likeliest
-    tokens, pass `top_log_probs`, which are constants, or, for a gradient, the `id_log_probs` of `ids=top_ids`.
+    For the sampler's nucleus, pass the `id_log_probs` of `ids=nucleus_ids`, which are
+    differentiable. For the likeliest tokens, pass `top_log_probs`, which are constants, or, for a
+    gradient, the `id_log_probs` of `ids=top_ids`.
 
     Args:
       log_probs: `[..., K]`, of different tokens; -inf for an empty slot.
@@ -188,7 +203,8 @@ def renormalised_entropy(log_probs: Float[Array, "*batch K"]) -> Float[Array, "*
     log_probs = sound("log_probs", log_probs)
     possible = log_probs != -jnp.inf
     some = possible.any(axis=-1, keepdims=True)
-    possible = possible | ~some  # a placeholder distribution, so that the gradient is 0 if no slot is filled
+    # a placeholder distribution, so that the gradient is 0 if no slot is filled
+    possible = possible | ~some
     logits = jnp.where(some, log_probs.astype(jnp.float32), 0)
     log_q = jax.nn.log_softmax(jnp.where(possible, logits, -jnp.inf))
     q_log_q = jnp.exp(log_q) * jnp.where(possible, log_q, 0)
@@ -220,7 +236,9 @@ def _per_shard(
         return metrics
     histogram = _histogram(axes, entropy, mask)
     for quantile in quantiles:
-        metrics[f"entropy_p{100 * quantile:g}"] = Composite({"counts": histogram}, _Quantile(quantile))
+        metrics[f"entropy_p{100 * quantile:g}"] = Composite(
+            {"counts": histogram}, _Quantile(quantile)
+        )
     return metrics
 
 
@@ -236,7 +254,9 @@ def _histogram(axes: ShardAxes, entropy: Float[Array, "R T"], mask: Float[Array,
 
 @dataclasses.dataclass(frozen=True)
 class _Quantile:
-    """The quantile q of a histogram; equal ones are equal, so that metrics of two steps have the same structure."""
+    """The quantile q of a histogram; equal ones are equal, so that metrics of two steps have the
+    same structure.
+    """
 
     q: float
 

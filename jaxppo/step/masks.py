@@ -1,4 +1,6 @@
-"""Masks that select tokens over a whole step before it runs: by the drift of the policy, or by entropy."""
+"""Masks that select tokens over a whole step before it runs: by the drift of the policy, or by
+entropy.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,21 @@ _LARGEST = 2**15  # denominator of a fraction
 def second_moment_mask(
     batch: RolloutBatch, bound: float = 0.04, *, parallel: ParallelMesh | ShardAxes | None = None
 ) -> Float[Array, "*K R T"]:
-    """M2PO: drops the fewest tokens that keep the second moment of the drift below a bound, over the whole step.
+    """M2PO: drops the fewest tokens that keep the second moment of the drift below a bound, over
+    the whole step.
 
-    Let d = (rollout_log_prob - old_log_prob)^2. The loss tokens with the largest d are dropped until the mean of the
-    rest is below `bound`: first those without a finite d, those with equal d together, never those with the smallest.
+    Let d = (rollout_log_prob - old_log_prob)^2. The loss tokens with the largest d are dropped
+    until the mean of the rest is below `bound`: first those without a finite d, those with equal d
+    together, never those with the smallest.
 
-    Use it as `dataclasses.replace(batch, loss_mask=...)` to drop tokens from penalties and denominators too, as AReaL
-    does; or multiply the advantages by it to drop them from the policy loss alone. The paper compares the sampler with
-    the current policy, this function with the old one, which is known before the step. AReaL sorts each micro-batch.
+    Use it as `dataclasses.replace(batch, loss_mask=...)` to drop tokens from penalties and
+    denominators too, as AReaL does; or multiply the advantages by it to drop them from the policy
+    loss alone. The paper compares the sampler with the current policy, this function with the old
+    one, which is known before the step. AReaL sorts each micro-batch.
 
     Args:
-      batch: the step, `[R, T]`, or its micro-batches stacked, `[K, R, T]`; needs `old_log_probs`, `rollout_log_probs`.
+      batch: the step, `[R, T]`, or its micro-batches stacked, `[K, R, T]`; needs `old_log_probs`,
+        `rollout_log_probs`.
       bound: the bound of the mean, nats^2, above 0.
       parallel: the mesh.
 
@@ -47,8 +53,8 @@ def second_moment_mask(
       `f32`, the shape of `batch.loss_mask`: 1 where a loss token stays.
 
     Raises:
-      ValueError: log-probs that the batch lacks, a bound that is not above 0, one micro-batch of several, a call inside
-        `accumulate_gradients`.
+      ValueError: log-probs that the batch lacks, a bound that is not above 0, one micro-batch of
+        several, a call inside `accumulate_gradients`.
 
     Example:
       >>> ids, x = jnp.array([[1, 1, 1]]), jnp.array([[-1.0, -2.0, -3.0]])
@@ -73,7 +79,9 @@ def second_moment_mask(
 
 
 @of_rows
-def _second_moment(axes: ShardAxes, batch: RolloutBatch, bound: jax.Array) -> Float[Array, "*K R T"]:
+def _second_moment(
+    axes: ShardAxes, batch: RolloutBatch, bound: jax.Array
+) -> Float[Array, "*K R T"]:
     axes.check_complete("the second moment of a step", batch.loss_mask)
     tokens = LossTokens.of(batch)
     mask = tokens.mask > 0
@@ -86,7 +94,9 @@ def _second_moment(axes: ShardAxes, batch: RolloutBatch, bound: jax.Array) -> Fl
         stays = mask & (scores <= cut)
         own_sum = jnp.where(stays, d, 0).sum()
         own_count = stays.sum(dtype=jnp.float32)
-        drift, count = axes.psum((vary(own_sum, axes.tokens), vary(own_count, axes.tokens)), axes.tokens)
+        drift, count = axes.psum(
+            (vary(own_sum, axes.tokens), vary(own_count, axes.tokens)), axes.tokens
+        )
         return (drift < bound * count) | (count == 0)
 
     least = jnp.where(mask, scores, jnp.uint32(0xFFFFFFFF)).min()
@@ -107,22 +117,26 @@ def top_entropy_mask(
 ) -> Float[Array, "*K R T"]:
     """Keeps the loss tokens of the step whose entropy is at least the quantile 1 - share.
 
-    Of n loss tokens, n - ceil((n - 1) (1 - share)) stay, and those that tie with the last of them. Multiply the
-    advantages by the mask: the other tokens then have no policy loss, and penalties and denominators are still over all
-    tokens. TRL and ms-swift take the quantile of each micro-batch.
+    Of n loss tokens, n - ceil((n - 1) (1 - share)) stay, and those that tie with the last of them.
+    Multiply the advantages by the mask: the other tokens then have no policy loss, and penalties
+    and denominators are still over all tokens. TRL and ms-swift take the quantile of each
+    micro-batch.
 
     Args:
-      entropy: `f32[R, T]`, nats, or `[K, R, T]` for stacked micro-batches, of the policy at the start of the step, from
-        the pass of the old log-probs (see `compute_log_probs`); anything where the mask is 0.
+      entropy: `f32[R, T]`, nats, or `[K, R, T]` for stacked micro-batches, of the policy at the
+        start of the step, from the pass of the old log-probs (see `compute_log_probs`); anything
+        where the mask is 0.
       batch: the step, of the same shape; only its loss mask is read.
       share: the share of loss tokens to keep, above 0 and at most 1.
       parallel: the mesh.
 
     Returns:
-      As `second_moment_mask`; NaN where the entropy of a loss token is not finite, so that the loss is NaN.
+      As `second_moment_mask`; NaN where the entropy of a loss token is not finite, so that the loss
+      is NaN.
 
     Raises:
-      ValueError: shapes that differ, a share out of its range, a part of a step as in `second_moment_mask`.
+      ValueError: shapes that differ, a share out of its range, a part of a step as in
+        `second_moment_mask`.
 
     Example:
       >>> ids = jnp.array([[1, 1, 1, 1]])
@@ -145,7 +159,9 @@ def top_entropy_mask(
 
 
 @of_rows
-def _top_entropy(axes: ShardAxes, entropy: jax.Array, batch: RolloutBatch, share: Share) -> Float[Array, "*K R T"]:
+def _top_entropy(
+    axes: ShardAxes, entropy: jax.Array, batch: RolloutBatch, share: Share
+) -> Float[Array, "*K R T"]:
     axes.check_complete("a quantile of the step's entropies", batch.loss_mask)
     tokens = LossTokens.of(batch)
     mask = tokens.mask > 0
@@ -161,7 +177,9 @@ def _top_entropy(axes: ShardAxes, entropy: jax.Array, batch: RolloutBatch, share
 
 
 def _share(share: Any) -> Share:
-    """The checked share: a fraction of two integers where it is known, since 0.7 is none in f32; else f32."""
+    """The checked share: a fraction of two integers where it is known, since 0.7 is none in f32;
+    else f32.
+    """
     if isinstance(share, jax.core.Tracer):
         return as_number("share", share, above=0, most=1)
     number = float(plain_number("share", share, above=0, most=1))

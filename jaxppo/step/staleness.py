@@ -1,6 +1,7 @@
 """Asynchronous training: the staleness of each token, its metrics, and corrections for it.
 
-The staleness of a token is the trainer's `version` minus the version that drew it, of `policy_versions`, in updates.
+The staleness of a token is the trainer's `version` minus the version that drew it, of
+`policy_versions`, in updates.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ def proximal_log_probs(
     version: Version,
     proximal_version: Version | None = None,
 ) -> Float[Array, "R T"]:
-    """The proximal policy's log-probs without a forward pass: a linear interpolation of sampler and current policy.
+    """The proximal policy's log-probs without a forward pass: a linear interpolation of sampler and
+    current policy.
 
         log prox = log b + alpha * (log pi - log b)
         alpha = (proximal_version - policy_version) / (version - policy_version), within [0, 1]; 0 for a fresh token
 
-    As the batch's `old_log_probs`, with `PolicyLossConfig(off_policy=OffPolicyConfig(weights="token"))`, it gives the
-    decoupled objective, (prox / b) min(r A, clip(r) A) with r = pi / prox: the policy that a step stays near is not the
-    one that drew the tokens.
+    As the batch's `old_log_probs`, with
+    `PolicyLossConfig(off_policy=OffPolicyConfig(weights="token"))`, it gives the decoupled
+    objective, (prox / b) min(r A, clip(r) A) with r = pi / prox: the policy that a step stays near
+    is not the one that drew the tokens.
 
     Args:
       log_probs: `f32[R, T]`, log pi, of the policy that learns.
@@ -53,28 +56,41 @@ def proximal_log_probs(
       proximal_version: the version of the proximal policy, by default one less.
 
     Returns:
-      `f32[R, T]`, detached, for `old_log_probs`; NaN for a token that a version above `version` drew.
+      `f32[R, T]`, detached, for `old_log_probs`; NaN for a token that a version above `version`
+      drew.
 
     Raises:
       TypeError: log-probs of 16 bits.
-      ValueError: arrays of different shapes; a proximal version newer than the version, NaN if one is traced.
+      ValueError: arrays of different shapes; a proximal version newer than the version, NaN if one
+        is traced.
 
     Example:
       >>> log_pi, log_b = jnp.array([[-1.0, -1.0, -1.0]]), jnp.array([[-3.0, -3.0, -3.0]])
       >>> proximal_log_probs(log_pi, log_b, jnp.array([[6, 8, 10]]), version=10).tolist()
       [[-1.5, -2.0, -3.0]]
 
-    Hilton et al. 2021, https://arxiv.org/abs/2110.00641; AReaL, https://arxiv.org/abs/2505.24298, whose approximation
-    this is: https://inclusionai.github.io/AReaL/algorithms/prox_approx.html
+    Hilton et al. 2021, https://arxiv.org/abs/2110.00641; AReaL, https://arxiv.org/abs/2505.24298,
+    whose approximation this is: https://inclusionai.github.io/AReaL/algorithms/prox_approx.html
     """
-    check_alike({"log_probs": log_probs, "rollout_log_probs": rollout_log_probs, "policy_versions": policy_versions})
+    check_alike(
+        {
+            "log_probs": log_probs,
+            "rollout_log_probs": rollout_log_probs,
+            "policy_versions": policy_versions,
+        }
+    )
     _check_version("version", version)
     proximal = proximal_version
     if proximal is None:
         proximal = version - 1
     _check_version("proximal_version", proximal)
     known = not isinstance(version, jax.core.Tracer) and not isinstance(proximal, jax.core.Tracer)
-    check("proximal_version", proximal, not known or bool(proximal <= version), f"at most the version, {version}")
+    check(
+        "proximal_version",
+        proximal,
+        not known or bool(proximal <= version),
+        f"at most the version, {version}",
+    )
     policy_versions = policy_versions.astype(jnp.int32)
     staleness = version - policy_versions
     share = (proximal - policy_versions) / jnp.where(staleness > 0, staleness, 1)
@@ -126,10 +142,11 @@ def staleness_weights(
     level: Level = "token",
     parallel: ParallelMesh | ShardAxes | None = None,
 ) -> Float[Array, "R T"]:
-    """1 for tokens of staleness s <= limit, decay^(s - limit) beyond: 0 by default, which drops them.
+    """1 for tokens of staleness s <= limit, decay^(s - limit) beyond: 0 by default, which drops
+    them.
 
-    Multiply `batch.advantages` by them. They then weigh the policy loss of each token and change neither penalties nor
-    denominators, as with the weights of `OffPolicyConfig`.
+    Multiply `batch.advantages` by them. They then weigh the policy loss of each token and change
+    neither penalties nor denominators, as with the weights of `OffPolicyConfig`.
 
     Args:
       batch: `[R, T]`; needs `policy_versions`.
@@ -153,10 +170,14 @@ def staleness_weights(
       >>> staleness_weights(batch, 8, limit=2, decay=0.5, level="sequence").tolist()
       [[0.25, 0.25, 0.25]]
 
-    AReaL bounds the staleness of a sample's first token: https://arxiv.org/abs/2505.24298, section 5.1
+    AReaL bounds the staleness of a sample's first token: https://arxiv.org/abs/2505.24298, section
+    5.1
     """
     check_choice("level", level, Level)
-    numbers = {"limit": as_number("limit", limit, least=0), "decay": as_number("decay", decay, least=0, most=1)}
+    numbers = {
+        "limit": as_number("limit", limit, least=0),
+        "decay": as_number("decay", decay, least=0, most=1),
+    }
     arguments = numbers | _arguments(batch, version)
 
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
@@ -170,7 +191,9 @@ def _check_version(what: str, version: Any) -> None:
     if isinstance(version, AnyArray):
         integer = version.shape == () and jnp.issubdtype(version.dtype, jnp.integer)
     if not integer:
-        raise TypeError(f"{what}: got {version!r}, expected an integer, or a scalar array of integers")
+        raise TypeError(
+            f"{what}: got {version!r}, expected an integer, or a scalar array of integers"
+        )
 
 
 def _arguments(batch: RolloutBatch, version: Version) -> dict[str, Any]:
@@ -179,11 +202,14 @@ def _arguments(batch: RolloutBatch, version: Version) -> dict[str, Any]:
 
 
 def _staleness(version: jax.Array, batch: RolloutBatch) -> tuple[jax.Array, jax.Array]:
-    """f32[R, T], the staleness of loss tokens, NaN where it is below 0 or the mask breaks a rule; and their mask."""
+    """f32[R, T], the staleness of loss tokens, NaN where it is below 0 or the mask breaks a
+    rule; and their mask.
+    """
     tokens = LossTokens.of(batch)
     expected = "i32[R, T]; give samples policy_versions="
     age = version - needed("batch.policy_versions", batch.policy_versions, expected)
-    known = jnp.where(age >= 0, age.astype(jnp.float32), jnp.nan)  # no token is drawn by a version to come
+    # no token is drawn by a version to come
+    known = jnp.where(age >= 0, age.astype(jnp.float32), jnp.nan)
     return tokens.see(known), tokens.mask
 
 
@@ -199,13 +225,19 @@ def _metrics(axes: ShardAxes, version: jax.Array, batch: RolloutBatch) -> Metric
     largest = segments.max(age, mask)
     smallest = -segments.max(-age, mask)
     span = jnp.where(counts > 0, largest - smallest, 0)
-    rows = dataclasses.replace(axes, context=(), fsdp=())  # per-sequence values are the same on all context shards
+    # per-sequence values are the same on all context shards
+    rows = dataclasses.replace(axes, context=(), fsdp=())
     metrics["version_span"] = reduce_metric(rows, span, counts)
     return metrics
 
 
 def _weights(
-    axes: ShardAxes, level: Level, limit: jax.Array, decay: jax.Array, version: jax.Array, batch: RolloutBatch
+    axes: ShardAxes,
+    level: Level,
+    limit: jax.Array,
+    decay: jax.Array,
+    version: jax.Array,
+    batch: RolloutBatch,
 ) -> jax.Array:
     age, mask = _staleness(version, batch)
     if level == "sequence":

@@ -1,7 +1,9 @@
-"""The cost of a program on each device, read from what JAX traces and XLA compiles; no devices are needed.
+"""The cost of a program on each device, read from what JAX traces and XLA compiles; no devices are
+needed.
 
-The text of compiled modules (HLO) is parsed by hand: `compiled.cost_analysis()` counts the body of a loop once, the
-bindings of jaxlib show neither shapes nor attributes, and the protos that hold both come with xprof or TensorFlow.
+The text of compiled modules (HLO) is parsed by hand: `compiled.cost_analysis()` counts the body of
+a loop once, the bindings of jaxlib show neither shapes nor attributes, and the protos that hold
+both come with xprof or TensorFlow.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ __all__ = ["audit"]
 
 
 def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Audit:
-    """The `Audit` of `fn`: compiles it for the devices of its arguments, real or only described, and reads its costs.
+    """The `Audit` of `fn`: compiles it for the devices of its arguments, real or only described,
+    and reads its costs.
 
     Args:
       fn: a function, or the result of `jax.jit`.
@@ -39,7 +42,11 @@ def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Audit
     from .compiled import read  # imported here so that other programs do not load it
 
     if not callable(fn):
-        raise TypeError(f"fn: got {type(fn).__name__}, expected a function, or what jax.jit makes of one")
+        raise TypeError(
+            f"fn: got {type(fn).__name__}, expected a function, or what jax.jit makes of one"
+        )
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh: got {type(mesh).__name__}, expected jax.sharding.Mesh, as ParallelMesh.mesh is")
+        raise TypeError(
+            f"mesh: got {type(mesh).__name__}, expected jax.sharding.Mesh, as ParallelMesh.mesh is"
+        )
     return read(fn, args, mesh)

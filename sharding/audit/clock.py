@@ -1,6 +1,8 @@
-"""The time of a compiled program: its instructions are added up, those of loops as often as these turn; see `Time`.
+"""The time of a compiled program: its instructions are added up, those of loops as often as these
+turn; see `Time`.
 
-XLA:TPU writes the cycles that it expects of most instructions into the text of the code that it generates.
+XLA:TPU writes the cycles that it expects of most instructions into the text of the code that it
+generates.
 """
 
 from __future__ import annotations
@@ -15,7 +17,17 @@ import numpy as np
 
 from ..devices import Device
 from ..notes import is_rare
-from .hlo import Computation, Instruction, Module, Transfer, chain, dimensions, parse, root, transfer
+from .hlo import (
+    Computation,
+    Instruction,
+    Module,
+    Transfer,
+    chain,
+    dimensions,
+    parse,
+    root,
+    transfer,
+)
 from .hlo_bytes import hbm_bytes
 from .hlo_integers import Known, loop, values
 from .links import Link, Switch
@@ -23,8 +35,9 @@ from .results import Milliseconds, Time
 
 _KERNEL_PEAK = 0.93  # the share of the peak that a good kernel reaches, by static profiles
 _LATENCY = 2e-6  # seconds that a collective takes to start
-# Peaks of GPUs relative to bf16's. f32 operands are multiplied as TF32 or, at the highest precision, outside of the
-# tensor cores, at a sixteenth on an H100 (https://www.nvidia.com/en-us/data-center/h100).
+# Peaks of GPUs relative to bf16's. f32 operands are multiplied as TF32 or, at the highest
+# precision, outside of the tensor cores, at a sixteenth on an H100
+# (https://www.nvidia.com/en-us/data-center/h100).
 _TF32 = 1 / 2
 _FULL_F32 = 1 / 16
 
@@ -34,7 +47,9 @@ _COMPUTE = slice(0, 4)
 
 
 def estimate_time(text: str, chip: Device, links: Switch) -> Time:
-    """The time of a TPU's generated code (`*.after_codegen.txt` of a dump of XLA), by the estimates in it."""
+    """The time of a TPU's generated code (`*.after_codegen.txt` of a dump of XLA), by the
+    estimates in it.
+    """
     try:
         compiler = f"libtpu {importlib.metadata.version('libtpu')}"
     except importlib.metadata.PackageNotFoundError:
@@ -62,7 +77,8 @@ _MOVES = frozenset(
 class Clock:
     """Adds up a module.
 
-    Times are in seconds by kind of work: `[2, kinds]`, with the fewest turns and with the most, or `[kinds]` for both.
+    Times are in seconds by kind of work: `[2, kinds]`, with the fewest turns and with the most, or
+    `[kinds]` for both.
     """
 
     def __init__(self, module: Module, chip: Device, links: Switch, is_gpu: bool = False) -> None:
@@ -78,20 +94,28 @@ class Clock:
         least = Milliseconds(*milliseconds[0].tolist())
         full = Milliseconds(*milliseconds[1].tolist())
         unknown = tuple(dict.fromkeys(self.unknown))
-        return Time(**dataclasses.asdict(full), least=least, unknown=unknown, compiler=compiler, chip=self.chip.name)
+        return Time(
+            **dataclasses.asdict(full),
+            least=least,
+            unknown=unknown,
+            compiler=compiler,
+            chip=self.chip.name,
+        )
 
     def _run(self, name: str, args: Sequence[Known]) -> np.ndarray:
         """The time of a computation, given what is known of its parameters."""
         computation = self.module.computations[name]
         known = values(self.module, computation, args)
         total = np.zeros((2, len(_KINDS)))
-        started: dict[str, tuple[float, np.ndarray]] = {}  # how long a collective takes, and when it ends
+        # how long a collective takes, and when it ends
+        started: dict[str, tuple[float, np.ndarray]] = {}
         busy: dict[Link, np.ndarray] = {}  # when a link becomes free
         for x in computation.values():
             source = x.operands[0] if x.operands else ""
             sent = self._sent(name, x)
             if sent is not None:
-                if x.op == "fusion" and x.cycles is not None:  # the fusion also does work of its own
+                # the fusion also does work of its own
+                if x.op == "fusion" and x.cycles is not None:
                     total += self._plain(computation, x)
                 seconds, end = self._send(sent, x, _elapsed(total), busy)
                 begun = self._begun(x)
@@ -109,13 +133,17 @@ class Clock:
         return total + sum(_KIND["overlapped"] * seconds for seconds, _ in started.values())
 
     def _begun(self, x: Instruction) -> str:
-        """The key of the collective that an instruction begins and another one ends; empty for a whole one."""
+        """The key of the collective that an instruction begins and another one ends; empty for a
+        whole one.
+        """
         if x.op.endswith("-start"):
             return x.name
         return self._chain(x, "AsyncCollectiveStart")
 
     def _ended(self, x: Instruction, source: str) -> str:
-        """The key of the collective that an instruction ends, given its first operand; empty for none."""
+        """The key of the collective that an instruction ends, given its first operand; empty for
+        none.
+        """
         if x.op.endswith("-done"):
             return source
         return self._chain(x, "AsyncCollectiveDone")
@@ -138,10 +166,14 @@ class Clock:
     def _send(
         self, sent: Transfer, x: Instruction, now: np.ndarray, busy: dict[Link, np.ndarray]
     ) -> tuple[float, np.ndarray]:
-        """How long a collective takes by itself, and when it ends, as each of its links waits until it is free."""
+        """How long a collective takes by itself, and when it ends, as each of its links waits
+        until it is free.
+        """
         groups = sent.groups or (tuple(range(self.module.devices)),)
         if not sent.groups:
-            self.unknown.append(f"what {x.name} joins ({x.op_name}): charged for all {len(groups[0])} devices")
+            self.unknown.append(
+                f"what {x.name} joins ({x.op_name}): charged for all {len(groups[0])} devices"
+            )
         if max(map(len, groups)) == 1:
             return 0.0, now
         alone = 0.0
@@ -153,7 +185,9 @@ class Clock:
             ends.append(busy[link])
         return alone + _LATENCY, np.max(ends, 0) + _LATENCY
 
-    def _instruction(self, computation: Computation, x: Instruction, known: dict[str, Known]) -> np.ndarray:
+    def _instruction(
+        self, computation: Computation, x: Instruction, known: dict[str, Known]
+    ) -> np.ndarray:
         match x.op:
             case "while":
                 return self._loop(x, known)
@@ -164,7 +198,10 @@ class Clock:
                 return self._run(name, [known.get(operand) for operand in x.operands])
             case "async-start" if 'async_execution_thread="sparsecore"' in x.attributes:
                 wrapped = self.module.called(x, "calls")
-                self.unknown.append(f"what the sparse cores take beside the rest ({root(wrapped).op_name or x.name})")
+                self.unknown.append(
+                    "what the sparse cores take beside the rest"
+                    f" ({root(wrapped).op_name or x.name})"
+                )
             case "custom-call" if x.target == "tpu_custom_call":
                 return _KIND["kernels"] * self._kernel_seconds(computation, x)
         return self._plain(computation, x)
@@ -173,7 +210,10 @@ class Clock:
         """The shortest branch at least, and the longest at most unless it is rarely taken."""
         keys = ("true_computation", "false_computation", "branch_computations")
         names = [name for key in keys for name in x.calls.get(key, ())]
-        branches = [self._run(name, [known.get(arg)]) for name, arg in zip(names, x.operands[1:], strict=True)]
+        branches = [
+            self._run(name, [known.get(arg)])
+            for name, arg in zip(names, x.operands[1:], strict=True)
+        ]
         least = min((branch[0] for branch in branches), key=_elapsed)
         most = min if is_rare(x.op_name) else max
         return np.stack([least, most((branch[1] for branch in branches), key=_elapsed)])
@@ -209,7 +249,8 @@ class Clock:
             return seconds * (_KIND[kind] + _KIND["unestimated"])
         seconds = x.cycles / self.chip.hertz
         if all(_is_fill(c, y) for c, y in inside):
-            seconds = min(seconds, by_bytes)  # a constant: the estimate is up to ten times its bytes
+            # a constant: the estimate is up to ten times its bytes
+            seconds = min(seconds, by_bytes)
         return seconds * _KIND[kind]
 
     def _is_free(self, x: Instruction) -> bool:
@@ -230,7 +271,9 @@ class Clock:
             return seconds / _FULL_F32
         return seconds / _TF32
 
-    def _inside(self, computation: Computation, x: Instruction) -> list[tuple[Computation, Instruction]]:
+    def _inside(
+        self, computation: Computation, x: Instruction
+    ) -> list[tuple[Computation, Instruction]]:
         """The instructions of a fusion and of those in it; any other instruction itself."""
         if x.op != "fusion":
             return [(computation, x)]
@@ -242,13 +285,20 @@ class Clock:
             return x.cycles / self.chip.hertz
         cost = x.declared
         if not any(cost.values()):
-            self.unknown.append(f"what the kernel {x.name} takes ({x.op_name}): it declares nothing, charged its bytes")
+            self.unknown.append(
+                f"what the kernel {x.name} takes ({x.op_name}): it declares nothing, charged its"
+                " bytes"
+            )
         moved = cost.get("bytes_accessed") or hbm_bytes(self.module, computation, x)
-        return max(cost.get("flops", 0) / (_KERNEL_PEAK * self.chip.flops), moved / self.chip.bandwidth)
+        return max(
+            cost.get("flops", 0) / (_KERNEL_PEAK * self.chip.flops), moved / self.chip.bandwidth
+        )
 
 
 def product_flops(computation: Computation, x: Instruction) -> float:
-    """The flops of a `dot`, of TPUs' `convolution`, or of `[M, K] @ [K, N]` in a GPU's library; 0 of anything else."""
+    """The flops of a `dot`, of TPUs' `convolution`, or of `[M, K] @ [K, N]` in a GPU's library;
+    0 of anything else.
+    """
     factors = [computation[name].shape if name in computation else "" for name in x.operands[:2]]
     if x.op in ("convolution", "dot"):
         return 2 * math.prod(dimensions(x.shape)) * x.contracted(*factors)
@@ -259,7 +309,9 @@ def product_flops(computation: Computation, x: Instruction) -> float:
 
 
 def _repeated(time: np.ndarray, low: float, high: float) -> np.ndarray:
-    """The time of a body that runs from `low` to `high` times; 0 stays 0 where `high` is infinite."""
+    """The time of a body that runs from `low` to `high` times; 0 stays 0 where `high` is
+    infinite.
+    """
     times = np.array([[low], [high]])
     return np.multiply(time, times, out=np.zeros_like(time), where=(time > 0) & (times > 0))
 
@@ -269,17 +321,26 @@ def _elapsed(time: np.ndarray) -> np.ndarray:
 
 
 def _beside(seconds: float, end: np.ndarray, now: np.ndarray) -> np.ndarray:
-    """The time of a collective that is waited for now: what of it is still to come, and what other work overlapped."""
-    left = np.maximum(np.subtract(end, now, out=np.full_like(end, seconds), where=np.isfinite(end)), 0)[:, None]
+    """The time of a collective that is waited for now: what of it is still to come, and what
+    other work overlapped.
+    """
+    left = np.maximum(
+        np.subtract(end, now, out=np.full_like(end, seconds), where=np.isfinite(end)), 0
+    )[:, None]
     return left * (_KIND["collectives"] - _KIND["overlapped"]) + _KIND["overlapped"] * seconds
 
 
 def _is_on_scalars(computation: Computation, x: Instruction) -> bool:
-    return all(y.scalar_dtype for y in (x, *(computation[name] for name in x.operands if name in computation)))
+    return all(
+        y.scalar_dtype
+        for y in (x, *(computation[name] for name in x.operands if name in computation))
+    )
 
 
 def _is_fill(computation: Computation, x: Instruction) -> bool:
     """Whether an instruction only fills an array with one value."""
     if x.op == "broadcast":
         return all(computation[name].scalar_dtype for name in x.operands)
-    return x.op in ("bitcast", "constant", "tuple") or (x.op == "parameter" and x.scalar_dtype != "")
+    return x.op in ("bitcast", "constant", "tuple") or (
+        x.op == "parameter" and x.scalar_dtype != ""
+    )

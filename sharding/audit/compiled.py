@@ -1,4 +1,6 @@
-"""The costs of a compiled function: collectives, temporaries and time from its module, flops from its jaxpr."""
+"""The costs of a compiled function: collectives, temporaries and time from its module, flops
+from its jaxpr.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,14 @@ def read(fn: Callable[..., Any], args: tuple[Any, ...], mesh: Mesh | None) -> Au
     if not hasattr(fn, "lower"):
         fn = jax.jit(fn)
     traced = fn.trace(*args)  # type: ignore[attr-defined]
-    shardings = [x.sharding for x in jax.tree.leaves(args) if getattr(x, "sharding", None) is not None]
+    shardings = [
+        x.sharding for x in jax.tree.leaves(args) if getattr(x, "sharding", None) is not None
+    ]
     if mesh is None:
         mesh = _mesh_of(shardings)
     devices = _devices(shardings, mesh)
-    device = devices[0] if devices else None  # None where neither the arguments nor the mesh name one
+    # None where neither the arguments nor the mesh name one
+    device = devices[0] if devices else None
     compiled, text, generated = _compile(traced.lower(), device)
     module = parse(text)
     memory = compiled.memory_analysis()
@@ -53,7 +58,9 @@ def _collectives(module: Module, mesh: Mesh | None) -> Iterator[Collective]:
         for instruction in computation.values():
             sent = transfer(module, name, instruction)
             if sent is not None:
-                yield Collective(sent.op, _axes(sent.groups, sent.op, mesh), sent.bytes, name in module.looped)
+                yield Collective(
+                    sent.op, _axes(sent.groups, sent.op, mesh), sent.bytes, name in module.looped
+                )
 
 
 def _time(text: str, generated: str, devices: Sequence[jax.Device]) -> Time | None:
@@ -85,12 +92,15 @@ def _mesh_of(shardings: Sequence[Sharding]) -> Mesh | None:
 
 
 def _compile(lowered: Lowered, device: jax.Device | None) -> tuple[Any, str, str]:
-    """The compiled function, the text of its module and, on a TPU, the text of the generated code."""
+    """The compiled function, the text of its module and, on a TPU, the text of the generated
+    code.
+    """
     if device is None or device.platform != "tpu":
         compiled: Any = lowered.compile()
         return compiled, compiled.as_text(), ""
-    # Some TPU executables cannot give their module's text (XLA fails to read its own async instructions), and only the
-    # dump has the estimates of time. A program from a cache was not dumped.
+    # Some TPU executables cannot give their module's text (XLA fails to read its own async
+    # instructions), and only the dump has the estimates of time. A program from a cache was not
+    # dumped.
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         text = _dumped(folder, "after_optimizations")
@@ -104,7 +114,9 @@ def _dumped(folder: str, stage: str) -> str:
 
 
 def _axes(groups: Sequence[tuple[int, ...]], op: str, mesh: Mesh | None) -> tuple[str, ...] | None:
-    """The mesh axes that a collective's groups span; None where the groups are not a product of axes."""
+    """The mesh axes that a collective's groups span; None where the groups are not a product of
+    axes.
+    """
     if mesh is None or not groups:
         return None
     ids = np.arange(mesh.devices.size).reshape(mesh.devices.shape)

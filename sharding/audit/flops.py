@@ -1,4 +1,6 @@
-"""Flops of a traced function's matrix products, counted where the lengths of loops are still known: in the jaxpr."""
+"""Flops of a traced function's matrix products, counted where the lengths of loops are still
+known: in the jaxpr.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,33 @@ Cost = tuple[Flops, list[bool]]  # the flops of something, and which of its argu
 
 _NONE = Flops(0, 0)
 # They run their jaxpr once, on their own arguments.
-_CALLS = frozenset({"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2", "shard_map"})
+_CALLS = frozenset(
+    {
+        "checkpoint",
+        "closed_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "jit",
+        "remat2",
+        "shard_map",
+    }
+)
 
 
 def count_flops(jaxpr: AnyJaxpr) -> Flops:
     """The flops of a (closed) jaxpr: the shapes inside a `shard_map` are one device's.
 
-    What no result depends on does not count, since compilers leave it out, of loops too. The turns of a `while` are
-    read off the integers in its condition, see `trips`: a range where the condition depends on data too, up to infinity
-    where nothing else ends the loop.
+    What no result depends on does not count, since compilers leave it out, of loops too. The turns
+    of a `while` are read off the integers in its condition, see `trips`: a range where the
+    condition depends on data too, up to infinity where nothing else ends the loop.
     """
     return _cost(jaxpr, [])[0]
 
 
 def _cost(jaxpr: AnyJaxpr, args: Sequence[Value], wanted: Sequence[bool] | None = None) -> Cost:
-    """The cost of a jaxpr's wanted results, by default all, given what is known of its arguments."""
+    """The cost of a jaxpr's wanted results, by default all, given what is known of its
+    arguments.
+    """
     known = _values(jaxpr, args)
     needed = _variables(jaxpr.outvars, wanted or [True] * len(jaxpr.outvars))
     total = _NONE
@@ -48,7 +62,11 @@ def _cost(jaxpr: AnyJaxpr, args: Sequence[Value], wanted: Sequence[bool] | None 
 
 def _variables(atoms: Sequence[Any], wanted: Sequence[bool]) -> set[Any]:
     """The wanted atoms that are variables; the others are literals."""
-    return {atom for atom, is_wanted in zip(atoms, wanted, strict=True) if is_wanted and isinstance(atom, core.Var)}
+    return {
+        atom
+        for atom, is_wanted in zip(atoms, wanted, strict=True)
+        if is_wanted and isinstance(atom, core.Var)
+    }
 
 
 def _has_effects(eqn: Any) -> bool:
@@ -66,7 +84,10 @@ def _equation(eqn: Any, args: list[Value], wanted: list[bool]) -> Cost:
             return _ragged_dot(eqn), everything
         case "conv_general_dilated":
             kernel = eqn.invars[1].aval.shape
-            return _product(eqn, math.prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]), everything
+            return (
+                _product(eqn, math.prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]),
+                everything,
+            )
         case "scan":
             return _scan(params, args, wanted)
         case "while":
@@ -141,7 +162,9 @@ def _scan(params: dict[str, Any], args: list[Value], wanted: list[bool]) -> Cost
     body = params["jaxpr"]
     length = params["length"]
     if "ft_in" in params:  # from JAX 0.12 on, a tree that splits what it is given
-        first, count, _ = (len(list(part)) for part in params["ft_in"].update(range(len(args))).unpack())
+        first, count, _ = (
+            len(list(part)) for part in params["ft_in"].update(range(len(args))).unpack()
+        )
     else:
         first = params["num_consts"]
         count = params["num_carry"]
@@ -149,7 +172,9 @@ def _scan(params: dict[str, Any], args: list[Value], wanted: list[bool]) -> Cost
     carry = args[first : first + count]
     xs = [None] * (len(args) - first - count)
     loop = Loop(lambda slots: _results(body, [*consts, *slots, *xs])[:count], carry)
-    flops, reads = _turn(body, [*consts, *loop.during(length), *xs], wanted, slice(first, first + count))
+    flops, reads = _turn(
+        body, [*consts, *loop.during(length), *xs], wanted, slice(first, first + count)
+    )
     return _times(flops, Turns(length, length)), reads
 
 
@@ -171,7 +196,10 @@ def _while(params: dict[str, Any], args: list[Value], wanted: list[bool]) -> Cos
 
 
 def _turn(body: AnyJaxpr, args: list[Value], wanted: list[bool], carry: slice) -> Cost:
-    """The cost of a loop's body for its wanted results. The first ones are the arguments `carry` of the next turn."""
+    """The cost of a loop's body for its wanted results.
+
+    The first ones are the arguments `carry` of the next turn.
+    """
     while True:
         flops, reads = _cost(body, args, wanted)
         # what a turn reads, the turn before must compute
@@ -182,7 +210,9 @@ def _turn(body: AnyJaxpr, args: list[Value], wanted: list[bool], carry: slice) -
 
 
 def _values(jaxpr: AnyJaxpr, args: Sequence[Value]) -> dict[Any, Value]:
-    """What is known of the scalars of a jaxpr outside of its loops and branches, given that of its arguments."""
+    """What is known of the scalars of a jaxpr outside of its loops and branches, given that of
+    its arguments.
+    """
     known: dict[Any, Value] = dict(zip(jaxpr.invars, args, strict=True)) if args else {}
     consts = zip(jaxpr.constvars, getattr(jaxpr, "consts", ()), strict=False)
     known |= {var: _constant(var.aval, value) for var, value in consts}

@@ -1,4 +1,6 @@
-"""Parses the text of a compiled module (HLO): computations, instructions, shapes, and the groups of collectives."""
+"""Parses the text of a compiled module (HLO): computations, instructions, shapes, and the groups
+of collectives.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class Instruction:
     """One line of a computation: `name = shape op(operands), attributes`.
 
     Args:
-      inside: the text between the parentheses: the operands, the number of a parameter, the value of a constant.
+      inside: the text between the parentheses: the operands, the number of a parameter, the value
+        of a constant.
     """
 
     name: str
@@ -42,7 +45,9 @@ class Instruction:
 
     @functools.cached_property
     def calls(self) -> dict[str, tuple[str, ...]]:
-        """The computations that the instruction calls, by attribute: calls, to_apply, body, condition, ..."""
+        """The computations that the instruction calls, by attribute: calls, to_apply, body,
+        condition, ...
+        """
         return {
             key: tuple(name.strip().lstrip("%") for name in many.split(",")) if many else (one,)
             for key, many, one in _CALLS.findall(self.attributes.split("backend_config=", 1)[0])
@@ -79,7 +84,9 @@ class Instruction:
     @property
     def is_highest(self) -> bool:
         """Whether a product on a GPU asks for the highest precision."""
-        return bool(self._found(r'(operand_precision=\{[^}]*highest|"operand_precision":\["HIGHEST)'))
+        return bool(
+            self._found(r'(operand_precision=\{[^}]*highest|"operand_precision":\["HIGHEST)')
+        )
 
     @property
     def scalar_dtype(self) -> str:
@@ -91,8 +98,11 @@ class Instruction:
 
     def contracted(self, lhs: str, rhs: str) -> int:
         """The size of the dimensions that a product sums over, given the shapes of its factors."""
-        if labels := self._found(r"dim_labels=\w+_(\w+)->"):  # `convolution(rows, kernel), dim_labels=bf_io->bf`
-            return math.prod(size for size, label in zip(dimensions(rhs), labels, strict=False) if label != "o")
+        # `convolution(rows, kernel), dim_labels=bf_io->bf`
+        if labels := self._found(r"dim_labels=\w+_(\w+)->"):
+            return math.prod(
+                size for size, label in zip(dimensions(rhs), labels, strict=False) if label != "o"
+            )
         sizes = dimensions(lhs)
         if not sizes:
             return 1
@@ -116,7 +126,9 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled module: its computations, each a dict of instructions by name, and the number of `devices`."""
+    """A compiled module: its computations, each a dict of instructions by name, and the number
+    of `devices`.
+    """
 
     computations: dict[str, Computation]
     entry: str
@@ -131,7 +143,12 @@ class Module:
     def looped(self) -> frozenset[str]:
         """The computations that run in the body or the condition of a loop."""
         everywhere = [x for computation in self.computations.values() for x in computation.values()]
-        pending = [name for x in everywhere for key in ("body", "condition") for name in x.calls.get(key, ())]
+        pending = [
+            name
+            for x in everywhere
+            for key in ("body", "condition")
+            for name in x.calls.get(key, ())
+        ]
         looped: set[str] = set()
         while pending:
             name = pending.pop()
@@ -158,7 +175,10 @@ def parse(text: str) -> Module:
         elif current is not None and (start := _INSTRUCTION.match(line)):
             instruction = _instruction(start, line)
             current[instruction.name] = instruction
-    sizes = (re.search(rf"^HloModule.*\b{key}=(\d+)", text, re.M) for key in ("num_partitions", "replica_count"))
+    sizes = (
+        re.search(rf"^HloModule.*\b{key}=(\d+)", text, re.M)
+        for key in ("num_partitions", "replica_count")
+    )
     return Module(computations, entry, math.prod(int(size[1]) for size in sizes if size))
 
 
@@ -198,7 +218,9 @@ def root(computation: Computation) -> Instruction:
 
 
 def shape_bytes(shape: str, in_hbm: bool = False) -> int:
-    """The bytes of a shape, of all parts of a tuple; `in_hbm` leaves out other memories (`S(1)` in a layout)."""
+    """The bytes of a shape, of all parts of a tuple; `in_hbm` leaves out other memories (`S(1)`
+    in a layout).
+    """
     total = 0
     for dtype, dims, layout in re.findall(r"(\w+)\[([^\]]*)\](\{[^}]*\})?", shape):
         if not (in_hbm and re.search(r"S\([1-9]", layout)):
@@ -207,7 +229,9 @@ def shape_bytes(shape: str, in_hbm: bool = False) -> int:
 
 
 def _bits(dtype: str) -> int:
-    """The bits of a number of a dtype, which stand in its name; 0 for what has none, such as a token."""
+    """The bits of a number of a dtype, which stand in its name; 0 for what has none, such as a
+    token.
+    """
     if dtype == "pred":
         return 8
     digits = re.findall(r"\d+", dtype)
@@ -238,7 +262,8 @@ def parts(shape: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A collective: its name, the groups of devices that it joins, and the larger of a device's input and output.
+    """A collective: its name, the groups of devices that it joins, and the larger of a device's
+    input and output.
 
     The groups are pairs for a permutation, and empty where they could not be read.
     """
@@ -249,10 +274,12 @@ class Transfer:
 
 
 def chain(computation: Computation, target: str) -> str:
-    """The id of a collective in parts, if this is the fusion that calls `target`; an empty string for others.
+    """The id of a collective in parts, if this is the fusion that calls `target`; an empty string
+    for others.
 
-    XLA:TPU divides some collectives among fusions that compute something else: one with `AsyncCollectiveStart`, any
-    number of others, and one with `AsyncCollectiveDone`. Each holds the whole collective, with the same id.
+    XLA:TPU divides some collectives among fusions that compute something else: one with
+    `AsyncCollectiveStart`, any number of others, and one with `AsyncCollectiveDone`. Each holds the
+    whole collective, with the same id.
     """
     if not any(x.target == target for x in computation.values()):
         return ""
@@ -264,16 +291,20 @@ def transfer(module: Module, computation: str, instruction: Instruction) -> Tran
     """The collective that an instruction is, or begins; None for any other instruction."""
     if not (match := _COLLECTIVE.fullmatch(instruction.op)):
         return None
-    if "chain_id=" in instruction.attributes and not chain(module.computations[computation], "AsyncCollectiveStart"):
+    if "chain_id=" in instruction.attributes and not chain(
+        module.computations[computation], "AsyncCollectiveStart"
+    ):
         return None
     kind = match[1]
     groups = _groups(instruction.attributes, module.devices)
     size = shape_bytes(instruction.shape)
-    if match[2] and kind != "all-reduce":  # its operands are a part of its result, and semaphores too
+    # its operands are a part of its result, and semaphores too
+    if match[2] and kind != "all-reduce":
         size = max(map(shape_bytes, parts(instruction.shape)), default=0)
     if kind == "reduce-scatter" and groups:
         size *= len(groups[0])
-    if computation.startswith("all-reduce-scatter"):  # the fusion that is XLA's reduce-scatter on TPU
+    # the fusion that is XLA's reduce-scatter on TPU
+    if computation.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"
     return Transfer(kind, groups, max(size, 1))
 
@@ -286,14 +317,19 @@ def _groups(attributes: str, devices: int) -> Groups:
         return (tuple(range(devices)),)
     if match := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
         return tuple(map(tuple, _iota(match[2]).reshape(_integers(match[1])).tolist()))
-    mesh = r"replica_groups=@?mesh\[([^\]]*)\](?:, device_ids=\((\[[^)]*\)|\[[\d,]+\]|[\d,]+)\))? ?\{([^}]*)\}"
+    mesh = (
+        r"replica_groups=@?mesh\[([^\]]*)\](?:, device_ids=\((\[[^)]*\)|\[[\d,]+\]|[\d,]+)\))?"
+        r" ?\{([^}]*)\}"
+    )
     if match := re.search(mesh, attributes):
         return _mesh_groups(*match.groups())
     return ()
 
 
 def _mesh_groups(axes: str, device_ids: str | None, joined: str) -> Groups:
-    """The groups of `mesh['a'=2,'b'=8] {'b':(2)4}`: along axes, or along a part of one; `(2)4` is a 4 behind a 2."""
+    """The groups of `mesh['a'=2,'b'=8] {'b':(2)4}`: along axes, or along a part of one; `(2)4`
+    is a 4 behind a 2.
+    """
     sizes = {name: int(size) for name, size in re.findall(r"'?(\w+)'?=(\d+)", axes)}
     places = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
     if device_ids is None:
@@ -306,7 +342,8 @@ def _mesh_groups(axes: str, device_ids: str | None, joined: str) -> Groups:
         size = int(part or sizes[name])
         stride = sizes[name] // (int(before or 1) * size)
         axis = list(sizes).index(name)
-        places[axis] -= places[axis] // stride % size * stride  # the same for all members of a group
+        # the same for all members of a group
+        places[axis] -= places[axis] // stride % size * stride
     groups: dict[tuple[int, ...], list[int]] = {}
     for device, place in zip(ids, places.T, strict=True):
         groups.setdefault(tuple(map(int, place)), []).append(int(device))

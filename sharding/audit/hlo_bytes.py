@@ -1,4 +1,6 @@
-"""The bytes that an instruction of a compiled module (HLO) moves between a device and its memory."""
+"""The bytes that an instruction of a compiled module (HLO) moves between a device and its
+memory.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from .hlo import Computation, Instruction, Module, root, shape_bytes
 
 
 def hbm_bytes(module: Module, computation: Computation, x: Instruction) -> int:
-    """The bytes of memory that an instruction reads and writes; if it slices or updates rows, only those rows."""
+    """The bytes of memory that an instruction reads and writes; if it slices or updates rows,
+    only those rows.
+    """
     read = 0
     for name in dict.fromkeys(x.operands):
         if name in computation:
@@ -16,7 +20,9 @@ def hbm_bytes(module: Module, computation: Computation, x: Instruction) -> int:
 
 
 def _read(module: Module, computation: Computation, x: Instruction, name: str, full: int) -> int:
-    """The bytes that `x` reads of its operand `name`, which has `full` bytes; if it slices rows, only those rows."""
+    """The bytes that `x` reads of its operand `name`, which has `full` bytes; if it slices rows,
+    only those rows.
+    """
     if not full:
         return 0
     if x.op == "fusion":

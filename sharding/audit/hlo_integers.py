@@ -1,4 +1,6 @@
-"""The values of integers in a compiled module (HLO), as far as its text shows them, and the turns of its loops."""
+"""The values of integers in a compiled module (HLO), as far as its text shows them, and the
+turns of its loops.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from .trips import Limits, Loop, Turns, Value, constant, scalar
 Known = Any  # a Value, or a list of them for an instruction that has several results
 
 
-def values(module: Module, computation: Computation, args: Sequence[Known] = ()) -> dict[str, Known]:
+def values(
+    module: Module, computation: Computation, args: Sequence[Known] = ()
+) -> dict[str, Known]:
     """What is known of each instruction of a computation, given what is known of its parameters."""
     known: dict[str, Known] = {}
     for name, x in computation.items():
@@ -20,7 +24,9 @@ def values(module: Module, computation: Computation, args: Sequence[Known] = ())
 
 
 class While(NamedTuple):
-    """A `while`: its number of turns, the possible inputs of its body and condition, and what is known after it."""
+    """A `while`: its number of turns, the possible inputs of its body and condition, and what is
+    known after it.
+    """
 
     turns: Turns
     body_args: list[Known]
@@ -29,7 +35,9 @@ class While(NamedTuple):
 
 
 def loop(module: Module, x: Instruction, known: dict[str, Known]) -> While:
-    """Reads a `while` whose state is a tuple, given the `values` of the computation that it stands in."""
+    """Reads a `while` whose state is a tuple, given the `values` of the computation that it
+    stands in.
+    """
     body = module.called(x, "body")
     condition = module.called(x, "condition")
     count = len(parts(x.shape))
@@ -47,7 +55,9 @@ def loop(module: Module, x: Instruction, known: dict[str, Known]) -> While:
 
     counters = Loop(after_a_turn, slots_of(known.get(x.operands[0])))
     turns = counters.turns(goes_on)
-    return While(turns, [counters.during(turns.high)], [counters.during(turns.high + 1)], counters.behind)
+    return While(
+        turns, [counters.during(turns.high)], [counters.during(turns.high + 1)], counters.behind
+    )
 
 
 def _result(module: Module, computation: Computation, args: Sequence[Known]) -> Known:
@@ -55,7 +65,11 @@ def _result(module: Module, computation: Computation, args: Sequence[Known]) -> 
 
 
 def _value(
-    module: Module, computation: Computation, x: Instruction, args: Sequence[Known], known: dict[str, Known]
+    module: Module,
+    computation: Computation,
+    x: Instruction,
+    args: Sequence[Known],
+    known: dict[str, Known],
 ) -> Known:
     operands = [known.get(name) for name in x.operands]
     match x.op:

@@ -1,4 +1,6 @@
-"""The links that collectives take: between neighbouring chips of a slice of TPUs, or between GPUs and their switch."""
+"""The links that collectives take: between neighbouring chips of a slice of TPUs, or between
+GPUs and their switch.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Switch:
 
 
 class Torus(Switch):
-    """A slice of TPUs. A message passes the dimensions one after another, the shorter way where one is a ring.
+    """A slice of TPUs.
+
+    A message passes the dimensions one after another, the shorter way where one is a ring.
 
     Args:
       places: the coordinates of each device: x, y and z of its chip, and its core on the chip.
@@ -74,7 +78,10 @@ class Torus(Switch):
         return cls((places - low).tolist(), sizes.tolist(), chip)
 
     def route(self, source: int, target: int) -> Iterator[Link]:
-        """See `Switch`. Where both ways around a ring are equally long, chips at even places go up."""
+        """See `Switch`.
+
+        Where both ways around a ring are equally long, chips at even places go up.
+        """
         at = list(self.places[source])
         for d, (size, is_ring) in enumerate(zip(self.sizes, self.rings, strict=True)):
             way = self.places[target][d] - at[d]
@@ -86,10 +93,11 @@ class Torus(Switch):
                 at[d] = (at[d] + step) % size
 
     def _rings(self, groups: Groups, turns: float) -> dict[Link, float]:
-        """Rings along all dimensions of boxes of neighbours at once, each with a part of the bytes, as XLA has them.
+        """Rings along all dimensions of boxes of neighbours at once, each with a part of the bytes,
+        as XLA has them.
 
-        Around a ring there are two ways, and along a line one, as its last chip has one link. Where a group is no box,
-        rings are in the order of the groups.
+        Around a ring there are two ways, and along a line one, as its last chip has one link. Where
+        a group is no box, rings are in the order of the groups.
         """
         loads: defaultdict[Link, float] = defaultdict(float)
         for group in groups:
@@ -111,11 +119,15 @@ class Torus(Switch):
 
 def _coordinates(devices: Sequence[jax.Device]) -> np.ndarray:
     """`[devices, 4]`: x, y and z of each chip, and the core on it."""
-    return np.array([(*device.coords, getattr(device, "core_on_chip", None) or 0) for device in devices])
+    return np.array(
+        [(*device.coords, getattr(device, "core_on_chip", None) or 0) for device in devices]
+    )
 
 
 def _shorter_way(way: int, size: int, start: int) -> int:
-    """`way` steps along a ring of `size` chips, or the steps the other way around where these are fewer."""
+    """`way` steps along a ring of `size` chips, or the steps the other way around where these
+    are fewer.
+    """
     is_tie = 2 * abs(way) == size
     if 2 * abs(way) < size or (is_tie and (way > 0) != start % 2):
         return way

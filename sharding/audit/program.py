@@ -1,4 +1,6 @@
-"""The collectives of a traced program, those at which devices may hang, and the notes in the program."""
+"""The collectives of a traced program, those at which devices may hang, and the notes in the
+program.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,19 @@ _NOT_COLLECTIVE = frozenset({"axis_index", "pcast", "pvary", "shard_map"})
 
 
 def collectives(jaxpr: AnyJaxpr) -> list[tuple[str, tuple[str, ...]]]:
-    """(primitive, mesh axes) of every collective of a (closed) jaxpr; loop bodies and branches are read once each."""
+    """(primitive, mesh axes) of every collective of a (closed) jaxpr; loop bodies and branches
+    are read once each.
+    """
     crossed = [(eqn.primitive.name, _axes(eqn)) for eqn, _ in _equations(jaxpr)]
     return [(name, axes) for name, axes in crossed if axes]
 
 
 def hang_risks(jaxpr: AnyJaxpr) -> list[str]:
-    """The collectives that devices may run a different number of times: in a `cond`, or a `while` whose end varies.
+    """The collectives that devices may run a different number of times: in a `cond`, or a `while`
+    whose end varies.
 
-    A program without them runs the same collectives in the same order on every device. Its `shard_map`s need
-    `check_vma=True`.
+    A program without them runs the same collectives in the same order on every device. Its
+    `shard_map`s need `check_vma=True`.
     """
     risks = []
     for eqn, path in _equations(jaxpr):
@@ -60,7 +65,9 @@ def jaxprs_in(eqn: JaxprEqn) -> list[AnyJaxpr]:
     return [part for part in parts if isinstance(part, AnyJaxpr)]
 
 
-def _equations(jaxpr: AnyJaxpr, path: tuple[str, ...] = ()) -> Iterator[tuple[JaxprEqn, tuple[str, ...]]]:
+def _equations(
+    jaxpr: AnyJaxpr, path: tuple[str, ...] = ()
+) -> Iterator[tuple[JaxprEqn, tuple[str, ...]]]:
     """Every equation, with the branches and varying loops around it."""
     for eqn in jaxpr.eqns:
         yield eqn, path

@@ -1,7 +1,9 @@
-"""The number of turns of a loop, traced (jaxpr) or compiled (HLO), read from the counters that it carries.
+"""The number of turns of a loop, traced (jaxpr) or compiled (HLO), read from the counters that it
+carries.
 
-A counter changes by the same step in each turn. Conditions compare it with a constant or another counter, and may also
-depend on data. All else is unknown: None for a value, 0 to infinitely many turns. An estimate is never too small.
+A counter changes by the same step in each turn. Conditions compare it with a constant or another
+counter, and may also depend on data. All else is unknown: None for a value, 0 to infinitely many
+turns. An estimate is never too small.
 """
 
 from __future__ import annotations
@@ -11,13 +13,16 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-_ENDLESS = 2**30  # turns; a loop that may take more is bounded by its counter's dtype, not by its program
+# turns; a loop that may take more is bounded by its counter's dtype, not by its program
+_ENDLESS = 2**30
 
 
 class Turns(NamedTuple):
-    """How often a loop turns: at least `low`, at most `high`, which is infinite if nothing bounds it.
+    """How often a loop turns: at least `low`, at most `high`, which is infinite if nothing bounds
+    it.
 
-    As the value of a condition: the condition holds in each turn before `low`, and fails in turn `high` at the latest.
+    As the value of a condition: the condition holds in each turn before `low`, and fails in turn
+    `high` at the latest.
     """
 
     low: float
@@ -37,7 +42,9 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, dtype: str) -> Limits | None:
-        """The limits of a dtype as JAX ("int32") or HLO ("s32") writes it; None if it is no integer."""
+        """The limits of a dtype as JAX ("int32") or HLO ("s32") writes it; None if it is no
+        integer.
+        """
         bits = dtype.removeprefix("u").removeprefix("int").removeprefix("s")
         if not bits.isdecimal():
             return None
@@ -52,7 +59,8 @@ class Limits(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Integer:
-    """An integer from `low` to `high` in a loop's first turn that grows by `step` each turn, before it wraps around.
+    """An integer from `low` to `high` in a loop's first turn that grows by `step` each turn, before
+    it wraps around.
 
     Inside a loop's body it is added to what the loop carries at `slot`, where that is not None.
     """
@@ -93,7 +101,12 @@ def _clamp(low: int, x: int, high: int) -> int:
 
 
 # how the ends of a result's range follow from those of its operands
-_ENDS: dict[str, Any] = {"min": (min, min), "max": (max, max), "clamp": (_clamp, _clamp), "select": (min, max)}
+_ENDS: dict[str, Any] = {
+    "min": (min, min),
+    "max": (max, max),
+    "clamp": (_clamp, _clamp),
+    "select": (min, max),
+}
 
 
 # operations that keep the value of a scalar, and HLO's names of others
@@ -106,7 +119,9 @@ _RELATIONS = ("lt", "le", "gt", "ge", "ne")
 
 
 def scalar(name: str, args: Sequence[Value], source: Limits | None, result: Limits | None) -> Value:
-    """The result of an operation of JAX or HLO on scalars, given the limits of its operands' and its result's dtype."""
+    """The result of an operation of JAX or HLO on scalars, given the limits of its operands' and
+    its result's dtype.
+    """
     if name in _COPIES:
         return convert(args[0], source, result)
     if name in ("select", "select_n"):
@@ -264,7 +279,9 @@ class Loop:
       behind: what is known of the slots after the loop: those that no turn changes.
     """
 
-    def __init__(self, body: Callable[[list[Value]], Sequence[Value]], before: Sequence[Value]) -> None:
+    def __init__(
+        self, body: Callable[[list[Value]], Sequence[Value]], before: Sequence[Value]
+    ) -> None:
         anything: list[Value] = [Integer(0, 0, slot=i) for i in range(len(before))]
         unchanged = [new == slot for new, slot in zip(body(anything), anything, strict=True)]
         self.behind = [x if is_same else None for x, is_same in zip(before, unchanged, strict=True)]
@@ -278,7 +295,9 @@ class Loop:
         self.slots = [_slot(i, start[i], after[i]) for i in range(len(before))]
 
     def turns(self, condition: Callable[[list[Value]], Value]) -> Turns:
-        """How often the loop turns, given its condition as a function of the slots at the start of a turn."""
+        """How often the loop turns, given its condition as a function of the slots at the start
+        of a turn.
+        """
         holds = condition([*self.slots])
         if not isinstance(holds, Turns):
             return _UNKNOWN

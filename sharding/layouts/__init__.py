@@ -1,8 +1,8 @@
 """Context layouts: which positions of a row each context shard holds, as permutations of the row.
 
-An array `[R, T]` lies in *physical* order: context shard r of C holds its places [r*T/C, (r+1)*T/C). A layout says
-which *logical* position (0 the first token of the row) is at each place. For T = 16 and C = 2, shard 0 before the bar,
-shard 1 behind it:
+An array `[R, T]` lies in *physical* order: context shard r of C holds its places [r*T/C,
+(r+1)*T/C). A layout says which *logical* position (0 the first token of the row) is at each place.
+For T = 16 and C = 2, shard 0 before the bar, shard 1 behind it:
 
     contiguous          0  1  2  3  4  5  6  7 |  8  9 10 11 12 13 14 15
     zigzag              0  1  2  3 12 13 14 15 |  4  5  6  7  8  9 10 11
@@ -26,7 +26,8 @@ for layout in (Contiguous(), Zigzag(), ZigzagPerSegment(), Striped()):
 
 
 def row_multiple(layout: str, shards: int) -> int:
-    """The number that divides every valid row length; for "zigzag_per_segment" it divides every padded sequence too.
+    """The number that divides every valid row length; for "zigzag_per_segment" it divides every
+    padded sequence too.
 
     Example:
       >>> row_multiple("zigzag", 4), row_multiple("striped", 4)
@@ -56,31 +57,36 @@ def in_order(layout: str, shards: int) -> bool:
 
 
 def check_row_length(length: int, layout: str, shards: int, name: str = "row_length") -> None:
-    """Raises ValueError, with the next length that works, where the layout cannot divide the row."""
+    """Raises ValueError, with the next length that works, where the layout cannot divide the
+    row.
+    """
     multiple = row_multiple(layout, shards)
     if check_int(name, length, 1) % multiple:
         raise ValueError(
-            f"{name}: got {length}, expected a multiple of {multiple} for layout {layout!r} over {shards} context "
-            f"shards; the next that works is {-(-length // multiple) * multiple}"
+            f"{name}: got {length}, expected a multiple of {multiple} for layout {layout!r} over"
+            f" {shards} context shards; the next that works is {-(-length // multiple) * multiple}"
         )
 
 
 def logical_positions(
     layout: str, length: int, shards: int, segment_lengths: Int[np.ndarray, "R S"] | None = None
 ) -> Int[np.ndarray, "..."]:
-    """The logical position at each physical place: `physical = row[logical_positions(...)]`, on the host.
+    """The logical position at each physical place: `physical = row[logical_positions(...)]`, on the
+    host.
 
     Args:
       layout: a name in `LAYOUTS`.
       length: T, the positions of a row.
       shards: C, the context shards.
-      segment_lengths: `[R, S]` lengths of the sequences of each row, which "zigzag_per_segment" alone needs.
+      segment_lengths: `[R, S]` lengths of the sequences of each row, which "zigzag_per_segment"
+        alone needs.
 
     Returns:
       `i32[T]`, or `[R, T]` for a layout that needs segment_lengths.
 
     Raises:
-      ValueError: an unknown layout, a length that it cannot divide, sequences that do not fit in the row.
+      ValueError: an unknown layout, a length that it cannot divide, sequences that do not fit in
+        the row.
 
     Example:
       >>> logical_positions("zigzag_per_segment", 8, 2, np.array([[3, 4]])).tolist()
@@ -92,7 +98,8 @@ def logical_positions(
 def physical_places(
     layout: str, length: int, shards: int, segment_lengths: Int[np.ndarray, "R S"] | None = None
 ) -> Int[np.ndarray, "..."]:
-    """The physical place of each logical position: the inverse of `logical_positions`, with the same arguments.
+    """The physical place of each logical position: the inverse of `logical_positions`, with the
+    same arguments.
 
     Example:
       >>> physical_places("zigzag", 8, 2).tolist()
@@ -101,20 +108,27 @@ def physical_places(
     return _on_host("place_of", layout, length, shards, segment_lengths)
 
 
-def _on_host(formula: str, layout: str, length: int, shards: int, segment_lengths: np.ndarray | None) -> np.ndarray:
+def _on_host(
+    formula: str, layout: str, length: int, shards: int, segment_lengths: np.ndarray | None
+) -> np.ndarray:
     check_row_length(length, layout, shards)
-    fn, points = getattr(find_layout(layout, shards=shards), formula), np.arange(length, dtype=np.int32)
+    fn, points = (
+        getattr(find_layout(layout, shards=shards), formula),
+        np.arange(length, dtype=np.int32),
+    )
     if not find_layout(layout).per_segment:
         return np.asarray(fn(points, Row(length, shards)), np.int32)
     lengths = np.asarray(segment_lengths)
     if lengths.ndim != 2 or lengths.dtype.kind not in "iu" or (lengths < 0).any():
-        raise ValueError(f"segment_lengths: got {segment_lengths}, expected [R, S] integers >= 0 for {layout!r}")
+        raise ValueError(
+            f"segment_lengths: got {segment_lengths}, expected [R, S] integers >= 0 for {layout!r}"
+        )
     multiple = row_multiple(layout, shards)
     rows = Row.of(length, shards, lengths.astype(np.int64), multiple, np)
     for row in np.flatnonzero(rows.sizes[:, -1] < 0):
         raise ValueError(
-            f"segment_lengths: got {length - rows.sizes[row, -1]} positions in row {row}, each sequence padded to a "
-            f"multiple of {multiple}, expected at most {length}"
+            f"segment_lengths: got {length - rows.sizes[row, -1]} positions in row {row}, each"
+            f" sequence padded to a multiple of {multiple}, expected at most {length}"
         )
     # row by row: the segment of a point is found by comparing it with all ends
     each = [fn(points, dataclasses.replace(rows, sizes=sizes[None])) for sizes in rows.sizes]

@@ -1,4 +1,6 @@
-"""The base class of context layouts, their registry, and the collectives that move rows from one to another."""
+"""The base class of context layouts, their registry, and the collectives that move rows from one
+to another.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ Pair = tuple[jax.Array, jax.Array]
 Fill = jax.Array | float
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["lengths", "sizes"], meta_fields=["length", "shards"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["lengths", "sizes"],
+    meta_fields=["length", "shards"],
+)
 @dataclasses.dataclass(frozen=True)
 class Row:
     """The shape of a row, which decides where positions lie.
@@ -28,8 +34,10 @@ class Row:
     Args:
       length: T.
       shards: C.
-      lengths: per segment, `[R, S]`, those of the sequences: a numpy array on the host, else a JAX array.
-      sizes: per segment, `[R, S+1]`, the padded lengths and, last, the padding at the end of the row.
+      lengths: per segment, `[R, S]`, those of the sequences: a numpy array on the host, else a JAX
+        array.
+      sizes: per segment, `[R, S+1]`, the padded lengths and, last, the padding at the end of the
+        row.
     """
 
     length: int
@@ -53,7 +61,9 @@ class Row:
         return self.sizes.cumsum(axis=1, dtype=self.sizes.dtype)
 
     def at(self, points: Any, values: Any) -> Any:
-        """`[R, n]`: looks up `values` `[R, S+1]` at the sequence of each position, `[n]`, `[1, n]` or `[R, n]`."""
+        """`[R, n]`: looks up `values` `[R, S+1]` at the sequence of each position, `[n]`,
+        `[1, n]` or `[R, n]`.
+        """
         points = points[..., None, :]
         ends = self.ends[:, :, None]
         inside = (points >= ends - self.sizes[:, :, None]) & (points < ends)
@@ -63,23 +73,28 @@ class Row:
 class Layout:
     """A permutation of the positions of a row over C > 1 context shards.
 
-    A new layout is a subclass with a name, `position_at` and `place_of`. The other methods are correct for any layout,
-    but move the whole shard. Override them where a layout can send less.
+    A new layout is a subclass with a name, `position_at` and `place_of`. The other methods are
+    correct for any layout, but move the whole shard. Override them where a layout can send less.
     """
 
     name: str
-    per_segment = False  # True if the formulas need sequence lengths; all functions then need segment_ids
+    # True if the formulas need sequence lengths; all functions then need segment_ids
+    per_segment = False
 
     def row_multiple(self, shards: int) -> int:
         """T must be a multiple of this number; per segment, each padded sequence too."""
         return shards
 
     def position_at(self, places: Points, row: Row) -> Points:
-        """The logical positions at physical places, numpy's `[n]` or JAX's `[1, n]`; `[R, n]` per segment."""
+        """The logical positions at physical places, numpy's `[n]` or JAX's `[1, n]`; `[R, n]`
+        per segment.
+        """
         raise NotImplementedError
 
     def place_of(self, positions: Points, row: Row) -> Points:
-        """The physical places of logical positions `[n]`, `[1, n]` or `[R, n]`: the inverse of `position_at`."""
+        """The physical places of logical positions `[n]`, `[1, n]` or `[R, n]`: the inverse of
+        `position_at`.
+        """
         raise NotImplementedError
 
     def to_contiguous(self, axes: ShardAxes, row: Row, x: jax.Array) -> jax.Array:
@@ -90,19 +105,29 @@ class Layout:
         """The inverse, and the transpose, of `to_contiguous`."""
         return exchange(axes, LAYOUTS["contiguous"], self, row, x)
 
-    def shift(self, axes: ShardAxes, row: Row, x: Any, by: int, fill: Fill, segment_ids: jax.Array | None) -> Any:
+    def shift(
+        self, axes: ShardAxes, row: Row, x: Any, by: int, fill: Fill, segment_ids: jax.Array | None
+    ) -> Any:
         """`shift_left` of what this device holds."""
         contiguous = LAYOUTS["contiguous"]
         x, segment_ids = move(axes, (x, segment_ids), self, contiguous, row)
-        return move(axes, contiguous.shift(axes, row, x, by, fill, segment_ids), contiguous, self, row)
+        return move(
+            axes, contiguous.shift(axes, row, x, by, fill, segment_ids), contiguous, self, row
+        )
 
-    def scan(self, axes: ShardAxes, row: Row, ab: Pair, reverse: bool, segment_ids: jax.Array | None) -> jax.Array:
+    def scan(
+        self, axes: ShardAxes, row: Row, ab: Pair, reverse: bool, segment_ids: jax.Array | None
+    ) -> jax.Array:
         """`scan_affine` of what this device holds."""
         contiguous = LAYOUTS["contiguous"]
         ab, segment_ids = move(axes, (ab, segment_ids), self, contiguous, row)
-        return move(axes, contiguous.scan(axes, row, ab, reverse, segment_ids), contiguous, self, row)
+        return move(
+            axes, contiguous.scan(axes, row, ab, reverse, segment_ids), contiguous, self, row
+        )
 
-    def row(self, axes: ShardAxes, x: Any, segment_ids: jax.Array | None, num_segments: int | None) -> Row:
+    def row(
+        self, axes: ShardAxes, x: Any, segment_ids: jax.Array | None, num_segments: int | None
+    ) -> Row:
         """The `Row` of x; per segment it costs one psum of `[R, S]`."""
         shards = axes.size(axes.context)
         length = shards * jax.tree.leaves(x)[0].shape[1]
@@ -140,12 +165,16 @@ def register_layout(layout: Layout) -> None:
     if not isinstance(layout, Layout):
         raise TypeError(f"layout: got {layout!r}, expected an instance of a subclass of Layout")
     if layout.name in LAYOUTS:
-        raise ValueError(f"layout: got the name {layout.name!r}, expected another than {', '.join(LAYOUTS)}")
+        raise ValueError(
+            f"layout: got the name {layout.name!r}, expected another than {', '.join(LAYOUTS)}"
+        )
     LAYOUTS[layout.name] = layout
 
 
 def find_layout(name: str, argument: str = "context_layout", shards: int | None = None) -> Layout:
-    """The layout of that name; contiguous where there is one shard, which holds the row in order in any layout."""
+    """The layout of that name; contiguous where there is one shard, which holds the row in order
+    in any layout.
+    """
     check_layout(name, argument)
     if shards == 1:
         return LAYOUTS["contiguous"]
@@ -156,7 +185,8 @@ def move(axes: ShardAxes, x: Any, source: Layout, target: Layout, row: Row) -> A
     """`redistribute` of what this device holds; its transpose is the move back."""
     if row.shards == 1 or source is target:
         return x
-    # jit keeps constants inside: in second derivatives linear_call would pass those of one trace to another
+    # jit keeps constants inside: in second derivatives linear_call would pass those of one trace to
+    # another
     forth = jax.jit(functools.partial(_move, axes, source, target))
     back = jax.jit(functools.partial(_move, axes, target, source))
     needed = varying(row).union(axes.context)
@@ -180,7 +210,9 @@ def _move(axes: ShardAxes, source: Layout, target: Layout, row: Row, x: jax.Arra
 
 
 def exchange(axes: ShardAxes, source: Layout, target: Layout, row: Row, x: jax.Array) -> jax.Array:
-    """Moves x from any layout to any: by one all_to_all or, per segment, by an all_gather of the row and a take."""
+    """Moves x from any layout to any: by one all_to_all or, per segment, by an all_gather of the
+    row and a take.
+    """
     if source.per_segment or target.per_segment:
         here = target.position_at(places_of(axes, row), row)
         whole = lax.all_gather(x, axes.context, axis=1, tiled=True)
@@ -198,8 +230,12 @@ def places_of(axes: ShardAxes, row: Row) -> jax.Array:
 
 
 @functools.lru_cache
-def _exchange_tables(source: Layout, target: Layout, length: int, shards: int) -> tuple[np.ndarray, np.ndarray]:
-    """The local places that shards send to each other, `[C, C, m]`, and which of `C*m` received each place keeps."""
+def _exchange_tables(
+    source: Layout, target: Layout, length: int, shards: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The local places that shards send to each other, `[C, C, m]`, and which of `C*m` received
+    each place keeps.
+    """
     row = Row(length, shards)
     position = target.position_at(np.arange(length), row)
     came = source.place_of(position, row).reshape(shards, row.local)
@@ -215,7 +251,9 @@ def _exchange_tables(source: Layout, target: Layout, length: int, shards: int) -
 
 
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[r, index[r, j], ...] for x `[R, T, ...]` and index `[R, n]`; an index out of range is clipped."""
+    """x[r, index[r, j], ...] for x `[R, T, ...]` and index `[R, n]`; an index out of range is
+    clipped.
+    """
     return jnp.take_along_axis(x, widen(index, x), axis=1, mode="clip")
 
 

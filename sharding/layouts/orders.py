@@ -14,7 +14,8 @@ from .runs import Runs, following, scan_runs
 
 
 class Contiguous(Layout):
-    """Equal runs: all-gather context parallelism, MaxText without load balancing, DeepSeek's sparse attention.
+    """Equal runs: all-gather context parallelism, MaxText without load balancing, DeepSeek's sparse
+    attention.
 
     Shifts and scans go run by run, so that only the ends of runs cross the border of a shard.
     """
@@ -34,16 +35,24 @@ class Contiguous(Layout):
     def runs(self, row: Row, rows: int) -> Runs:
         """One chain, in equal parts."""
         size = row.local // self.halves
-        starts = jnp.broadcast_to(jnp.arange(self.halves, dtype=jnp.int32) * size, (rows, self.halves))
-        of_place = jnp.broadcast_to(jnp.arange(row.local, dtype=jnp.int32) // size, (rows, row.local))
+        starts = jnp.broadcast_to(
+            jnp.arange(self.halves, dtype=jnp.int32) * size, (rows, self.halves)
+        )
+        of_place = jnp.broadcast_to(
+            jnp.arange(row.local, dtype=jnp.int32) // size, (rows, row.local)
+        )
         return Runs(starts, starts + size, of_place, self.halves, size)
 
     def hop(self, axes: ShardAxes, runs: Runs, x: jax.Array, by: int) -> jax.Array:
         """x shifted by at most the length of the shortest run."""
         split = x.reshape(x.shape[0], self.halves, -1, *x.shape[2:])
-        return jnp.concatenate([split[:, :, by:], following(axes, split[:, :, :by])], axis=2).reshape(x.shape)
+        return jnp.concatenate(
+            [split[:, :, by:], following(axes, split[:, :, :by])], axis=2
+        ).reshape(x.shape)
 
-    def shift(self, axes: ShardAxes, row: Row, x: Any, by: int, fill: Fill, segment_ids: jax.Array | None) -> Any:
+    def shift(
+        self, axes: ShardAxes, row: Row, x: Any, by: int, fill: Fill, segment_ids: jax.Array | None
+    ) -> Any:
         runs = self.runs(row, jax.tree.leaves(x)[0].shape[0])
         by = min(by, row.length)
 
@@ -58,24 +67,31 @@ class Contiguous(Layout):
             position = self.position_at(places_of(axes, row), row)
             end = row.length if runs.sequence_ends is None else runs.sequence_ends
             stays = position + by < end
-        return jax.tree.map(lambda y: jnp.where(widen(stays, y), shifted(y), jnp.asarray(fill, y.dtype)), x)
+        return jax.tree.map(
+            lambda y: jnp.where(widen(stays, y), shifted(y), jnp.asarray(fill, y.dtype)), x
+        )
 
-    def scan(self, axes: ShardAxes, row: Row, ab: Pair, reverse: bool, segment_ids: jax.Array | None) -> jax.Array:
+    def scan(
+        self, axes: ShardAxes, row: Row, ab: Pair, reverse: bool, segment_ids: jax.Array | None
+    ) -> jax.Array:
         return scan_runs(axes, self.runs(row, ab[1].shape[0]), ab, reverse, segment_ids)
 
 
 class Zigzag(Contiguous):
-    """The row cut into 2C chunks, r and 2C-1-r on shard r, so that causal attention costs every shard the same.
+    """The row cut into 2C chunks, r and 2C-1-r on shard r, so that causal attention costs every
+    shard the same.
 
-    Megatron's context parallelism of a padded batch; Transformer Engine's and MaxText's dual chunk swap (MaxText's
-    `context_parallel_load_balance`).
+    Megatron's context parallelism of a padded batch; Transformer Engine's and MaxText's dual chunk
+    swap (MaxText's `context_parallel_load_balance`).
     """
 
     name = "zigzag"
     halves = 2
 
     def span(self, points: Any, row: Row) -> tuple[Any, Any]:
-        """The start and the size of the span, here the row, whose chunks hold each of the positions."""
+        """The start and the size of the span, here the row, whose chunks hold each of the
+        positions.
+        """
         return 0, row.length
 
     def position_at(self, places: Points, row: Row) -> Points:
@@ -93,7 +109,9 @@ class Zigzag(Contiguous):
         link = (positions - start) // chunk
         offset = (positions - start) % chunk
         second = (link >= row.shards).astype(link.dtype)
-        return _mirrored(link, second, row) * row.local + start // row.shards + second * chunk + offset
+        return (
+            _mirrored(link, second, row) * row.local + start // row.shards + second * chunk + offset
+        )
 
     def from_contiguous(self, axes: ShardAxes, row: Row, x: jax.Array) -> jax.Array:
         sent = _permute(axes, row, jnp.split(x, 2, axis=1), back=False)
@@ -122,17 +140,22 @@ def _permute(axes: ShardAxes, row: Row, halves: Sequence[jax.Array], back: bool)
     return sent
 
 
-def _even_first(axes: ShardAxes, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Swaps (first, second) chunk to (even, odd) chunk, or back; the first one on shard r is chunk r."""
+def _even_first(
+    axes: ShardAxes, first: jax.Array, second: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Swaps (first, second) chunk to (even, odd) chunk, or back; the first one on shard r is
+    chunk r.
+    """
     is_even = axes.index(axes.context) % 2 == 0
     return jnp.where(is_even, first, second), jnp.where(is_even, second, first)
 
 
 class ZigzagPerSegment(Zigzag):
-    """Zigzag within each sequence, padded to a multiple of 2C; the padding at the end of the row is one more sequence.
+    """Zigzag within each sequence, padded to a multiple of 2C; the padding at the end of the row is
+    one more sequence.
 
-    Packed (thd) context parallelism of Megatron, Transformer Engine and slime. Each sequence is a chain with two runs
-    on each shard. All shards know its length, so none sends segment ids.
+    Packed (thd) context parallelism of Megatron, Transformer Engine and slime. Each sequence is a
+    chain with two runs on each shard. All shards know its length, so none sends segment ids.
     """
 
     name = "zigzag_per_segment"
@@ -171,12 +194,20 @@ class ZigzagPerSegment(Zigzag):
         """One position at a time, since a chunk of a short sequence may hold only one."""
         heads = take(x, runs.starts)
         after = following(axes, heads.reshape(x.shape[0], 2, -1, *x.shape[2:])).reshape(heads.shape)
-        at_end = jnp.arange(x.shape[1], dtype=jnp.int32)[None] == take(runs.stops, runs.of_place) - 1
-        return jnp.where(widen(at_end, x), take(after, runs.of_place), jnp.concatenate([x[:, 1:], x[:, :1]], axis=1))
+        at_end = (
+            jnp.arange(x.shape[1], dtype=jnp.int32)[None] == take(runs.stops, runs.of_place) - 1
+        )
+        return jnp.where(
+            widen(at_end, x),
+            take(after, runs.of_place),
+            jnp.concatenate([x[:, 1:], x[:, :1]], axis=1),
+        )
 
 
 class Striped(Layout):
-    """Position t on shard t mod C: Transformer Engine's striped load balancing of packed ring attention."""
+    """Position t on shard t mod C: Transformer Engine's striped load balancing of packed ring
+    attention.
+    """
 
     name = "striped"
 

@@ -1,4 +1,6 @@
-"""Changes of rewards, samples and advantages around an estimator, against numbers worked out by hand."""
+"""Changes of rewards, samples and advantages around an estimator, against numbers worked out by
+hand.
+"""
 
 import dataclasses
 
@@ -28,11 +30,21 @@ def test_groups_of_equal_rewards():
 
 @pytest.mark.parametrize("apart", [2**-52, 1e-16, 2**-24, 2**-22])
 def test_what_is_left_is_what_has_advantages(apart):
-    """Rewards that differ in f64 alone are equal in a batch: a group of them was kept, with advantages of 0."""
-    samples = [*SAMPLES, *(dataclasses.replace(SAMPLES[0], group_id=3, reward=r) for r in (1.0, 1.0 + apart))]
+    """Rewards that differ in f64 alone are equal in a batch: a group of them was kept, with
+    advantages of 0.
+    """
+    samples = [
+        *SAMPLES,
+        *(dataclasses.replace(SAMPLES[0], group_id=3, reward=r) for r in (1.0, 1.0 + apart)),
+    ]
     batch = RolloutBatch.from_samples(samples, row_length=24)
-    found, kept = np.asarray(advantages.grpo(batch.rewards, batch.group_ids)), advantages.drop_equal_groups(samples)
-    assert [found[batch.sample_ids == i].item() != 0 for i in range(len(samples))] == [s in kept for s in samples]
+    found, kept = (
+        np.asarray(advantages.grpo(batch.rewards, batch.group_ids)),
+        advantages.drop_equal_groups(samples),
+    )
+    assert [found[batch.sample_ids == i].item() != 0 for i in range(len(samples))] == [
+        s in kept for s in samples
+    ]
     assert (samples[-1] in kept) == (apart == 2**-22)
 
 
@@ -43,7 +55,8 @@ def of_group(*rewards, **more):
 def test_rewards_that_are_nearly_equal():
     near = of_group(0.0, 0.1)
     assert advantages.drop_equal_groups(near) == near
-    assert advantages.drop_equal_groups(near, tolerance=0.1) == []  # 0.1 of f32 is 1.5e-9 above that of f64
+    # 0.1 of f32 is 1.5e-9 above that of f64
+    assert advantages.drop_equal_groups(near, tolerance=0.1) == []
     assert advantages.drop_equal_groups(near, tolerance=0.09) == near
     for wrong in (-1, float("nan"), "1"):
         with pytest.raises(ValueError, match="tolerance: got"):
@@ -72,9 +85,13 @@ PLACES = {
 }
 CORRECTIONS = [
     OffPolicyConfig(rejections=(Rejection("seq_max_k1", 0.7, 1.5),), opsm_delta=0.0),
-    OffPolicyConfig(rejections=(Rejection("token_k1", 0.8, 1.2), Rejection("seq_mean_k3", high=0.1))),
+    OffPolicyConfig(
+        rejections=(Rejection("token_k1", 0.8, 1.2), Rejection("seq_mean_k3", high=0.1))
+    ),
     OffPolicyConfig("token", 0.9, 1.1, "zero", batch_normalize=True, veto=0.5),
-    OffPolicyConfig("sequence", rejections=(Rejection("token_k2", high=0.05, compares="current/old"),)),
+    OffPolicyConfig(
+        "sequence", rejections=(Rejection("token_k2", high=0.05, compares="current/old"),)
+    ),
 ]
 
 
@@ -85,13 +102,17 @@ def test_samples_that_a_correction_leaves_in(correction, place):
     """By the oracle's weights of tokens."""
     config, where, drawn = CORRECTIONS[correction], PLACES[place], step_samples(STEP)
     batch = batch_of(STEP, drawn, where)
-    found = jax.jit(lambda b: advantages.accepted_samples(b, config, parallel=where.parallel))(batch)
+    found = jax.jit(lambda b: advantages.accepted_samples(b, config, parallel=where.parallel))(
+        batch
+    )
     policies = {
         name: [getattr(s, f"{of}_log_probs")[s.here] for s in drawn]
         for name, of in {"current": "old", "old": "old", "rollout": "rollout"}.items()
     }
     options = dataclasses.asdict(config) | {"opsm_delta": None, "batch_normalize": False}
-    expected = truth.correction(policies, [0 * x for x in policies["old"]], [s.mask for s in drawn], options)
+    expected = truth.correction(
+        policies, [0 * x for x in policies["old"]], [s.mask for s in drawn], options
+    )
     left = [bool((x.weights * x.accepted > 0).any()) for x in expected]
     assert of_each(batch, drawn, found).tolist() == left
     assert 0 < sum(left) < len([s for s in drawn if s.count]) or correction == 3
@@ -102,7 +123,9 @@ def test_samples_that_a_correction_leaves_in(correction, place):
 @pytest.mark.parametrize("correction", range(len(CORRECTIONS)))
 @pytest.mark.parametrize("place", ["one device", "zigzag"])
 def test_samples_that_a_correction_leaves_in_beside_unusable_tokens(correction, rule, place):
-    """By the oracle's weights: 0 or those of a ratio of 1, in the statistics of sequences or out of them."""
+    """By the oracle's weights: 0 or those of a ratio of 1, in the statistics of sequences or out
+    of them.
+    """
     config, where, drawn = CORRECTIONS[correction], PLACES[place], step_samples(STEP, unusable=True)
     batch = batch_of(STEP, drawn, where)
     options = dataclasses.asdict(config) | {"opsm_delta": None, "batch_normalize": False}
@@ -117,7 +140,10 @@ def test_samples_that_a_correction_leaves_in_beside_unusable_tokens(correction, 
     }
     none = [np.zeros(s.count) for s in counted]
     expected = truth.correction(policies, none, [s.mask for s in counted], options)
-    left = [bool((x.weights * x.accepted * on > 0).any()) for x, on in zip(expected, usable, strict=True)]
+    left = [
+        bool((x.weights * x.accepted * on > 0).any())
+        for x, on in zip(expected, usable, strict=True)
+    ]
     given = {"unusable": Unusable(**RULES[rule]), "parallel": where.parallel}
     found = jax.jit(lambda b: advantages.accepted_samples(b, config, **given))(batch)
     assert of_each(batch, drawn, found).tolist() == left
@@ -131,23 +157,39 @@ def test_acceptance_beside_a_token_that_the_sampler_does_not_know():
     more = {"old_log_probs": [-1.0, -1.0], "rollout_log_probs": [-3.0, np.nan]}
     batch = RolloutBatch.from_samples([dataclasses.replace(SAMPLES[0], **more)], row_length=4)
     config = OffPolicyConfig(rejections=(Rejection("token_k1", 0.5, 2.0),))
-    kept = {system: advantages.accepted_samples(batch, config, unusable=Unusable.of(system)) for system in SYSTEMS}
+    kept = {
+        system: advantages.accepted_samples(batch, config, unusable=Unusable.of(system))
+        for system in SYSTEMS
+    }
     assert {system: x.tolist() for system, x in kept.items()} == {
         "trl": [[True]], "tunix": [[False]], "torchtitan": [[False]],
     }  # fmt: skip
     for wrong in ("trl", None, "drop"):
-        with pytest.raises(ValueError, match=r"unusable: got .*, expected 'nan' or an instance of Unusable"):
+        with pytest.raises(
+            ValueError, match=r"unusable: got .*, expected 'nan' or an instance of Unusable"
+        ):
             advantages.accepted_samples(batch, config, unusable=wrong)
 
 
 def test_acceptance_by_the_mean_of_a_sequence_that_lacks_a_token():
-    """The sampler's ratios to the trainer, 2, 1 and 2, have a geometric mean of 1.59; without that of 1 it is 2."""
+    """The sampler's ratios to the trainer, 2, 1 and 2, have a geometric mean of 1.59; without
+    that of 1 it is 2.
+    """
     twice = np.log(2) - 1
-    sample = Sample([5, 6, 7, 8], 1, old_log_probs=[-1.0] * 3, rollout_log_probs=[twice, np.nan, twice])
+    sample = Sample(
+        [5, 6, 7, 8], 1, old_log_probs=[-1.0] * 3, rollout_log_probs=[twice, np.nan, twice]
+    )
     batch = RolloutBatch.from_samples([sample], row_length=4)
     config = OffPolicyConfig(rejections=(Rejection("seq_mean_k1", 0.5, 1.8),))
-    kept = {system: advantages.accepted_samples(batch, config, unusable=Unusable.of(system)) for system in SYSTEMS}
-    assert {system: bool(x[0, 0]) for system, x in kept.items()} == {"trl": True, "tunix": True, "torchtitan": False}
+    kept = {
+        system: advantages.accepted_samples(batch, config, unusable=Unusable.of(system))
+        for system in SYSTEMS
+    }
+    assert {system: bool(x[0, 0]) for system, x in kept.items()} == {
+        "trl": True,
+        "tunix": True,
+        "torchtitan": False,
+    }
 
 
 def test_what_acceptance_reads():
@@ -183,7 +225,10 @@ def test_no_sample_of_an_unsound_step_is_accepted(unsound):
     ("samples", "message"),
     [
         (SAMPLES[0], "samples: got Sample, expected a sequence of Sample"),
-        ([SAMPLES[0], dataclasses.replace(SAMPLES[0], group_id=None)], r"samples\[1\].group_id: got None"),
+        (
+            [SAMPLES[0], dataclasses.replace(SAMPLES[0], group_id=None)],
+            r"samples\[1\].group_id: got None",
+        ),
     ],
 )
 def test_samples_that_cannot_be_compared(samples, message):
@@ -217,13 +262,17 @@ def test_numbers_of_a_penalty_that_are_arrays():
     """Once a TypePromotionError of JAX: an array of integers was added to one of floats."""
     numbers = {"max_length": 8, "buffer": 4, "factor": 2}
     for kind in (np.int64, np.float32, jnp.int32, jnp.float32):
-        got = advantages.overlong_penalty(jnp.array([[6, 8]]), **{name: kind(x) for name, x in numbers.items()})
+        got = advantages.overlong_penalty(
+            jnp.array([[6, 8]]), **{name: kind(x) for name, x in numbers.items()}
+        )
         np.testing.assert_array_equal(got, [[-1, -2]])
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 def test_samples_out_of_a_packed_step(mesh):
-    """The overlong filter: a truncated sample carries no loss, and may leave its group's statistics as well."""
+    """The overlong filter: a truncated sample carries no loss, and may leave its group's
+    statistics as well.
+    """
     parallel = mesh and make_parallel_mesh(mesh)
     batch = RolloutBatch.from_samples(SAMPLES, row_length=8, rows=4)
     kept = (batch.sample_ids != 2).astype(np.float32)
@@ -232,7 +281,9 @@ def test_samples_out_of_a_packed_step(mesh):
     assert (batch.loss_mask[sample == 2] > 0).any()
     np.testing.assert_array_equal(loss_mask, np.where(sample == 2, 0, batch.loss_mask))
     ids = np.where(kept, batch.group_ids, -1)
-    assert (np.asarray(advantages.rloo(batch.rewards, ids, singletons="reward", parallel=parallel)) != 0).sum() == 2
+    assert (
+        np.asarray(advantages.rloo(batch.rewards, ids, singletons="reward", parallel=parallel)) != 0
+    ).sum() == 2
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
@@ -241,15 +292,25 @@ def test_explained_variance(mesh):
     returns = np.array([[3.0, 5.0, 0, 1.0], [7.0, 0, 9.0, 2.0]]) + 1000
     mask = np.array([[1.0, 1, 0, 1], [1, 0, 1, 1]])
     values = np.where(mask > 0, 0.5 * returns - 3, np.nan)
-    got = advantages.explained_variance(*map(jnp.asarray, (values, returns, mask)), parallel=parallel)
+    got = advantages.explained_variance(
+        *map(jnp.asarray, (values, returns, mask)), parallel=parallel
+    )
     np.testing.assert_allclose(got, 0.75, rtol=1e-5)
 
 
 def test_equal_returns_leave_nothing_to_explain():
-    """The variance of 97 equal numbers is 1e-21 in some programs: numbers of 1e20 without the bound."""
+    """The variance of 97 equal numbers is 1e-21 in some programs: numbers of 1e20 without the
+    bound.
+    """
     values, mask = jnp.linspace(-1, 1, 97)[None], jnp.ones((1, 97))
-    explained = jax.jit(lambda x: advantages.explained_variance(values, jnp.full((1, 97), x), jnp.ones((1, 97), bool)))
+    explained = jax.jit(
+        lambda x: advantages.explained_variance(
+            values, jnp.full((1, 97), x), jnp.ones((1, 97), bool)
+        )
+    )
     with jax.debug_nans(True):
         assert all(explained(jnp.float32(value)) == 0 for value in (1.2573022, -1.321048, 0.1, 0.0))
     one_apart = jnp.full((1, 97), 1.25).at[0, 0].set(1.5)
-    np.testing.assert_allclose(advantages.explained_variance(0 * values, one_apart, mask), 0, atol=1e-6)
+    np.testing.assert_allclose(
+        advantages.explained_variance(0 * values, one_apart, mask), 0, atol=1e-6
+    )

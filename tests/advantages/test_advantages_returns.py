@@ -38,7 +38,11 @@ def serial_gae(gamma, lam, value_lam):
             if MASK_64[row, t]:
                 value = BATCH_64.values[row, t]
                 delta = REWARDS_64[row, t] + gamma * next_value - value
-                running, target, next_value = delta + gamma * lam * running, delta + gamma * value_lam * target, value
+                running, target, next_value = (
+                    delta + gamma * lam * running,
+                    delta + gamma * value_lam * target,
+                    value,
+                )
                 advantage[row, t], returns[row, t] = running, target + value
     return advantage, returns
 
@@ -76,7 +80,8 @@ def test_discounted_returns(masked):
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("gamma", "lam", "value_lam"), [(0.99, 0.95, 0.95), (0.97, 0.0, 0.5)])
 def test_gae(gamma, lam, value_lam):
-    # One that resets at a shard's border is off by up to 100%; one that reads V across a hole in the mask, NaN.
+    # One that resets at a shard's border is off by up to 100%; one that reads V across a hole in
+    # the mask, NaN.
     def fn(parallel, rewards, batch):
         options = {"gamma": gamma, "lam": lam, "value_lam": value_lam, "parallel": parallel}
         return advantages.gae(rewards, batch.values, batch, **options)
@@ -85,7 +90,8 @@ def test_gae(gamma, lam, value_lam):
 
 
 def test_reward_lands_on_the_last_response_token_whichever_shard_owns_it():
-    # On the last token of a shard, or of the row, every sequence but the fullest would lose its reward.
+    # On the last token of a shard, or of the row, every sequence but the fullest would lose its
+    # reward.
     def fn(parallel, rewards, batch):
         options = {"kl": batch.values, "kl_coef": 0.1, "parallel": parallel}
         return advantages.token_rewards(batch.rewards, batch, **options)
@@ -94,7 +100,8 @@ def test_reward_lands_on_the_last_response_token_whichever_shard_owns_it():
 
 
 def test_whiten_a_mean_a_million_times_the_deviation():
-    # E[x^2] - E[x]^2 in f32 gives deviation 0 or NaN here; a mean of rounded sums alone is off by up to 0.1.
+    # E[x^2] - E[x]^2 in f32 gives deviation 0 or NaN here; a mean of rounded sums alone is off by
+    # up to 0.1.
     x = (1000 + 1e-3 * np.random.default_rng(1).normal(size=MASK.shape)).astype(np.float32)
     mask = np.asarray(MASK) > 0
     exact = x[mask].astype(np.float64)
@@ -119,8 +126,12 @@ def test_reinforce_plus_plus_baseline_is_whitened_over_data_and_context():
 
     token = np.asarray(MASK) > 0
     centred = advantages.dr_grpo(BATCH.rewards, BATCH.group_ids)
-    x = np.asarray(advantages.spread(centred, BATCH), np.float64) - 0.1 * np.nan_to_num(BATCH.values)
-    on_every_layout_and_mesh(fn, np.where(token, (x - x[token].mean()) / x[token].std(ddof=1), 0), layouts=False)
+    x = np.asarray(advantages.spread(centred, BATCH), np.float64) - 0.1 * np.nan_to_num(
+        BATCH.values
+    )
+    on_every_layout_and_mesh(
+        fn, np.where(token, (x - x[token].mean()) / x[token].std(ddof=1), 0), layouts=False
+    )
 
 
 def test_distillation_pulls_to_the_teacher():
@@ -149,7 +160,9 @@ def test_weighted_distillation_follows_each_sequence_on_any_mesh():
 def test_advantages_are_constants():
     def total(rewards):
         advantage, returns = advantages.gae(rewards, BATCH.values, BATCH)
-        return advantage.sum() + returns.sum() + advantages.reinforce_plus_plus(rewards, BATCH).sum()
+        return (
+            advantage.sum() + returns.sum() + advantages.reinforce_plus_plus(rewards, BATCH).sum()
+        )
 
     assert (jax.jit(jax.grad(total))(REWARDS) == 0).all()
 
@@ -159,7 +172,13 @@ def test_advantages_are_constants():
 def test_packing_and_order_change_nothing(row_length, layout):
     rng = np.random.default_rng(4)
     samples = [
-        Sample(np.zeros(n, int), start, values=rng.normal(size=n - start), reward=rng.normal(), sample_id=i)
+        Sample(
+            np.zeros(n, int),
+            start,
+            values=rng.normal(size=n - start),
+            reward=rng.normal(),
+            sample_id=i,
+        )
         for i, (n, start) in enumerate([(30, 4), (9, 1), (12, 12), (17, 3), (25, 20), (8, 2)])
     ]
 
@@ -180,17 +199,23 @@ def test_packing_and_order_change_nothing(row_length, layout):
 
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout=layout)
     one_a_row = by_sample(samples, row_length=32, rows=6, num_segments=1)
-    assert_trees_close(by_sample(samples[::-1], row_length=row_length, parallel=parallel), one_a_row)
+    assert_trees_close(
+        by_sample(samples[::-1], row_length=row_length, parallel=parallel), one_a_row
+    )
 
 
 def test_bad_input():
     with pytest.raises(ValueError, match=r"lam: got 1.5, expected a number in \[0, 1\]"):
         advantages.gae(REWARDS, REWARDS, BATCH, lam=1.5)
-    with pytest.raises(ValueError, match=r"rewards: got shape \(8, 16\), expected the batch's \[R, T\], \(8, 32\)"):
+    with pytest.raises(
+        ValueError, match=r"rewards: got shape \(8, 16\), expected the batch's \[R, T\], \(8, 32\)"
+    ):
         advantages.gae(REWARDS[:, :16], REWARDS, BATCH)
     with pytest.raises(ValueError, match="masked: got 'drop', expected one of 'skip', 'discount'"):
         advantages.discounted_returns(REWARDS, BATCH, masked="drop")
-    with pytest.raises(ValueError, match=r"rewards: got shape \(3, 4\), expected the batch's \[R, S\], \(8, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"rewards: got shape \(3, 4\), expected the batch's \[R, S\], \(8, 4\)"
+    ):
         advantages.token_rewards(BATCH.rewards[:3], BATCH)
     for alone, message in [
         ({"kl": REWARDS}, "kl_coef: got None with kl"),
@@ -204,26 +229,41 @@ def test_bad_input():
 
 @pytest.mark.parametrize("mesh", [None, "dp=1,cp=4,tp=2"])
 def test_a_response_that_was_cut_goes_on(mesh):
-    """With a critic that is right, a cut changes nothing: its returns were 3.5 and 1 for 5 and 4."""
+    """With a critic that is right, a cut changes nothing: its returns were 3.5 and 1 for 5 and
+    4.
+    """
     parallel = mesh and make_parallel_mesh(mesh, context_layout="zigzag")
     samples = [Sample([5] * 6, response_start=1), Sample([5] * 3, response_start=1)]
     batch = RolloutBatch.from_samples(samples, row_length=16, rows=1, parallel=parallel)
     values = jnp.where(batch.loss_mask > 0, 5.0 - batch.positions, jnp.nan)
     last_values = jnp.where(batch.sample_ids == 1, 3.0, 0.0)
     found = advantages.gae(
-        batch.loss_mask, values, batch, gamma=1.0, lam=0.5, last_values=last_values, parallel=parallel
+        batch.loss_mask,
+        values,
+        batch,
+        gamma=1.0,
+        lam=0.5,
+        last_values=last_values,
+        parallel=parallel,
     )
     counts = np.asarray(batch.loss_mask) > 0
     assert not np.asarray(found[0]).any()
     np.testing.assert_array_equal(np.asarray(found[1])[counts], np.asarray(values)[counts])
-    with pytest.raises(ValueError, match=r"last_values: got shape \(1, 16\), expected the batch's \[R, S\]"):
+    with pytest.raises(
+        ValueError, match=r"last_values: got shape \(1, 16\), expected the batch's \[R, S\]"
+    ):
         advantages.gae(batch.loss_mask, values, batch, last_values=values, parallel=parallel)
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"share_prefixes": True}], ids=str)
 @pytest.mark.parametrize(
     ("mesh", "layout"),
-    [(None, "contiguous"), ("dp=2,cp=2,tp=2", "zigzag"), ("cp=4", "zigzag_per_segment"), ("cp=8", "striped")],
+    [
+        (None, "contiguous"),
+        ("dp=2,cp=2,tp=2", "zigzag"),
+        ("cp=4", "zigzag_per_segment"),
+        ("cp=8", "striped"),
+    ],
 )
 def test_values_after_responses_that_were_cut(mesh, layout, options):
     """One sample a row, and several: of S = 1 a recipe once gave 0 for all, in silence."""
@@ -239,7 +279,9 @@ def test_values_after_responses_that_were_cut(mesh, layout, options):
             values, batch, truncated
         ))  # fmt: skip
         expected = np.array([0.5 * (10 + n) * c for n, c in zip(lengths, cut, strict=True)])
-        np.testing.assert_allclose(found, np.where(batch.sample_ids < 0, 0, expected[batch.sample_ids]), rtol=1e-6)
+        np.testing.assert_allclose(
+            found, np.where(batch.sample_ids < 0, 0, expected[batch.sample_ids]), rtol=1e-6
+        )
 
 
 def test_rows_that_lack_the_last_token_are_refused():

@@ -1,4 +1,6 @@
-"""Which samples make the statistics of a group: those with a reward, among the given ones, each rollout once."""
+"""Which samples make the statistics of a group: those with a reward, among the given ones, each
+rollout once.
+"""
 
 import dataclasses
 from functools import partial
@@ -17,14 +19,25 @@ BATCH = RolloutBatch(*[IDS_OF_TOKENS] * 3, 0 * IDS_OF_TOKENS, jnp.ones((1, 6)), 
 LENGTHS = jnp.array([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
 # of samples and of tokens: here each sample is one token, so that all are [1, 6]
 OF_SAMPLES = {
-    **{name: getattr(advantages, name) for name in ("grpo", "dr_grpo", "rloo", "maxrl", "standardize", "gpg")},
+    **{
+        name: getattr(advantages, name)
+        for name in ("grpo", "dr_grpo", "rloo", "maxrl", "standardize", "gpg")
+    },
     "rloo, scaled": partial(advantages.rloo, scale_by_std=True),
-    "standardize, by group": partial(advantages.standardize, mean="group", std="group", leave_one_out=True),
+    "standardize, by group": partial(
+        advantages.standardize, mean="group", std="group", leave_one_out=True
+    ),
     "pass_at_k": advantages.pass_at_k,
     "opo": lambda r, g, lengths=LENGTHS, **more: advantages.opo(r, g, lengths, **more),
-    "gdpo": lambda r, g, batch=BATCH, **more: advantages.gdpo([r, r**2], g, batch, whitened=None, **more),
-    "gdpo, of tokens": lambda r, g, batch=BATCH, **more: advantages.gdpo([r, r**2], g, batch, **more),
-    "gdpo, of samples": lambda r, g, batch=BATCH, **more: advantages.gdpo([r], g, batch, whitened="samples", **more),
+    "gdpo": lambda r, g, batch=BATCH, **more: advantages.gdpo(
+        [r, r**2], g, batch, whitened=None, **more
+    ),
+    "gdpo, of tokens": lambda r, g, batch=BATCH, **more: advantages.gdpo(
+        [r, r**2], g, batch, **more
+    ),
+    "gdpo, of samples": lambda r, g, batch=BATCH, **more: advantages.gdpo(
+        [r], g, batch, whitened="samples", **more
+    ),
     "reinforce_plus_plus_baseline, of tokens": lambda r, g, batch=BATCH, **more: (
         advantages.reinforce_plus_plus_baseline(r, g, batch, **more)
     ),
@@ -52,8 +65,12 @@ def test_a_sample_without_a_reward_is_in_no_statistic(name):
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", [*OF_SAMPLES, *OF_TOKENS])
 def test_the_others_have_advantages_against_those_that_count(name):
-    """What a sample outside holds changes nothing for the others, and it is not divided by a deviation of 0."""
-    call = OF_TOKENS.get(name) or (lambda r, among, **more: OF_SAMPLES[name](r, IDS, among=among, **more))
+    """What a sample outside holds changes nothing for the others, and it is not divided by a
+    deviation of 0.
+    """
+    call = OF_TOKENS.get(name) or (
+        lambda r, among, **more: OF_SAMPLES[name](r, IDS, among=among, **more)
+    )
     among = jnp.array([[True, True, True, False, True, True]])
     one, other = (call(REWARDS.at[0, 3].set(x), among) for x in (2.0, 4.0))
     kept = np.asarray(among)
@@ -77,13 +94,21 @@ def in_rows(x):
 
 
 PARTS = RolloutBatch(
-    *[jnp.tile(jnp.arange(1, 4), (4, 1))] * 3, jnp.zeros((4, 3), int), jnp.ones((4, 3)), jnp.arange(12).reshape(4, 3)
+    *[jnp.tile(jnp.arange(1, 4), (4, 1))] * 3,
+    jnp.zeros((4, 3), int),
+    jnp.ones((4, 3)),
+    jnp.arange(12).reshape(4, 3),
 )
-WHOLE = RolloutBatch(*[IDS_OF_TOKENS[:, :5]] * 3, IDS_OF_TOKENS[:, :5] * 0, jnp.ones((1, 5)), jnp.arange(5)[None])
+WHOLE = RolloutBatch(
+    *[IDS_OF_TOKENS[:, :5]] * 3, IDS_OF_TOKENS[:, :5] * 0, jnp.ones((1, 5)), jnp.arange(5)[None]
+)
 OF_BATCHES = [name for name in OF_SAMPLES if name.startswith("gdpo")]
 # what else the estimators take: of whole rollouts, and of their parts
 MORE = {name: [{"batch": WHOLE}, {"batch": PARTS}] for name in OF_BATCHES}
-MORE["opo"] = [{"lengths": LENGTHS[:, :5]}, {"lengths": in_rows(np.asarray(LENGTHS)[:, :5] / np.bincount(CUT))}]
+MORE["opo"] = [
+    {"lengths": LENGTHS[:, :5]},
+    {"lengths": in_rows(np.asarray(LENGTHS)[:, :5] / np.bincount(CUT))},
+]
 
 
 @pytest.mark.every(3)
@@ -91,7 +116,11 @@ MORE["opo"] = [{"lengths": LENGTHS[:, :5]}, {"lengths": in_rows(np.asarray(LENGT
 @pytest.mark.parametrize("name", [name for name in OF_SAMPLES if "tokens" not in name])
 def test_a_rollout_that_was_cut_counts_once(name, mesh):
     """Parts in several rows, on several devices."""
-    call, parallel, (whole, parts) = OF_SAMPLES[name], mesh and make_parallel_mesh(mesh), MORE.get(name, [{}, {}])
+    call, parallel, (whole, parts) = (
+        OF_SAMPLES[name],
+        mesh and make_parallel_mesh(mesh),
+        MORE.get(name, [{}, {}]),
+    )
     expected = call(REWARDS[:, :5], IDS[:, :5], **whole)
     given = in_rows(REWARDS[:, :5]), in_rows(IDS[:, :5])
     got = call(*given, rollout_ids=in_rows(jnp.arange(5)[None]), parallel=parallel, **parts)
@@ -111,8 +140,12 @@ def test_parts_that_differ(name):
     good = {"r": REWARDS.at[0, 1].set(1), "g": IDS, "rollout_ids": rollouts, "among": among}
     assert np.isfinite(jitted(**good)).all()
     wrong = {
-        r"rewards.*: got 1 and 0.5 in rollout 0, expected equal": {"r": good["r"].at[0, 1].set(0.5)},
-        r"rewards.*: got 1 and nan in rollout 0, expected equal": {"r": good["r"].at[0, 1].set(jnp.nan)},
+        r"rewards.*: got 1 and 0.5 in rollout 0, expected equal": {
+            "r": good["r"].at[0, 1].set(0.5)
+        },
+        r"rewards.*: got 1 and nan in rollout 0, expected equal": {
+            "r": good["r"].at[0, 1].set(jnp.nan)
+        },
         r"group_ids: got 7 and 8 in rollout 0": {"g": IDS.at[0, 1].set(8)},
         r"among: got 1 and 0 in rollout 0": {"among": among.at[0, 1].set(False)},
         r"rollout_ids: got -1 for a sample": {"rollout_ids": rollouts.at[0, 2].set(-1)},
@@ -130,7 +163,8 @@ CUT_SAMPLES = [
 ]
 # worked by hand: the mean of 1, 0, 0 is 1/3, its deviation sqrt(1/3)
 BY_HAND = {
-    "grpo": [2 / 3**0.5, -1 / 3**0.5],  # 1.155, -0.577; each part counted as a rollout: 0.866, -0.866
+    # 1.155, -0.577; each part counted as a rollout: 0.866, -0.866
+    "grpo": [2 / 3**0.5, -1 / 3**0.5],
     "dr_grpo": [2 / 3, -1 / 3],
     "rloo": [1.0, -0.5],
     "maxrl": [2.0, -1.0],
@@ -156,11 +190,17 @@ def test_the_groups_of_a_batch_count_a_cut_rollout_once(name, stacked):
 
 
 def test_groups_of_batches_without_rollouts():
-    batch = RolloutBatch.from_samples([dataclasses.replace(s, rollout_id=None) for s in CUT_SAMPLES], row_length=12)
+    batch = RolloutBatch.from_samples(
+        [dataclasses.replace(s, rollout_id=None) for s in CUT_SAMPLES], row_length=12
+    )
     assert batch.groups["rollout_ids"] is None
-    np.testing.assert_allclose(advantages.dr_grpo(batch.rewards, **batch.groups), [[0.5, 0.5, -0.5, -0.5]])
+    np.testing.assert_allclose(
+        advantages.dr_grpo(batch.rewards, **batch.groups), [[0.5, 0.5, -0.5, -0.5]]
+    )
     no_groups = dataclasses.replace(batch, group_ids=None)
-    with pytest.raises(ValueError, match=r"group_ids: got None in grpo, expected .*give every Sample its group_id"):
+    with pytest.raises(
+        ValueError, match=r"group_ids: got None in grpo, expected .*give every Sample its group_id"
+    ):
         advantages.grpo(batch.rewards, **no_groups.groups)
 
 
@@ -172,7 +212,9 @@ def test_estimators_that_take_the_batch_read_its_rollouts(jitted):
     on_tokens = np.asarray(batch.loss_mask) > 0
 
     def of_mean(batch):
-        return advantages.reinforce_plus_plus_baseline(batch.rewards, batch.group_ids, batch, whitened=False)
+        return advantages.reinforce_plus_plus_baseline(
+            batch.rewards, batch.group_ids, batch, whitened=False
+        )
 
     def of_several(batch):
         return advantages.gdpo([batch.rewards], batch.group_ids, batch, whitened=None)
@@ -184,7 +226,9 @@ def test_estimators_that_take_the_batch_read_its_rollouts(jitted):
 
 
 def test_the_optimal_token_baseline_takes_no_cut_rollout():
-    """Its places count from a rollout's first token: a part that begins in the middle was compared at other places."""
+    """Its places count from a rollout's first token: a part that begins in the middle was
+    compared at other places.
+    """
     batch = RolloutBatch.from_samples(CUT_SAMPLES, row_length=12)
     stats = TokenStats(-batch.loss_mask, sum_p2=0.5 * batch.loss_mask)
 
@@ -198,7 +242,9 @@ def test_the_optimal_token_baseline_takes_no_cut_rollout():
     jitted = jax.jit(lambda batch: call(batch, **batch.groups))
     assert np.isnan(jitted(batch)[batch.loss_mask > 0]).all()
     apart = dataclasses.replace(batch, rollout_ids=batch.sample_ids)
-    expected = jax.jit(call)(dataclasses.replace(batch, rollout_ids=None), group_ids=batch.group_ids)
+    expected = jax.jit(call)(
+        dataclasses.replace(batch, rollout_ids=None), group_ids=batch.group_ids
+    )
     assert np.isfinite(expected).all()
     np.testing.assert_array_equal(jitted(apart), expected)
 
@@ -211,7 +257,9 @@ def test_parts_that_differ_are_told_what_to_do():
         advantages.grpo(batch.rewards, **batch.groups)
 
 
-NUMBERS = dict.fromkeys(("grpo", "standardize", "pass_at_k", "maxrl", "rloo, scaled", "gdpo"), ("epsilon", -1.0))
+NUMBERS = dict.fromkeys(
+    ("grpo", "standardize", "pass_at_k", "maxrl", "rloo, scaled", "gdpo"), ("epsilon", -1.0)
+)
 NUMBERS |= dict.fromkeys(OF_TOKENS, ("epsilon", -1.0)) | {"gpg": ("f_norm", 0.0)}
 
 
@@ -236,10 +284,16 @@ def test_lengths_that_are_no_lengths(wrong):
     got = advantages.opo(REWARDS, IDS, LENGTHS.at[0, 1].set(wrong))
     assert np.isnan(got[0, :4]).all()
     assert np.isfinite(got[0, 4:]).all()
-    assert np.isfinite(advantages.opo(REWARDS.at[0, 1].set(jnp.nan), IDS, LENGTHS.at[0, 1].set(wrong))).all()
+    assert np.isfinite(
+        advantages.opo(REWARDS.at[0, 1].set(jnp.nan), IDS, LENGTHS.at[0, 1].set(wrong))
+    ).all()
 
 
 def test_flags():
-    for name, flag in {"grpo": "scale_by_std", "pass_at_k": "scale_by_std", "standardize": "unbiased"}.items():
+    for name, flag in {
+        "grpo": "scale_by_std",
+        "pass_at_k": "scale_by_std",
+        "standardize": "unbiased",
+    }.items():
         with pytest.raises(ValueError, match=f"{flag}: got 'no', expected True or False"):
             getattr(advantages, name)(REWARDS, IDS, **{flag: "no"})

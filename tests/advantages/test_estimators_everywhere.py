@@ -1,4 +1,6 @@
-"""Estimators and value, SFT and distillation losses in one program, on Explicit meshes and in a user's shard_map."""
+"""Estimators and value, SFT and distillation losses in one program, on Explicit meshes and in a
+user's shard_map.
+"""
 
 import dataclasses
 
@@ -41,11 +43,17 @@ OFF_POLICY = OffPolicyConfig(
 def corrected(parallel, batch: RolloutBatch, x):
     def per_shard(axes, batch, x):
         policies = {"current": x, "old": batch.old_log_probs, "rollout": batch.rollout_log_probs}
-        return correction(policies, batch.advantages, batch.loss_mask, batch.segments(axes), OFF_POLICY)[0]
+        return correction(
+            policies, batch.advantages, batch.loss_mask, batch.segments(axes), OFF_POLICY
+        )[0]
 
     args = {"batch": batch, "x": x}
     return shard_call(
-        "corrected", per_shard, parallel, args, lambda p: ([batch.specs(p), p.tokens_spec], p.tokens_spec)
+        "corrected",
+        per_shard,
+        parallel,
+        args,
+        lambda p: ([batch.specs(p), p.tokens_spec], p.tokens_spec),
     )
 
 
@@ -65,24 +73,37 @@ def everything(parallel, b, x, hidden, kernel):
         "gae": advantages.gae(rewards, b.values, b, gamma=0.9, lam=0.8, value_lam=1.0, **on),
         "gae by length": advantages.gae(rewards, b.values, b, length_alpha=0.3, **on),
         "gdpo": advantages.gdpo([b.rewards, b.rewards**2], b.group_ids, b, **on),
-        "gdpo over samples": advantages.gdpo([b.rewards, -b.rewards], b.group_ids, b, whitened="samples", **on),
+        "gdpo over samples": advantages.gdpo(
+            [b.rewards, -b.rewards], b.group_ids, b, whitened="samples", **on
+        ),
         "optimal": advantages.optimal_token_baseline(
-            b.values, TokenStats(-jnp.abs(x) - 0.1, sum_p2=jnp.exp(-0.1 - jnp.abs(x))), b.group_ids, b, **on
+            b.values,
+            TokenStats(-jnp.abs(x) - 0.1, sum_p2=jnp.exp(-0.1 - jnp.abs(x))),
+            b.group_ids,
+            b,
+            **on,
         ),
         "reinforce_plus_plus": advantages.reinforce_plus_plus(x, b, **on),
         "baseline": advantages.reinforce_plus_plus_baseline(b.rewards, b.group_ids, b, **kl, **on),
-        "distillation": advantages.on_policy_distillation(b.advantages, x, -jnp.abs(b.values), mask),
-        "weighted distillation": advantages.importance_weighted_distillation(x, -jnp.abs(b.values), b, **on),
+        "distillation": advantages.on_policy_distillation(
+            b.advantages, x, -jnp.abs(b.values), mask
+        ),
+        "weighted distillation": advantages.importance_weighted_distillation(
+            x, -jnp.abs(b.values), b, **on
+        ),
         "log_probs": compute_log_probs(score, kernel, b).log_probs,
         "correction": corrected(parallel, b, x),
         "dvalues": jax.grad(lambda x: loss_from_stats(x, b, Value(), **on)[0])(x),
     }
     samples = {
-        name: getattr(advantages, name)(b.rewards, b.group_ids, **on) for name in ("grpo", "rloo", "gpg", "pass_at_k")
+        name: getattr(advantages, name)(b.rewards, b.group_ids, **on)
+        for name in ("grpo", "rloo", "gpg", "pass_at_k")
     }
     samples["of the others"] = advantages.rloo(b.rewards, b.group_ids, scale_by_std=True, **on)
     samples["maxrl"] = advantages.maxrl(jnp.abs(b.rewards), b.group_ids, **on)
-    samples["standardize"] = advantages.standardize(b.rewards, b.group_ids, std="group", leave_one_out=True, **on)
+    samples["standardize"] = advantages.standardize(
+        b.rewards, b.group_ids, std="group", leave_one_out=True, **on
+    )
     samples["opo"] = advantages.opo(b.rewards, b.group_ids, jnp.abs(b.rewards), **on)
     samples["remax"] = advantages.remax(b.rewards, 0.5 * b.rewards, b.sample_ids)
     rest = {
@@ -101,12 +122,19 @@ EXPECTED = jax.jit(lambda *a: everything(None, *a))
 @pytest.mark.nightly
 def test_explicit_mesh():
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", explicit=True)
-    specs = (BATCH.specs(parallel), parallel.tokens_spec, parallel.hidden_spec, parallel.kernel_spec())
+    specs = (
+        BATCH.specs(parallel),
+        parallel.tokens_spec,
+        parallel.hidden_spec,
+        parallel.kernel_spec(),
+    )
 
     def is_spec(s):
         return isinstance(s, P)
 
-    placed = jax.tree.map(lambda s, x: jax.device_put(x, parallel.sharding(s)), specs, ARRAYS, is_leaf=is_spec)
+    placed = jax.tree.map(
+        lambda s, x: jax.device_put(x, parallel.sharding(s)), specs, ARRAYS, is_leaf=is_spec
+    )
     got = jax.jit(lambda *a: everything(parallel, *a))(*placed)
     assert_trees_close(got, EXPECTED(*ARRAYS), atol=3e-6)
 

@@ -1,4 +1,6 @@
-"""The table of formulas on the page "Which loss when": each in float64, and its epsilon against the signature."""
+"""The table of formulas on the page "Which loss when": each in float64, and its epsilon against
+the signature.
+"""
 
 import inspect
 import re
@@ -12,11 +14,17 @@ from jaxppo import RolloutBatch, Sample, advantages
 
 PAGE = (Path(__file__).parents[2] / "docs/choosing_a_loss.md").read_text()
 TABLE = PAGE[PAGE.index("| estimator | advantage | epsilon |") :].partition("\n\n")[0]
-EPSILON = {name: last.strip() for name, last in re.findall(r"^\| `(\w+)` \|.*\| ?([^|]*)\|$", TABLE, re.MULTILINE)}
+EPSILON = {
+    name: last.strip()
+    for name, last in re.findall(r"^\| `(\w+)` \|.*\| ?([^|]*)\|$", TABLE, re.MULTILINE)
+}
 REWARDS = np.array([1.0, 0.25, 0.5, 0.0, 0.75])
 GROUPS = np.array([0, 0, 0, 1, 1])
 LENGTHS = np.array([1, 2, 3, 1, 2])
-SAMPLES = [Sample([5] * (n + 1), 1, reward=r, group_id=g) for n, r, g in zip(LENGTHS, REWARDS, GROUPS, strict=True)]
+SAMPLES = [
+    Sample([5] * (n + 1), 1, reward=r, group_id=g)
+    for n, r, g in zip(LENGTHS, REWARDS, GROUPS, strict=True)
+]
 BATCH = RolloutBatch.from_samples(SAMPLES, row_length=16)
 
 
@@ -60,21 +68,31 @@ EXPECTED = {
 }
 TOKENS = advantages.spread(BATCH.rewards, BATCH)
 ARGUMENTS = {
-    "opo": {**IN_GROUPS, "lengths": jnp.asarray([[LENGTHS[i] if i >= 0 else 0 for i in BATCH.sample_ids[0]]])},
+    "opo": {
+        **IN_GROUPS,
+        "lengths": jnp.asarray([[LENGTHS[i] if i >= 0 else 0 for i in BATCH.sample_ids[0]]]),
+    },
     "gdpo": {"rewards": [BATCH.rewards], "group_ids": BATCH.group_ids, "batch": BATCH},
-    "reinforce_plus_plus": {"rewards": advantages.token_rewards(BATCH.rewards, BATCH), "batch": BATCH},
+    "reinforce_plus_plus": {
+        "rewards": advantages.token_rewards(BATCH.rewards, BATCH),
+        "batch": BATCH,
+    },
     "reinforce_plus_plus_baseline": {**IN_GROUPS, "batch": BATCH},
     "whiten": {"x": TOKENS, "mask": BATCH.loss_mask},
 }
 
 
 def of_each_sample(found):
-    """The value of each sample, of arrays `[R, S]` or `[R, T]`; all tokens of a sample have one value here."""
+    """The value of each sample, of arrays `[R, S]` or `[R, T]`; all tokens of a sample have one
+    value here.
+    """
     slots = np.argsort(BATCH.sample_ids[0])[-5:]
     if found.shape == BATCH.sample_ids.shape:
         return np.asarray(found)[0, slots]
     tokens = np.asarray(found)[0]
-    return [tokens[(BATCH.segment_ids[0] == slot + 1) & (BATCH.loss_mask[0] > 0)][0] for slot in slots]
+    return [
+        tokens[(BATCH.segment_ids[0] == slot + 1) & (BATCH.loss_mask[0] > 0)][0] for slot in slots
+    ]
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -87,4 +105,6 @@ def test_every_row_and_its_epsilon():
     assert {*EPSILON} == {*EXPECTED}
     for name, shown in EPSILON.items():
         parameter = inspect.signature(getattr(advantages, name)).parameters.get("epsilon")
-        assert shown.partition(",")[0] == ("" if parameter is None else str(parameter.default)), name
+        assert shown.partition(",")[0] == ("" if parameter is None else str(parameter.default)), (
+            name
+        )

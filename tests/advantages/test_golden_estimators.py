@@ -1,4 +1,6 @@
-"""The reference vectors of estimators, value and SFT losses and off-policy correction, on one device and on a mesh."""
+"""The reference vectors of estimators, value and SFT losses and off-policy correction, on one
+device and on a mesh.
+"""
 
 import dataclasses
 import functools
@@ -56,12 +58,16 @@ def parallel(request):
 
 
 def assert_close(got, expected):
-    assert_trees_close(jax.tree.map(jnp.asarray, got), jax.tree.map(jnp.asarray, expected), rtol=1e-5, atol=1e-6)
+    assert_trees_close(
+        jax.tree.map(jnp.asarray, got), jax.tree.map(jnp.asarray, expected), rtol=1e-5, atol=1e-6
+    )
 
 
 def per_sample_sums(batch, parallel):
     """slime adds up sample means, and divides by the number of samples afterwards."""
-    normalizer = Normalizer.of(SFT(aggregation="sequence_mean_token_mean"), batch, parallel=parallel)
+    normalizer = Normalizer.of(
+        SFT(aggregation="sequence_mean_token_mean"), batch, parallel=parallel
+    )
     return dataclasses.replace(normalizer, sequences=jnp.float32(1))
 
 
@@ -70,7 +76,11 @@ def response_packing(case):
     lengths = tuple(map(int, case.inputs["response_lengths"]))
     packing = Packing(lengths)
     cuts = np.cumsum(lengths)[:-1]
-    return packing, lambda x: packing.pack(np.split(x, cuts)), lambda x: np.concatenate(packing.unpack(x))
+    return (
+        packing,
+        lambda x: packing.pack(np.split(x, cuts)),
+        lambda x: np.concatenate(packing.unpack(x)),
+    )
 
 
 def test_slime_value(slime_value, parallel):
@@ -83,7 +93,9 @@ def test_slime_value(slime_value, parallel):
     def run(values):
         options = {"clip": case.config["value_clip"], "factor": 1.0, "clip_fraction": "outside"}
         loss = Value(aggregation="sequence_mean_token_mean", metric_aggregation="loss", **options)
-        return loss_from_stats(values, batch, loss, normalizer=per_sample_sums(batch, parallel), parallel=parallel)
+        return loss_from_stats(
+            values, batch, loss, normalizer=per_sample_sums(batch, parallel), parallel=parallel
+        )
 
     (loss, found), grad = jax.jit(jax.value_and_grad(run, has_aux=True))(values)
     assert_close(loss, case.outputs["loss"])
@@ -100,12 +112,19 @@ def test_slime_sft(slime_sft, parallel):
         return np.pad(x, ((0, 0), (0, 0), (0, vocab % 2)))
 
     def run(logits):
-        loss, normalizer = SFT(aggregation="sequence_mean_token_mean"), per_sample_sums(batch, parallel)
+        loss, normalizer = (
+            SFT(aggregation="sequence_mean_token_mean"),
+            per_sample_sums(batch, parallel),
+        )
         where = batch.loss_mask > 0
-        stats = log_probs_from_logits(logits, batch.targets, parallel=parallel, where=where, vocab_size=vocab)
+        stats = log_probs_from_logits(
+            logits, batch.targets, parallel=parallel, where=where, vocab_size=vocab
+        )
         return loss_from_stats(stats, batch, loss, parallel=parallel, normalizer=normalizer)[0]
 
-    loss, grad = jax.jit(jax.value_and_grad(run))(pad(ragged.packing.pack(ragged.split(case.inputs["logits"]))))
+    loss, grad = jax.jit(jax.value_and_grad(run))(
+        pad(ragged.packing.pack(ragged.split(case.inputs["logits"])))
+    )
     assert_close(loss, case.outputs["loss"])
     assert_close(grad[..., :vocab], ragged.packing.pack(ragged.split(case.outputs["grad_logits"])))
 
@@ -115,7 +134,10 @@ def test_slime_sft(slime_sft, parallel):
 def test_slime_log_probs_and_entropy(slime_log_probs, path, parallel):
     case = slime_log_probs
     count = len(case.inputs["targets"])
-    options = {"entropy": "bonus" if case.config["with_entropy_grad"] else "metric", "parallel": parallel}
+    options = {
+        "entropy": "bonus" if case.config["with_entropy_grad"] else "metric",
+        "parallel": parallel,
+    }
 
     def shape(x, fill=0):
         padded = np.pad(x, ((0, 1),) + ((0, 0),) * (x.ndim - 1), constant_values=fill)
@@ -130,17 +152,26 @@ def test_slime_log_probs_and_entropy(slime_log_probs, path, parallel):
         if path == "logits":
             return log_probs_from_logits(logits, targets, nucleus_ids=ids, **options)
         return log_probs_from_hidden(
-            logits, Head(jnp.eye(logits.shape[-1]), layout="hv"), targets, nucleus_ids=ids, **options
+            logits,
+            Head(jnp.eye(logits.shape[-1]), layout="hv"),
+            targets,
+            nucleus_ids=ids,
+            **options,
         )
 
     @jax.jit
     def step(logits):
         stats, pullback = jax.vjp(run, logits)
         cotangents = (shape(case.inputs[f"cotangent_{name}"]) for name in ("log_probs", "entropy"))
-        of_stats = dataclasses.replace(stats, **dict(zip(("log_probs", "entropy"), cotangents, strict=True)))
+        of_stats = dataclasses.replace(
+            stats, **dict(zip(("log_probs", "entropy"), cotangents, strict=True))
+        )
         return stats.log_probs, stats.entropy, *pullback(of_stats)
 
-    got = [np.asarray(x).reshape(8, -1)[:count].squeeze() for x in step(shape(case.inputs["logits"], np.nan))]
+    got = [
+        np.asarray(x).reshape(8, -1)[:count].squeeze()
+        for x in step(shape(case.inputs["logits"], np.nan))
+    ]
     assert_close(got, [case.outputs[name] for name in ("log_probs", "entropy", "grad_logits")])
 
 
@@ -159,14 +190,18 @@ def test_slime_reinforce_plus_plus(slime_reinforce, parallel):
     case = slime_reinforce
     packing, pack, concatenate = response_packing(case)
     mask = case.inputs.get("loss_mask", np.ones_like(case.inputs["kl"]))
-    batch = packing.batch(np.split(mask, np.cumsum(packing.lengths)[:-1]), rewards=case.inputs["rewards"])
+    batch = packing.batch(
+        np.split(mask, np.cumsum(packing.lengths)[:-1]), rewards=case.inputs["rewards"]
+    )
     kl = {"kl": pack(case.inputs["kl"]), "kl_coef": case.config["kl_coef"], "parallel": parallel}
     if "returns" in case.outputs:
         options = {"gamma": case.config["gamma"], "masked": "discount", "parallel": parallel}
 
         @jax.jit
         def got(batch):
-            return advantages.discounted_returns(advantages.token_rewards(batch.rewards, batch, **kl), batch, **options)
+            return advantages.discounted_returns(
+                advantages.token_rewards(batch.rewards, batch, **kl), batch, **options
+            )
 
         got = got(batch)
         expected = case.outputs["returns"] * case.inputs["loss_mask"]
@@ -187,7 +222,9 @@ def test_slime_whiten(slime_whiten, parallel):
         return np.pad(x, (0, 40 - x.size)).reshape(4, 10)
 
     x, mask = shape(case.inputs["values"]), shape(case.inputs["mask"])
-    whiten = functools.partial(advantages.whiten, shift_mean=case.config["shift_mean"], parallel=parallel)
+    whiten = functools.partial(
+        advantages.whiten, shift_mean=case.config["shift_mean"], parallel=parallel
+    )
     got = jax.jit(whiten)(x, mask)
     assert_close(got, shape(case.outputs["whitened"] * case.inputs["mask"]))
 
@@ -199,9 +236,13 @@ def test_verl_value(verl_value, parallel):
 
     def run(values):
         aggregation = AGGREGATIONS[case.config["loss_agg_mode"]]
-        return loss_from_stats(values, batch, Value(clip=0.2, aggregation=aggregation), parallel=parallel)
+        return loss_from_stats(
+            values, batch, Value(clip=0.2, aggregation=aggregation), parallel=parallel
+        )
 
-    (loss, found), grad = jax.jit(jax.value_and_grad(run, has_aux=True))(padded.pack(case.inputs["values"]))
+    (loss, found), grad = jax.jit(jax.value_and_grad(run, has_aux=True))(
+        padded.pack(case.inputs["values"])
+    )
     assert_close(loss, case.outputs["loss"])
     assert_close(padded.pad(grad), case.outputs["grad_values"])
     assert_close(found["clip_fraction"].value, case.outputs["clipfrac"])
@@ -220,12 +261,19 @@ def test_verl_gae(verl_gae, parallel):
         return advantages.whiten(advantage, mask, parallel=parallel), returns
 
     got = tuple(map(padded.pad, run(rewards, batch)))
-    assert_close(got, tuple(case.outputs[name] * case.inputs["loss_mask"] for name in ("advantages", "returns")))
+    assert_close(
+        got,
+        tuple(case.outputs[name] * case.inputs["loss_mask"] for name in ("advantages", "returns")),
+    )
 
 
 def verl_estimate(name, case, batch, parallel):
     """Per-sample estimators by upstream's name, then per-token ones."""
-    rewards, groups, verl = batch.rewards, batch.group_ids, {"singletons": "reward", "parallel": parallel}
+    rewards, groups, verl = (
+        batch.rewards,
+        batch.group_ids,
+        {"singletons": "reward", "parallel": parallel},
+    )
     if name == "grpo":
         scale = case.config["norm_adv_by_std_in_grpo"]
         return advantages.grpo(rewards, groups, scale_by_std=scale, **verl)
@@ -252,7 +300,9 @@ def verl_estimate(name, case, batch, parallel):
 @pytest.mark.every(5)
 def test_verl_outcome_advantages(verl_outcome, parallel):
     case, padded = verl_outcome, Padded.of(verl_outcome)
-    batch = padded.batch(case, rewards=case.inputs["rewards"].sum(1), group_ids=case.inputs.get("group"))
+    batch = padded.batch(
+        case, rewards=case.inputs["rewards"].sum(1), group_ids=case.inputs.get("group")
+    )
     name = case.function.removeprefix("compute_").removesuffix("_outcome_advantage")
     got = jax.jit(lambda batch: verl_estimate(name, case, batch, parallel))(batch)
     if got.shape == batch.rewards.shape:
@@ -273,7 +323,9 @@ def correct(case, config, parallel):
     args = {"batch": batch}
 
     def run():
-        return shard_call("correct", per_shard, parallel, args, lambda p: ([batch.specs(p)], p.tokens_spec))
+        return shard_call(
+            "correct", per_shard, parallel, args, lambda p: ([batch.specs(p)], p.tokens_spec)
+        )
 
     return padded.pad(jax.jit(run)()) * case.inputs["loss_mask"]
 
@@ -282,7 +334,9 @@ def test_verl_weights(verl_weights, parallel):
     bounds = str(verl_weights.config["rollout_is_threshold"]).split("_")
     low, high = (0.0, float(bounds[0])) if len(bounds) == 1 else map(float, bounds)
     outside = "clamp" if len(bounds) == 1 else "zero"
-    config = OffPolicyConfig(weights=verl_weights.config["rollout_is"], low=low, high=high, outside=outside)
+    config = OffPolicyConfig(
+        weights=verl_weights.config["rollout_is"], low=low, high=high, outside=outside
+    )
     assert_close(correct(verl_weights, config, parallel), verl_weights.outputs["weights"])
 
 
@@ -290,13 +344,19 @@ def test_verl_rejection(verl_rejection, parallel):
     c = verl_rejection.config
     pairs = zip(c["rollout_rs"].split(","), c["rollout_rs_threshold"].split(","), strict=True)
     bounds = [(name, [float(x) for x in threshold.split("_")]) for name, threshold in pairs]
-    rejections = [Rejection(name, *b) if len(b) == 2 else Rejection(name, high=b[0]) for name, b in bounds]
+    rejections = [
+        Rejection(name, *b) if len(b) == 2 else Rejection(name, high=b[0]) for name, b in bounds
+    ]
     weights = correct(verl_rejection, OffPolicyConfig(rejections=rejections), parallel)
     assert_close(weights, verl_rejection.outputs["mask"])
 
 
 def test_verl_mismatch(verl_mismatch, parallel):
-    renamed = {"training_ppl": "trainer_ppl", "training_log_ppl": "trainer_log_ppl", "chi2_seq": "chi2_sequence"}
+    renamed = {
+        "training_ppl": "trainer_ppl",
+        "training_log_ppl": "trainer_log_ppl",
+        "chi2_seq": "chi2_sequence",
+    }
     batch = Padded.of(verl_mismatch).batch(verl_mismatch)
     found = finalize_metrics(jax.jit(functools.partial(mismatch_metrics, parallel=parallel))(batch))
     expected = {renamed.get(k, k): np.float32(v) for k, v in verl_mismatch.metrics.items()}
@@ -306,10 +366,15 @@ def test_verl_mismatch(verl_mismatch, parallel):
 def test_every_case_has_a_test(request):
     """Each vector is read by one of the tests over the vectors."""
     patterns = {
-        "slime": "policy_loss_function value_loss_function sft_loss_function distributed_masked_whiten "
-        "get_advantages_and_returns get_reinforce_plus_plus calculate_log_probs_and_entropy",
-        "verl": "compute_policy_loss kl_penalty compute_value_loss compute_gae _outcome_advantage "
-        "compute_rollout_correction_weights compute_rollout_rejection_mask compute_offpolicy_metrics",
+        "slime": (
+            "policy_loss_function value_loss_function sft_loss_function distributed_masked_whiten "
+            "get_advantages_and_returns get_reinforce_plus_plus calculate_log_probs_and_entropy"
+        ),
+        "verl": (
+            "compute_policy_loss kl_penalty compute_value_loss compute_gae _outcome_advantage"
+            " compute_rollout_correction_weights compute_rollout_rejection_mask"
+            " compute_offpolicy_metrics"
+        ),
     }
     for system, functions in patterns.items():
         for case in load_cases(request.config.getoption("golden"), system):

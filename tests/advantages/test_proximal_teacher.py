@@ -1,4 +1,6 @@
-"""A teacher that is mixed with the policy: TOP-D's reward, its mean over tokens, and the credit of the page."""
+"""A teacher that is mixed with the policy: TOP-D's reward, its mean over tokens, and the credit
+of the page.
+"""
 
 import dataclasses
 import re
@@ -27,8 +29,13 @@ def of_page():
 
 
 def test_by_hand():
-    """p = 0.4 against 0.8, 0.1 and 0: log(0.2 * 2 + 0.8), log(0.2 / 4 + 0.8) and log(0.8), which is the lowest."""
-    own, teacher = jnp.log(jnp.full((1, 4), 0.4)), jnp.array([[np.log(0.8), np.log(0.1), -np.inf, np.nan]], jnp.float32)
+    """p = 0.4 against 0.8, 0.1 and 0: log(0.2 * 2 + 0.8), log(0.2 / 4 + 0.8) and log(0.8), which
+    is the lowest.
+    """
+    own, teacher = (
+        jnp.log(jnp.full((1, 4), 0.4)),
+        jnp.array([[np.log(0.8), np.log(0.1), -np.inf, np.nan]], jnp.float32),
+    )
     mask = jnp.array([[1.0, 1.0, 1.0, 0.0]])
     given = jnp.ones((1, 4)), own, teacher, mask
     found = advantages.on_policy_distillation(*given, coef=2.0, alpha=0.2)
@@ -38,7 +45,9 @@ def test_by_hand():
 
 
 def test_the_mean_over_tokens_leads_to_the_mixture():
-    """Weighed by the policy's probabilities, the gradients of all tokens are those of KL(policy | mixture), held."""
+    """Weighed by the policy's probabilities, the gradients of all tokens are those of KL(policy
+    | mixture), held.
+    """
     logits, teacher = np.random.default_rng(0).normal(size=(2, 5))
     p, t = (np.exp(x) / np.exp(x).sum() for x in (logits, teacher))
     log_ratio = np.log(p / (0.3 * t + 0.7 * p))
@@ -46,8 +55,12 @@ def test_the_mean_over_tokens_leads_to_the_mixture():
     ids = jnp.arange(1, 6)[None]
     batch = RolloutBatch(ids, ids, ids, 0 * ids, jnp.ones((1, 5)), ids, real_last_targets=True)
     own, theirs = (jnp.asarray(np.log(x), jnp.float32)[None] for x in (p, t))
-    pull = advantages.on_policy_distillation(jnp.zeros((1, 5)), own, theirs, batch.loss_mask, alpha=0.3)
-    step = dataclasses.replace(batch, advantages=pull, loss_weights=jnp.asarray(p, jnp.float32)[None])
+    pull = advantages.on_policy_distillation(
+        jnp.zeros((1, 5)), own, theirs, batch.loss_mask, alpha=0.3
+    )
+    step = dataclasses.replace(
+        batch, advantages=pull, loss_weights=jnp.asarray(p, jnp.float32)[None]
+    )
     config = PolicyLossConfig(Reinforce(), aggregation="token_sum", ratio_to="current")
 
     def loss(x):
@@ -60,10 +73,14 @@ def test_the_mean_over_tokens_leads_to_the_mixture():
 
 @pytest.mark.parametrize(("mesh", "layout"), [(None, "contiguous"), ("dp=2,cp=2,tp=2", "zigzag")])
 def test_the_credit_of_the_page(mesh, layout):
-    """Before it is whitened: a token's reward and the mean of those after it, over holes in the mask."""
+    """Before it is whitened: a token's reward and the mean of those after it, over holes in the
+    mask.
+    """
     parallel = mesh and make_parallel_mesh(mesh, context_layout=layout)
     samples = step_of(6)
-    batch = RolloutBatch.from_samples(samples, row_length=24, rows=4, num_segments=9, parallel=parallel)
+    batch = RolloutBatch.from_samples(
+        samples, row_length=24, rows=4, num_segments=9, parallel=parallel
+    )
     batch = with_garbage(batch, np.nan)
     found = quick_jit(lambda b: of_page()(b, b.ref_log_probs, parallel=parallel))(batch)
     expected = []
@@ -82,5 +99,8 @@ def test_the_credit_of_the_page(mesh, layout):
 def test_a_share_out_of_its_range_is_refused():
     given = [-jnp.ones((1, 2))] * 3
     for alpha in (0.0, -0.1, 1.5):
-        with pytest.raises(ValueError, match=f"alpha: got {alpha}, expected a finite number above 0 and of at most 1"):
+        with pytest.raises(
+            ValueError,
+            match=f"alpha: got {alpha}, expected a finite number above 0 and of at most 1",
+        ):
             advantages.on_policy_distillation(*given, jnp.ones((1, 2)), alpha=alpha)

@@ -65,7 +65,11 @@ def check_advantages(names: list[str], o: Options, where: Place, drawn: list[Ste
         for name, x in run(batch, given.tokens, given.slots, given.mask).items():
             expected = ESTIMATORS[name][1](known, o)
             by_sample = isinstance(expected, np.ndarray)
-            got = of_each(batch, samples, x) if by_sample else np.concatenate(to_samples(batch, samples, x))
+            got = (
+                of_each(batch, samples, x)
+                if by_sample
+                else np.concatenate(to_samples(batch, samples, x))
+            )
             expected = expected if by_sample else np.concatenate(expected)
             size = 0.1 + np.max(np.abs(expected), initial=0) + 0.1 * amplified(name, known, o)
             agree(name, got, expected, size)
@@ -74,7 +78,10 @@ def check_advantages(names: list[str], o: Options, where: Place, drawn: list[Ste
 @pytest.mark.every(3)
 @pytest.mark.parametrize("cell", range(6))
 def test_mismatch_metrics(cell: int):
-    where, drawn = places(micro_batches=(None,)), st.lists(steps | large_steps, min_size=1, max_size=3)
+    where, drawn = (
+        places(micro_batches=(None,)),
+        st.lists(steps | large_steps, min_size=1, max_size=3),
+    )
     search(f"mismatch {cell}", 0.01, where, drawn)(check_mismatch_metrics)
 
 
@@ -87,9 +94,16 @@ def check_mismatch_metrics(where: Place, drawn: list[Step]):
         if any(s.count for s in samples):
             expected = mismatch_truth(samples)
             assert found.keys() == expected.keys()
-            # a difference of squares, so half of the digits where one weight is as large as all others together
+            # a difference of squares, so half of the digits where one weight is as large as all
+            # others together
             largest = expected["weight_max"]
-            agree("weight_std", found.pop("weight_std"), expected.pop("weight_std"), largest, 3e-3 * (1 + step.spread))
+            agree(
+                "weight_std",
+                found.pop("weight_std"),
+                expected.pop("weight_std"),
+                largest,
+                3e-3 * (1 + step.spread),
+            )
             for name, value in expected.items():
                 agree(name, found[name], value, 0.5, 1e-5 * (1 + step.spread))
 
@@ -98,7 +112,9 @@ def check_mismatch_metrics(where: Place, drawn: list[Step]):
 @pytest.mark.parametrize("cell", range(3))
 def test_explained_variance(cell: int):
     drawn = st.lists(steps | large_steps, min_size=1, max_size=3)
-    search(f"explained variance {cell}", 0.01, st.floats(-2, 2, width=32), places(), drawn)(check_explained_variance)
+    search(f"explained variance {cell}", 0.01, st.floats(-2, 2, width=32), places(), drawn)(
+        check_explained_variance
+    )
 
 
 def check_explained_variance(share: float, where: Place, drawn: list[Step]):
@@ -109,7 +125,9 @@ def check_explained_variance(share: float, where: Place, drawn: list[Step]):
         returns = [f32(100 + rng.normal(size=len(s.mask))) for s in samples]
         values = [f32(7 + share * g + 0.5 * rng.normal(size=len(g))) for g in returns]
         batch = batch_of(step, samples, where)
-        got = run(*(to_rows(batch, samples, x, step.garbage) for x in (values, returns)), batch.loss_mask)
+        got = run(
+            *(to_rows(batch, samples, x, step.garbage) for x in (values, returns)), batch.loss_mask
+        )
         expected = truth.explained_variance(values, returns, [s.mask for s in samples])
         counted = np.concatenate([g[s.mask > 0] for g, s in zip(returns, samples, strict=True)])
         if expected == 0:  # all returns are equal

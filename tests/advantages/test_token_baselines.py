@@ -13,12 +13,16 @@ from jaxppo import RolloutBatch, Sample, TokenStats, advantages
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 
-VERL = json.loads((Path(__file__).parents[1] / "golden/peers/verl_baselines.json").read_text())["cases"]
+VERL = json.loads((Path(__file__).parents[1] / "golden/peers/verl_baselines.json").read_text())[
+    "cases"
+]
 MESHES = [None, "dp=2,cp=2,tp=2"]
 
 
 def placed(batch, rows):
-    """Puts arrays, one for each sample, into `[R, T]`, each from its sample's first response token on."""
+    """Puts arrays, one for each sample, into `[R, T]`, each from its sample's first response
+    token on.
+    """
     out = np.full(batch.tokens.shape, np.nan, np.float32)
     row, t = np.nonzero(batch.segment_ids)
     sample = batch.sample_ids[row, batch.segment_ids[row, t] - 1]
@@ -29,25 +33,35 @@ def placed(batch, rows):
 
 
 def packed(masks, groups, parallel):
-    samples = [Sample([5] * (len(m) + 1), 1, loss_mask=[0, *m], group_id=g) for m, g in zip(masks, groups, strict=True)]
+    samples = [
+        Sample([5] * (len(m) + 1), 1, loss_mask=[0, *m], group_id=g)
+        for m, g in zip(masks, groups, strict=True)
+    ]
     layout = {"row_length": 16, "rows": 4, "num_segments": 3}
     return RolloutBatch.from_samples(samples, parallel=parallel, **layout)
 
 
 def optimal(returns, stats, batch, **options):
     """The estimator, compiled."""
-    return quick_jit(lambda x, s, b: advantages.optimal_token_baseline(x, s, b.group_ids, b, **options))(
-        returns, stats, batch
-    )
+    return quick_jit(
+        lambda x, s, b: advantages.optimal_token_baseline(x, s, b.group_ids, b, **options)
+    )(returns, stats, batch)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("case", VERL, ids=lambda c: c["function"].split("_")[1] + " weighted" * bool(c["weights"]))
+@pytest.mark.parametrize(
+    "case", VERL, ids=lambda c: c["function"].split("_")[1] + " weighted" * bool(c["weights"])
+)
 def test_the_baseline_of_verl(case, mesh):
-    """verl's form without places of loss tokens counts lengths in another way if tools wrote tokens in a sample."""
+    """verl's form without places of loss tokens counts lengths in another way if tools wrote
+    tokens in a sample.
+    """
     parallel = mesh and make_parallel_mesh(mesh, context_layout="zigzag")
     batch = packed(case["mask"], case["groups"], parallel)
-    of = {name: placed(batch, case[name]) for name in ("rewards", "log_probs", "sum_pi_squared", "advantages")}
+    of = {
+        name: placed(batch, case[name])
+        for name in ("rewards", "log_probs", "sum_pi_squared", "advantages")
+    }
     weights = None if case["weights"] is None else placed(batch, case["weights"])
     place = "loss_token" if "multi_turn" in case["function"] else "position"
     stats = TokenStats(of["log_probs"], sum_p2=of["sum_pi_squared"])
@@ -59,11 +73,15 @@ def test_the_baseline_of_verl(case, mesh):
         return advantages.optimal_token_baseline(returns, stats, batch.group_ids, batch, **options)
 
     got = run(of["rewards"], stats, batch)
-    np.testing.assert_allclose(got, np.where(batch.loss_mask > 0, of["advantages"], 0), rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(
+        got, np.where(batch.loss_mask > 0, of["advantages"], 0), rtol=2e-5, atol=2e-6
+    )
 
 
 def test_what_the_baseline_sums_over_devices():
-    """With rows twice as long, 4 bytes more for each token of the step, and no array of places times groups."""
+    """With rows twice as long, 4 bytes more for each token of the step, and no array of places
+    times groups.
+    """
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
 
     def sent(length):
@@ -73,7 +91,9 @@ def test_what_the_baseline_sums_over_devices():
 
         def run(batch):
             returns = jnp.asarray(batch.advantages)
-            return advantages.optimal_token_baseline(returns, stats, batch.group_ids, batch, parallel=parallel)
+            return advantages.optimal_token_baseline(
+                returns, stats, batch.group_ids, batch, parallel=parallel
+            )
 
         return sum(c.bytes for c in audit(run, batch).collectives)
 
@@ -90,7 +110,9 @@ def test_equal_returns_have_no_advantage_but_behind_all_others(place):
     returns = jnp.full(batch.tokens.shape, 0.1)
     got = optimal(returns, stats, batch, place=place)
     behind = 4 if place == "position" else 3
-    row, column = np.nonzero((batch.positions >= behind) & (batch.loss_mask > 0) & (np.asarray(got) != 0))
+    row, column = np.nonzero(
+        (batch.positions >= behind) & (batch.loss_mask > 0) & (np.asarray(got) != 0)
+    )
     assert len(row) == 7 - behind
     expected = np.zeros(batch.tokens.shape, np.float32)
     expected[row, column] = 0.1
@@ -129,7 +151,9 @@ def test_refusals():
         "singletons: got 'one'": {"singletons": "one"},
         "epsilon: got -1, expected a finite number of at least 0": {"epsilon": -1},
         "group_ids: got shape": {"group_ids": batch.group_ids[:1]},
-        "group_ids: got dtype float32, expected integers": {"group_ids": jnp.ones(batch.group_ids.shape)},
+        "group_ids: got dtype float32, expected integers": {
+            "group_ids": jnp.ones(batch.group_ids.shape)
+        },
     }
     for message, wrong in refused.items():
         with pytest.raises((TypeError, ValueError), match=message):

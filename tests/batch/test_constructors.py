@@ -1,4 +1,6 @@
-"""Batches from arrays as frameworks hold them: every value against what was written down by hand."""
+"""Batches from arrays as frameworks hold them: every value against what was written down by
+hand.
+"""
 
 import dataclasses
 
@@ -7,12 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxppo import PolicyLossConfig, RolloutBatch, Sample, TokenStats, explain_broken_rules, policy_loss
+from jaxppo import (
+    PolicyLossConfig,
+    RolloutBatch,
+    Sample,
+    TokenStats,
+    explain_broken_rules,
+    policy_loss,
+)
 from jaxppo.batch.rules import RULES
 from sharding import logical_positions, make_parallel_mesh
 
-# Row 0 is padded on the left and has a hole in its completion; row 1 is padded between prompt and completion, and its
-# completion ends before its row does.
+# Row 0 is padded on the left and has a hole in its completion; row 1 is padded between prompt and
+# completion, and its completion ends before its row does.
 PADDED = {
     "prompt_ids": [[0, 0, 5, 6], [7, 8, 0, 0]],
     "completion_ids": [[11, 12, 13, 0], [21, 22, 23, 24]],
@@ -70,13 +79,22 @@ POSITIONAL = {
     "from_token_aligned": ("tokens", "segment_ids", "positions", "loss_mask"),
     "from_target_aligned": ("tokens", "targets", "segment_ids", "positions", "loss_mask"),
 }
-OF_CONSTRUCTORS = f"loss_mask_values: expected {RULES[0].expected}"  # and no other rule, which would be an effect
-PLACES = [None, ("dp=2", "contiguous"), ("dp=2,cp=2,tp=2", "contiguous"), ("cp=4", "zigzag"), ("dp=2,cp=4", "striped")]
+# and no other rule, which would be an effect
+OF_CONSTRUCTORS = f"loss_mask_values: expected {RULES[0].expected}"
+PLACES = [
+    None,
+    ("dp=2", "contiguous"),
+    ("dp=2,cp=2,tp=2", "contiguous"),
+    ("cp=4", "zigzag"),
+    ("dp=2,cp=4", "striped"),
+]
 
 
 def as_arrays(values):
     kinds = (np.int32, np.float32)
-    return {name: np.asarray(x, kinds[np.asarray(x).dtype.kind == "f"]) for name, x in values.items()}
+    return {
+        name: np.asarray(x, kinds[np.asarray(x).dtype.kind == "f"]) for name, x in values.items()
+    }
 
 
 def made(name, arrays, **options):
@@ -92,7 +110,9 @@ def made(name, arrays, **options):
 @pytest.mark.parametrize("name", CASES)
 def test_values(name, jitted, place):
     mesh, layout = place or (None, "contiguous")
-    shards = 1 if mesh is None else int(dict(part.split("=") for part in mesh.split(",")).get("cp", 1))
+    shards = (
+        1 if mesh is None else int(dict(part.split("=") for part in mesh.split(",")).get("cp", 1))
+    )
     devices = jax.devices()[: int(np.prod([int(part[3:]) for part in (mesh or "dp=1").split(",")]))]
     parallel = mesh and make_parallel_mesh(mesh, context_layout=layout, devices=devices)
     given, expected = CASES[name]
@@ -108,7 +128,9 @@ def test_values(name, jitted, place):
             wanted = np.asarray(expected[field.name])
             wanted = wanted if wanted.shape[1] <= 2 else wanted[:, order]
             np.testing.assert_array_equal(x, wanted, err_msg=field.name)
-            assert x.dtype == (jnp.int32 if wanted.dtype.kind == "i" and x.dtype.kind == "i" else jnp.float32)
+            assert x.dtype == (
+                jnp.int32 if wanted.dtype.kind == "i" and x.dtype.kind == "i" else jnp.float32
+            )
         elif field.default is None or field.name == "sample_ids":
             assert x is None, field.name
     assert (batch.context_layout, batch.context_shards) == (layout, shards)
@@ -119,7 +141,9 @@ def test_values(name, jitted, place):
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_and_vmap_of_what_is_made_under_them(name):
-    """`loss_mask` aside, the gradient of a value is 1 at its token, for each position that the value reached."""
+    """`loss_mask` aside, the gradient of a value is 1 at its token, for each position that the
+    value reached.
+    """
     given, expected = as_arrays(CASES[name][0]), CASES[name][1]
     field = "old_log_probs" if name == "from_padded" else "returns"
 
@@ -136,7 +160,9 @@ def test_gradients_and_vmap_of_what_is_made_under_them(name):
 
 
 def test_where_attention_mask_says_otherwise():
-    """Without an attention mask, a completion ends at its last token with loss, and a prompt's padding is not known."""
+    """Without an attention mask, a completion ends at its last token with loss, and a prompt's
+    padding is not known.
+    """
     given = as_arrays(PADDED)
     attention = np.array([[0, 0, 1, 1, 1, 1, 1, 0], [1, 1, 0, 0, 1, 1, 1, 1]])
     batch = made("from_padded", given | {"prompt_mask": None}, attention_mask=attention)
@@ -156,9 +182,19 @@ def test_padded_rows_have_the_loss_of_packed_samples(seed):
     starts, ends = rng.integers(0, P, B), rng.integers(1, C + 1, B)
     prompt_mask = np.arange(P) >= starts[:, None]
     mask = (np.arange(C) < ends[:, None]) & (rng.random((B, C)) < 0.7)
-    old, new, advantages = -rng.exponential(size=(B, C)), -rng.exponential(size=(B, C)), rng.normal(size=B)
+    old, new, advantages = (
+        -rng.exponential(size=(B, C)),
+        -rng.exponential(size=(B, C)),
+        rng.normal(size=B),
+    )
     padded = RolloutBatch.from_padded(
-        prompts, completions, mask, prompt_mask=prompt_mask, advantages=advantages, old_log_probs=old, returns=new
+        prompts,
+        completions,
+        mask,
+        prompt_mask=prompt_mask,
+        advantages=advantages,
+        old_log_probs=old,
+        returns=new,
     )
     samples = [
         Sample(
@@ -173,7 +209,9 @@ def test_padded_rows_have_the_loss_of_packed_samples(seed):
     ]
     packed = RolloutBatch.from_samples(samples, row_length=2 * (P + C))
     config = PolicyLossConfig(aggregation="sequence_mean_token_mean")
-    losses = [policy_loss(TokenStats(jnp.asarray(b.returns)), b, config)[0] for b in (padded, packed)]
+    losses = [
+        policy_loss(TokenStats(jnp.asarray(b.returns)), b, config)[0] for b in (padded, packed)
+    ]
     assert losses[0] == pytest.approx(float(losses[1]), rel=1e-5)
 
 
@@ -257,7 +295,11 @@ def test_misuse(what):
 
 
 WIDE = [(name, what) for name, (given, _) in CASES.items() for what in given]
-WIDE = [(name, what) for name, what in WIDE if what.endswith("ids") or what in ("tokens", "targets", "positions")]
+WIDE = [
+    (name, what)
+    for name, what in WIDE
+    if what.endswith("ids") or what in ("tokens", "targets", "positions")
+]
 
 
 @pytest.mark.parametrize(("name", "what"), WIDE)
@@ -280,14 +322,17 @@ def test_padded_prompts_without_a_mask(padded):
     given |= {"completion_mask": np.ones((2, 2)), "old_log_probs": -np.ones((2, 2), np.float32)}
     row = 0 if padded == "left-padded" else 1
     with pytest.raises(
-        ValueError, match=f"prompt_mask: got None, and 0, the pad_id, at an end of the prompt of row {row}"
+        ValueError,
+        match=f"prompt_mask: got None, and 0, the pad_id, at an end of the prompt of row {row}",
     ):
         made("from_padded", given, pad_id=0)
     batch = made("from_padded", given, pad_id=0, prompt_mask=given["prompt_ids"] > 0)
     np.testing.assert_array_equal(batch.loss_mask.sum(1), [2, 2])
     made("from_padded", given | {"completion_mask": np.zeros((2, 2))}, pad_id=0).validate(100)
     made("from_padded", given, pad_id=3).validate(100)
-    loss, found = jax.jit(lambda x: padded_loss(x, pad_id=0))(given | {"advantages": np.ones(2, np.float32)})
+    loss, found = jax.jit(lambda x: padded_loss(x, pad_id=0))(
+        given | {"advantages": np.ones(2, np.float32)}
+    )
     assert np.isnan(loss)
     assert explain_broken_rules(found["broken_rules"].value) == [OF_CONSTRUCTORS]
 
@@ -309,13 +354,20 @@ def test_the_number_of_segments():
 def test_meshes_that_do_not_fit():
     arrays = as_arrays(TOKEN_ALIGNED)
     with pytest.raises(
-        ValueError, match=r"tokens: got shape \(2, 8\) in .*, expected dimension 0 to be a multiple of 8"
+        ValueError,
+        match=r"tokens: got shape \(2, 8\) in .*, expected dimension 0 to be a multiple of 8",
     ):
         made("from_token_aligned", arrays, parallel=make_parallel_mesh("dp=8"))
     with pytest.raises(ValueError, match="row length: got 8, expected a multiple of 16"):
-        made("from_token_aligned", arrays, parallel=make_parallel_mesh("cp=8", context_layout="zigzag"))
+        made(
+            "from_token_aligned",
+            arrays,
+            parallel=make_parallel_mesh("cp=8", context_layout="zigzag"),
+        )
     per_segment = make_parallel_mesh("cp=8", context_layout="zigzag_per_segment")
-    with pytest.raises(ValueError, match="parallel: got context layout 'zigzag_per_segment' in RolloutBatch"):
+    with pytest.raises(
+        ValueError, match="parallel: got context layout 'zigzag_per_segment' in RolloutBatch"
+    ):
         made(
             "from_token_aligned",
             {k: np.repeat(x, 2, 1) for k, x in arrays.items()},
@@ -325,14 +377,19 @@ def test_meshes_that_do_not_fit():
 
 
 def test_a_completion_without_a_token_before_it():
-    """No position predicts its first token: refused, and under jit the loss is NaN, and a metric says why."""
+    """No position predicts its first token: refused, and under jit the loss is NaN, and a metric
+    says why.
+    """
     given = as_arrays(PADDED) | {"prompt_mask": np.zeros((2, 4), np.int32)}
 
     def loss(arrays):
         batch = made("from_padded", arrays)
         return policy_loss(TokenStats(batch.old_log_probs), batch, PolicyLossConfig())
 
-    with pytest.raises(ValueError, match="completion_mask: got 1 at 0 of row 0, expected 0 on padding, and at a token"):
+    with pytest.raises(
+        ValueError,
+        match="completion_mask: got 1 at 0 of row 0, expected 0 on padding, and at a token",
+    ):
         loss(given)
     value, found = jax.jit(loss)(given)
     assert np.isnan(value)
@@ -357,7 +414,8 @@ def test_completions_that_are_padded_in_front():
     """Without the check, a padding token predicted token 11, and the loss was finite."""
     given = as_arrays(LEFT)
     message = (
-        "completion_ids: got 0, the pad_id, before the tokens of row 0, expected completions that are right-padded"
+        "completion_ids: got 0, the pad_id, before the tokens of row 0, expected completions that"
+        " are right-padded"
     )
     for arrays in (given, jax.tree.map(jnp.asarray, given)):
         with pytest.raises(ValueError, match=message):
@@ -373,15 +431,22 @@ def test_completions_that_are_padded_in_front():
 def test_completions_that_are_padded_in_front_under_jit(place):
     mesh, layout = place or (None, "contiguous")
     sizes = [int(part[3:]) for part in (mesh or "dp=1").split(",")]
-    parallel = mesh and make_parallel_mesh(mesh, context_layout=layout, devices=jax.devices()[: np.prod(sizes)])
+    parallel = mesh and make_parallel_mesh(
+        mesh, context_layout=layout, devices=jax.devices()[: np.prod(sizes)]
+    )
     rows = {k: np.concatenate([x, x[1:2]]) for k, x in as_arrays(LEFT).items()}
-    rows |= {k: np.pad(rows[k], ((0, 0), (0, 1))) for k in ("completion_ids", "completion_mask", "old_log_probs")}
+    rows |= {
+        k: np.pad(rows[k], ((0, 0), (0, 1)))
+        for k in ("completion_ids", "completion_mask", "old_log_probs")
+    }
     rows["prompt_ids"] = np.pad(rows["prompt_ids"], ((0, 0), (1, 0)), constant_values=4)
 
     @jax.jit
     def run(arrays):
         batch = made("from_padded", arrays, pad_id=0, parallel=parallel)
-        return policy_loss(TokenStats(batch.old_log_probs), batch, PolicyLossConfig(), parallel=parallel)
+        return policy_loss(
+            TokenStats(batch.old_log_probs), batch, PolicyLossConfig(), parallel=parallel
+        )
 
     loss, found = run(rows)
     assert np.isnan(loss)
@@ -393,7 +458,8 @@ def test_completions_that_are_padded_in_front_under_jit(place):
 @pytest.mark.parametrize(
     "change",
     [
-        {"completion_ids": [[0, 11, 12, 13]], "completion_mask": [[1, 1, 1, 1]]},  # sampled, and trained on
+        # sampled, and trained on
+        {"completion_ids": [[0, 11, 12, 13]], "completion_mask": [[1, 1, 1, 1]]},
         {"completion_ids": [[11, 0, 12, 13]], "completion_mask": [[0, 0, 1, 1]]},  # within
         {"completion_ids": [[0, 0, 0, 0]], "completion_mask": [[0, 0, 0, 0]]},  # nothing else
     ],
@@ -409,7 +475,9 @@ def test_the_padding_id_elsewhere(change):
 def test_last_positions_count_where_their_targets_are_real():
     batch = made("from_target_aligned", as_arrays(TARGET_ALIGNED))
     batch = dataclasses.replace(batch, advantages=jnp.ones((2, 8)), old_log_probs=-jnp.ones((2, 8)))
-    loss, found = policy_loss(TokenStats(-jnp.ones((2, 8))), batch, PolicyLossConfig(aggregation="token_sum"))
+    loss, found = policy_loss(
+        TokenStats(-jnp.ones((2, 8))), batch, PolicyLossConfig(aggregation="token_sum")
+    )
     assert (float(loss), int(found["broken_rules"].value)) == (-6.0, 0)
     wrong = dataclasses.replace(batch, real_last_targets=False)
     assert np.isnan(policy_loss(TokenStats(-jnp.ones((2, 8))), wrong, PolicyLossConfig())[0])
@@ -490,7 +558,10 @@ def row_of(name, arrays, old):
 
 @pytest.mark.parametrize("case", WRONG_MASKS)
 def test_all_constructors_ask_the_same_of_a_mask(case):
-    """Sequences from 0 lost the loss of the first one in silence: 2 for 1.5 here. Others were NaN, or refused."""
+    """Sequences from 0 lost the loss of the first one in silence: 2 for 1.5 here.
+
+    Others were NaN, or refused.
+    """
     name, arrays, message = WRONG_MASKS[case]
     given = {k: np.array(x) for k, x in ((SEGMENTS if "aligned" in name else {}) | arrays).items()}
     given = {k: x.astype(np.float32 if x.dtype.kind == "f" else np.int32) for k, x in given.items()}
@@ -510,11 +581,17 @@ def test_all_constructors_ask_the_same_of_a_mask(case):
 
 
 def test_ids_of_images():
-    """Ids above the vocabulary, which a model embeds in another way, were refused where nothing trains them."""
+    """Ids above the vocabulary, which a model embeds in another way, were refused where nothing
+    trains them.
+    """
     batch = RolloutBatch.from_samples([Sample([1, 99, 99, 2, 3], response_start=3)], row_length=8)
     batch.validate(10)
     trained = RolloutBatch.from_samples([Sample([1, 2, 99, 3], response_start=2)], row_length=8)
     with pytest.raises(ValueError, match="targets: got 99 at row 0, position 1"):
         trained.validate(10)
-    with pytest.raises(ValueError, match="tokens: got -1 at row 0, position 1, expected at least 0"):
-        dataclasses.replace(batch, tokens=np.where(batch.tokens == 99, -1, batch.tokens)).validate(10)
+    with pytest.raises(
+        ValueError, match="tokens: got -1 at row 0, position 1, expected at least 0"
+    ):
+        dataclasses.replace(batch, tokens=np.where(batch.tokens == 99, -1, batch.tokens)).validate(
+            10
+        )

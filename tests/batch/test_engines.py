@@ -1,9 +1,9 @@
 """Samples from the results of inference engines.
 
 The dictionaries restate the shapes, in August 2026, of vLLM (vllm/outputs.py, vllm/logprobs.py,
-vllm/entrypoints/openai/*/protocol.py with return_token_ids) and of SGLang (srt/managers/tokenizer_manager.py and
-schedule_batch.py: triples of log-prob, token and text, finish reasons as dictionaries, the nucleus as base64 of int32
-under the names that slime reads).
+vllm/entrypoints/openai/*/protocol.py with return_token_ids) and of SGLang
+(srt/managers/tokenizer_manager.py and schedule_batch.py: triples of log-prob, token and text,
+finish reasons as dictionaries, the nucleus as base64 of int32 under the names that slime reads).
 """
 
 import base64
@@ -30,8 +30,12 @@ class Logprob:
 
 
 def completion(tokens, reason="stop", *, index=0, first=-0.5, log_probs=True):
-    """A CompletionOutput of log-probs -0.5, -1.5 and so on, with the most likely token beside each."""
-    entries = [{9: Logprob(-0.1, 1, "x"), t: Logprob(first - i, 2, "y")} for i, t in enumerate(tokens)]
+    """A CompletionOutput of log-probs -0.5, -1.5 and so on, with the most likely token beside
+    each.
+    """
+    entries = [
+        {9: Logprob(-0.1, 1, "x"), t: Logprob(first - i, 2, "y")} for i, t in enumerate(tokens)
+    ]
     return {
         "index": index, "text": "...", "token_ids": tokens, "cumulative_logprob": None, "finish_reason": reason,
         "logprobs": entries if log_probs else None, "stop_reason": None,
@@ -39,7 +43,13 @@ def completion(tokens, reason="stop", *, index=0, first=-0.5, log_probs=True):
 
 
 def request(prompt, *outputs):
-    return {"request_id": "0", "prompt": "...", "prompt_token_ids": prompt, "outputs": list(outputs), "finished": True}
+    return {
+        "request_id": "0",
+        "prompt": "...",
+        "prompt_token_ids": prompt,
+        "outputs": list(outputs),
+        "finished": True,
+    }
 
 
 def choice_of(kind):
@@ -47,24 +57,44 @@ def choice_of(kind):
     values = [-0.5, -1.5]
     choice = {"index": 0, "token_ids": FIRST, "finish_reason": "stop", "stop_reason": None}
     if kind == "completions":
-        logprobs = {"text_offset": [0, 1], "token_logprobs": values, "tokens": ["a", "b"], "top_logprobs": [{}, {}]}
-        return {"id": "cmpl-0", "choices": [choice | {"prompt_token_ids": PROMPT, "text": "ab", "logprobs": logprobs}]}
-    content = {"content": [{"token": "a", "logprob": x, "bytes": [97], "top_logprobs": []} for x in values]}
-    return {"id": "chatcmpl-0", "prompt_token_ids": PROMPT, "choices": [choice | {"logprobs": content}]}
+        logprobs = {
+            "text_offset": [0, 1],
+            "token_logprobs": values,
+            "tokens": ["a", "b"],
+            "top_logprobs": [{}, {}],
+        }
+        return {
+            "id": "cmpl-0",
+            "choices": [choice | {"prompt_token_ids": PROMPT, "text": "ab", "logprobs": logprobs}],
+        }
+    content = {
+        "content": [{"token": "a", "logprob": x, "bytes": [97], "top_logprobs": []} for x in values]
+    }
+    return {
+        "id": "chatcmpl-0",
+        "prompt_token_ids": PROMPT,
+        "choices": [choice | {"logprobs": content}],
+    }
 
 
 def through_json(output):
     """Keys of the log-probs are text there."""
     one = output["outputs"][0]
-    entries = [{str(t): dataclasses.asdict(v) for t, v in entry.items()} for entry in one["logprobs"]]
+    entries = [
+        {str(t): dataclasses.asdict(v) for t, v in entry.items()} for entry in one["logprobs"]
+    ]
     return output | {"outputs": [one | {"logprobs": entries}]}
 
 
 def as_object(output):
-    return SimpleNamespace(**output | {"outputs": [SimpleNamespace(**x) for x in output["outputs"]]})
+    return SimpleNamespace(
+        **output | {"outputs": [SimpleNamespace(**x) for x in output["outputs"]]}
+    )
 
 
-def sglang(prompt, tokens, reason="stop", *, log_probs=True, nucleus=None, encoded=True, kept="", **entries):
+def sglang(
+    prompt, tokens, reason="stop", *, log_probs=True, nucleus=None, encoded=True, kept="", **entries
+):
     meta = {
         "id": "0", "finish_reason": {"type": reason, "matched": 2}, "prompt_tokens": len(prompt),
         "completion_tokens": len(tokens), "cached_tokens": 0, "weight_version": "default",
@@ -72,7 +102,10 @@ def sglang(prompt, tokens, reason="stop", *, log_probs=True, nucleus=None, encod
     if log_probs:
         meta["output_token_logprobs"] = [(-0.5 - i, t, None) for i, t in enumerate(tokens)]
     if nucleus is not None:
-        flat, offsets = [i for ids in nucleus for i in ids], np.cumsum([0, *map(len, nucleus)]).tolist()
+        flat, offsets = (
+            [i for ids in nucleus for i in ids],
+            np.cumsum([0, *map(len, nucleus)]).tolist(),
+        )
 
         def wire(x):
             return base64.b64encode(np.asarray(x, "<i4").tobytes()).decode() if encoded else x
@@ -101,26 +134,39 @@ def test_one_turn_of_vllm(shape):
 
 def test_one_turn_of_sglang():
     sample = Sample.from_sglang(sglang(PROMPT, FIRST), reward=2.0)
-    assert (sample.tokens, sample.start, sample.rollout_log_probs) == (PROMPT + FIRST, 3, [-0.5, -1.5])
+    assert (sample.tokens, sample.start, sample.rollout_log_probs) == (
+        PROMPT + FIRST,
+        3,
+        [-0.5, -1.5],
+    )
     # output_ids may lack the token that stopped it, which was sampled and has loss
     assert Sample.from_sglang(sglang(PROMPT, FIRST, output_ids=FIRST[:-1])).tokens == PROMPT + FIRST
     # the prompt as input_token_logprobs have it, of logprob_start_len=0
     told = sglang(PROMPT, FIRST, input_ids=None)
-    told["meta_info"]["input_token_logprobs"] = [(None, 11, None), (-1.0, 12, None), (-2.0, 13, None)]
+    told["meta_info"]["input_token_logprobs"] = [
+        (None, 11, None),
+        (-1.0, 12, None),
+        (-2.0, 13, None),
+    ]
     assert Sample.from_sglang(told).tokens == PROMPT + FIRST
 
 
 def mask_of(*shapes):
-    """SGLang's answer to `return_sampling_mask`: log-probs of the whole vocabulary beside those within the mask.
+    """SGLang's answer to `return_sampling_mask`: log-probs of the whole vocabulary beside those
+    within the mask.
 
-    In September 2026 `output_token_sampling_mask` is one list a token. With it come the log-probs of the sampled
-    tokens, or, for sampling_logprobs_mode="support", one list a token; a store of outputs has the same flat.
+    In September 2026 `output_token_sampling_mask` is one list a token. With it come the log-probs
+    of the sampled tokens, or, for sampling_logprobs_mode="support", one list a token; a store of
+    outputs has the same flat.
     """
     mask, log_probs = shapes
     name = "output_token_sampling_mask"
     masks = {
         "nested": {name: [[21, 5], [7, 22, 9]], f"{name}_length": 2},
-        "flat": {f"{name}_token_ids": np.array([21, 5, 7, 22, 9], np.int32), f"{name}_lengths": np.array([2, 3])},
+        "flat": {
+            f"{name}_token_ids": np.array([21, 5, 7, 22, 9], np.int32),
+            f"{name}_lengths": np.array([2, 3]),
+        },
     }
     within = {
         "of the sampled": [-0.25, -0.75],
@@ -132,7 +178,9 @@ def mask_of(*shapes):
 
 
 @pytest.mark.parametrize("mask", ["nested", "flat"])
-@pytest.mark.parametrize("log_probs", ["of the sampled", "of the sampled, numpy", "of the mask", "of the mask, flat"])
+@pytest.mark.parametrize(
+    "log_probs", ["of the sampled", "of the sampled, numpy", "of the mask", "of the mask, flat"]
+)
 @pytest.mark.parametrize("whole", [True, False], ids=["beside others", "alone"])
 def test_the_sampling_mask_of_sglang(mask, log_probs, whole):
     """The log-probs are those within the mask, the distribution that the tokens were drawn from."""
@@ -143,7 +191,9 @@ def test_the_sampling_mask_of_sglang(mask, log_probs, whole):
     assert sample.nucleus.tolist() == [[21, 5], [7, 22, 9]]
     batch = RolloutBatch.from_samples([sample], row_length=8)
     np.testing.assert_allclose(batch.rollout_log_probs[0, 2:4], [-0.25, -0.75])
-    assert [sorted({*x} - {-1}) for x in pack_nucleus_ids(None, [sample], batch)[0, 2:4].tolist()] == [
+    assert [
+        sorted({*x} - {-1}) for x in pack_nucleus_ids(None, [sample], batch)[0, 2:4].tolist()
+    ] == [
         [5, 21],
         [7, 9, 22],
     ]
@@ -160,25 +210,36 @@ def test_a_sampling_mask_without_log_probs():
 @pytest.mark.parametrize("value", [np.float32(-1.0), 0, -1, 0.125, -np.inf, np.float16(-0.5)])
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_log_probs_of_samplers_in_bf16(engine, value):
-    """Those of TPUs round a log-prob of 0 up to 0.125, and one of a token that they should not draw is -inf."""
+    """Those of TPUs round a log-prob of 0 up to 0.125, and one of a token that they should not
+    draw is -inf.
+    """
     assert given_log_prob(engine, value).rollout_log_probs == [-0.5, float(value)]
 
 
 def given_log_prob(engine, value):
     if engine == "vllm":
-        return Sample.from_vllm(request(PROMPT, completion(FIRST) | {"logprobs": {"token_logprobs": [-0.5, value]}}))
+        return Sample.from_vllm(
+            request(PROMPT, completion(FIRST) | {"logprobs": {"token_logprobs": [-0.5, value]}})
+        )
     triples = [(-0.5, FIRST[0], None), (value, FIRST[1], None)]
     return Sample.from_sglang(changed(sglang(PROMPT, FIRST), output_token_logprobs=triples))
 
 
-@pytest.mark.parametrize("value", [np.nan, 0.25, np.inf, True, np.True_, "-0.5", [-0.5], np.float32("nan")], ids=repr)
+@pytest.mark.parametrize(
+    "value", [np.nan, 0.25, np.inf, True, np.True_, "-0.5", [-0.5], np.float32("nan")], ids=repr
+)
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_what_is_no_log_prob_is_refused_with_its_place(engine, value):
-    with pytest.raises(ValueError, match=r"output\[0\]\.(output_token_)?logprobs\[1\]: got .*expected the log-prob of"):
+    with pytest.raises(
+        ValueError,
+        match=r"output\[0\]\.(output_token_)?logprobs\[1\]: got .*expected the log-prob of",
+    ):
         given_log_prob(engine, value)
 
 
-@pytest.mark.parametrize("shape", [lambda x: x, through_json, as_object], ids=["dictionary", "JSON", "object"])
+@pytest.mark.parametrize(
+    "shape", [lambda x: x, through_json, as_object], ids=["dictionary", "JSON", "object"]
+)
 def test_the_nucleus_of_vllm(shape):
     """Its SamplingMask: flat token_ids, and offsets of each sampled token's set."""
     output = request(PROMPT, completion(FIRST))
@@ -188,20 +249,34 @@ def test_the_nucleus_of_vllm(shape):
     batch = RolloutBatch.from_samples([sample], row_length=8)
     expected = pack_nucleus_ids([[[21, 5], [22]]], [sample], batch)
     np.testing.assert_array_equal(pack_nucleus_ids(None, [sample], batch), expected)
-    ragged = request(PROMPT, completion(FIRST) | {"sampling_mask": {"token_ids": [[21, 5], [22]], "offsets": None}})
+    ragged = request(
+        PROMPT,
+        completion(FIRST) | {"sampling_mask": {"token_ids": [[21, 5], [22]], "offsets": None}},
+    )
     assert Sample.from_vllm(shape(ragged)).nucleus.tolist() == [[21, 5], [22]]
-    with pytest.raises(TypeError, match=r"sampling_mask: got something without a length .* expected .* or offsets"):
-        Sample.from_vllm(request(PROMPT, completion(FIRST) | {"sampling_mask": {"token_ids": [21, 5, 22]}}))
+    with pytest.raises(
+        TypeError, match=r"sampling_mask: got something without a length .* expected .* or offsets"
+    ):
+        Sample.from_vllm(
+            request(PROMPT, completion(FIRST) | {"sampling_mask": {"token_ids": [21, 5, 22]}})
+        )
     output["outputs"][0]["sampling_mask"]["offsets"] = [0, 3]
-    with pytest.raises(ValueError, match=r"output\[0\].sampling_mask: got 1 sets, expected 2, one a token"):
+    with pytest.raises(
+        ValueError, match=r"output\[0\].sampling_mask: got 1 sets, expected 2, one a token"
+    ):
         Sample.from_vllm(output)
     output["outputs"][0]["sampling_mask"]["offsets"] = [0, 2, 4]
-    with pytest.raises(ValueError, match="got 3 offsets to 4 for 3 ids, expected offsets that rise from 0 to 3"):
+    with pytest.raises(
+        ValueError, match="got 3 offsets to 4 for 3 ids, expected offsets that rise from 0 to 3"
+    ):
         Sample.from_vllm(output)
 
 
 def test_log_probs_that_nobody_asked_for_are_none():
-    assert Sample.from_vllm(request(PROMPT, completion(FIRST, log_probs=False))).rollout_log_probs is None
+    assert (
+        Sample.from_vllm(request(PROMPT, completion(FIRST, log_probs=False))).rollout_log_probs
+        is None
+    )
     assert Sample.from_sglang(sglang(PROMPT, FIRST, log_probs=False)).rollout_log_probs is None
 
 
@@ -252,14 +327,18 @@ def test_nuclei_of_sglang_reach_the_batch(encoded, kept):
         [],
     ]
     np.testing.assert_array_equal(ids, pack_nucleus_ids([sample.nucleus.tolist()], [sample], batch))
-    with pytest.raises(ValueError, match=r"samples\[1\].nucleus: got None, expected the recorded ids"):
+    with pytest.raises(
+        ValueError, match=r"samples\[1\].nucleus: got None, expected the recorded ids"
+    ):
         pack_nucleus_ids(None, [sample, Sample([1, 2], response_start=1)], batch)
 
 
 def test_one_of_several_completions():
     several = request(PROMPT, completion(FIRST), completion(SECOND, index=1))
     assert Sample.from_vllm(several, choice=1).tokens == PROMPT + SECOND
-    with pytest.raises(ValueError, match=r"choice: got None for output\[0\] with completions 0, 1, expected one of"):
+    with pytest.raises(
+        ValueError, match=r"choice: got None for output\[0\] with completions 0, 1, expected one of"
+    ):
         Sample.from_vllm(several)
     with pytest.raises(ValueError, match=r"choice: got 2 for output\[0\] with completions 0, 1"):
         Sample.from_vllm(several, choice=2)
@@ -267,7 +346,13 @@ def test_one_of_several_completions():
 
 @pytest.mark.parametrize(
     ("reason", "truncated", "mask"),
-    [("stop", "mask", 1), ("length", "train", 1), ("length", "mask", 0), ("abort", "mask", 0), (None, "mask", 0)],
+    [
+        ("stop", "mask", 1),
+        ("length", "train", 1),
+        ("length", "mask", 0),
+        ("abort", "mask", 0),
+        (None, "mask", 0),
+    ],
 )
 def test_truncated_samples_are_trained_on_or_masked(reason, truncated, mask):
     ours = Sample.from_vllm(request(PROMPT, completion(FIRST, reason)), truncated=truncated)
@@ -291,7 +376,16 @@ def test_an_aborted_request_has_no_reward():
     ]
     batch = RolloutBatch.from_samples(samples, row_length=64)
     batch.validate(vocab_size=1000)
-    assert advantages.dr_grpo(batch.rewards, batch.group_ids)[0].tolist() == [0.5, 0.5, -0.5, -0.5, 0, 0, 0, 0]
+    assert advantages.dr_grpo(batch.rewards, batch.group_ids)[0].tolist() == [
+        0.5,
+        0.5,
+        -0.5,
+        -0.5,
+        0,
+        0,
+        0,
+        0,
+    ]
     without = Sample.from_vllm(request(PROMPT, completion(FIRST, "abort")), truncated="mask")
     assert without.reward is None
     resumed = [sglang(PROMPT, FIRST, "abort"), sglang(PROMPT + FIRST, SECOND)]
@@ -305,7 +399,12 @@ def test_a_rollout_that_was_aborted_and_resumed_is_one_sample():
 
 def test_an_empty_completion_is_a_sample_without_loss():
     sample = Sample.from_sglang(sglang(PROMPT, [], "length", nucleus=[]))
-    assert (sample.tokens, sample.start, sample.rollout_log_probs, sample.nucleus.tolist()) == (PROMPT, 3, [], [])
+    assert (sample.tokens, sample.start, sample.rollout_log_probs, sample.nucleus.tolist()) == (
+        PROMPT,
+        3,
+        [],
+        [],
+    )
 
 
 def test_a_turn_without_tokens_has_no_log_probs_to_lack():
@@ -348,33 +447,56 @@ WRONG = {
         lambda: Sample.from_sglang(sglang(PROMPT, FIRST, "abort")),
         r"finish_reason: got 'abort', expected 'stop'",
     ),
-    "unfinished": (lambda: Sample.from_vllm(request(PROMPT, completion(FIRST, None))), r"finish_reason: got None"),
+    "unfinished": (
+        lambda: Sample.from_vllm(request(PROMPT, completion(FIRST, None))),
+        r"finish_reason: got None",
+    ),
     "no turns": (lambda: Sample.from_vllm([]), r"output: got no turns"),
     "tokenised again": (
-        lambda: Sample.from_vllm([vllm_turns()[0], request([11, 12, 13, 21, 99, 31], completion(SECOND))]),
+        lambda: Sample.from_vllm(
+            [vllm_turns()[0], request([11, 12, 13, 21, 99, 31], completion(SECOND))]
+        ),
         r"output\[1\]: got a prompt that leaves the tokens of the turns before at 4 of 5",
     ),
     "cut context": (
         lambda: Sample.from_vllm([vllm_turns()[0], request([11, 12], completion(SECOND))]),
         r"output\[1\]: got a prompt that leaves the tokens of the turns before at 2 of 5",
     ),
-    "log-probs of one turn": (lambda: Sample.from_vllm(vllm_turns(log_probs=False)), r"log_probs: got None in turn 1"),
-    "another dictionary": (lambda: Sample.from_vllm({"text": ""}), r"output\[0\]: got keys 'text', expected 'outputs'"),
+    "log-probs of one turn": (
+        lambda: Sample.from_vllm(vllm_turns(log_probs=False)),
+        r"log_probs: got None in turn 1",
+    ),
+    "another dictionary": (
+        lambda: Sample.from_vllm({"text": ""}),
+        r"output\[0\]: got keys 'text', expected 'outputs'",
+    ),
     "no token ids": (
         lambda: Sample.from_vllm({"choices": [{"index": 0, "text": "ab", "token_ids": None}]}),
-        r"output\[0\]: got no token_ids, expected them; endpoints return them for return_token_ids=True",
+        (
+            r"output\[0\]: got no token_ids, expected them; endpoints return them for"
+            r" return_token_ids=True"
+        ),
     ),
-    "no prompt": (lambda: Sample.from_vllm(request(None, completion(FIRST))), r"prompt_token_ids: got None, expected"),
+    "no prompt": (
+        lambda: Sample.from_vllm(request(None, completion(FIRST))),
+        r"prompt_token_ids: got None, expected",
+    ),
     "a log-prob that is None": (
-        lambda: Sample.from_vllm(request(PROMPT, completion(FIRST) | {"logprobs": {"token_logprobs": [None, -1.0]}})),
+        lambda: Sample.from_vllm(
+            request(PROMPT, completion(FIRST) | {"logprobs": {"token_logprobs": [None, -1.0]}})
+        ),
         r"output\[0\].logprobs\[0\]: got None, expected the log-prob of the sampled token",
     ),
     "a sampled token without log-prob": (
-        lambda: Sample.from_vllm(request(PROMPT, completion(FIRST) | {"logprobs": [{21: Logprob(-1.0)}, {}]})),
+        lambda: Sample.from_vllm(
+            request(PROMPT, completion(FIRST) | {"logprobs": [{21: Logprob(-1.0)}, {}]})
+        ),
         r"output\[0\].logprobs\[1\]: got None",
     ),
     "too few log-probs": (
-        lambda: Sample.from_vllm(request(PROMPT, completion(FIRST) | {"logprobs": [{21: Logprob(-1.0)}]})),
+        lambda: Sample.from_vllm(
+            request(PROMPT, completion(FIRST) | {"logprobs": [{21: Logprob(-1.0)}]})
+        ),
         r"output\[0\].logprobs: got 1 log-probs, expected 2",
     ),
     "mask": (
@@ -414,24 +536,41 @@ WRONG = {
         r"output\[0\]: got neither output_ids nor output_token_logprobs",
     ),
     "offsets": (
-        lambda: Sample.from_sglang(changed(sglang(PROMPT, FIRST), top_p_token_ids=[1, 2], top_p_token_offsets=[0, 2])),
+        lambda: Sample.from_sglang(
+            changed(sglang(PROMPT, FIRST), top_p_token_ids=[1, 2], top_p_token_offsets=[0, 2])
+        ),
         r"top_p_token_offsets: got 1 sets, expected 2, one a token",
     ),
     "a mask without its log-probs": (
-        lambda: Sample.from_sglang(changed(sglang(PROMPT, FIRST), output_token_sampling_mask=[[21], [22]])),
-        r"output\[0\].output_token_sampling_logprobs: got None beside a sampling mask, expected the log-probs within",
+        lambda: Sample.from_sglang(
+            changed(sglang(PROMPT, FIRST), output_token_sampling_mask=[[21], [22]])
+        ),
+        (
+            r"output\[0\].output_token_sampling_logprobs: got None beside a sampling mask, expected"
+            r" the log-probs within"
+        ),
     ),
     "log-probs without their mask": (
-        lambda: Sample.from_sglang(changed(sglang(PROMPT, FIRST), output_token_sampling_logprobs=[-0.5, -1.0])),
-        r"output\[0\].output_token_sampling_logprobs: got it without the mask, expected output_token_sampling_mask",
+        lambda: Sample.from_sglang(
+            changed(sglang(PROMPT, FIRST), output_token_sampling_logprobs=[-0.5, -1.0])
+        ),
+        (
+            r"output\[0\].output_token_sampling_logprobs: got it without the mask, expected"
+            r" output_token_sampling_mask"
+        ),
     ),
     "a mask that lies in a store": (
-        lambda: Sample.from_sglang(changed(sglang(PROMPT, FIRST), output_token_sampling_mask_length=2)),
+        lambda: Sample.from_sglang(
+            changed(sglang(PROMPT, FIRST), output_token_sampling_mask_length=2)
+        ),
         r"output\[0\].output_token_sampling_mask_length: got it without the mask",
     ),
     "a mask of other tokens": (
         lambda: Sample.from_sglang(
-            changed(sglang(PROMPT, FIRST), **mask_of("nested", "of the mask") | {_MASK: [[21, 5], [7, 23, 9]]})
+            changed(
+                sglang(PROMPT, FIRST),
+                **mask_of("nested", "of the mask") | {_MASK: [[21, 5], [7, 23, 9]]},
+            )
         ),
         r"output_token_sampling_mask\[1\]: got ids without the sampled 22, expected it among them",
     ),
@@ -441,7 +580,10 @@ WRONG = {
     ),
     "log-probs of another mask": (
         lambda: Sample.from_sglang(
-            changed(sglang(PROMPT, FIRST), **mask_of("nested", "of the mask") | {_MASK: [[21], [7, 22, 9]]})
+            changed(
+                sglang(PROMPT, FIRST),
+                **mask_of("nested", "of the mask") | {_MASK: [[21], [7, 22, 9]]},
+            )
         ),
         r"output_token_sampling_logprobs: got \[2, 3\] log-probs, expected \[1, 3\]",
     ),

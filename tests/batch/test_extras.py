@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxppo import SFT, Normalizer, PolicyLossConfig, RolloutBatch, Sample, TokenStats, advantages, policy_loss
+from jaxppo import (
+    SFT,
+    Normalizer,
+    PolicyLossConfig,
+    RolloutBatch,
+    Sample,
+    TokenStats,
+    advantages,
+    policy_loss,
+)
 from jaxppo.batch.extras import Extra
 from jaxppo.losses.mtp import shift_targets
 from sharding import make_parallel_mesh
@@ -17,7 +26,9 @@ T = 16
 
 
 def samples(count=6):
-    """`returns` are never 0, so that they tell where the value of a token lies; `tokens` are never 0 either."""
+    """`returns` are never 0, so that they tell where the value of a token lies; `tokens` are
+    never 0 either.
+    """
     found, rng = [], np.random.default_rng(0)
     for i in range(count):
         prompt, response = [3, 4, 5, 6][: 2 + i % 3], int(rng.integers(1, 6))
@@ -28,7 +39,9 @@ def samples(count=6):
             "mark": returns > 1.5,
             "router": Extra(np.stack([tokens, tokens + 1], -1), at="input", fill=-1),
         }
-        found.append(Sample(tokens, len(prompt), returns=returns, reward=1.0, group_id=i % 3, extras=extras))
+        found.append(
+            Sample(tokens, len(prompt), returns=returns, reward=1.0, group_id=i % 3, extras=extras)
+        )
     return found
 
 
@@ -45,14 +58,17 @@ def check(batch, fill=-7, pads=True):
     assert (pair.dtype, router.dtype) == (np.float32, np.int32)
 
 
-@pytest.mark.parametrize("packing", [{}, {"micro_batches": 3}, {"share_prefixes": True}, {"max_tokens": 2 * T}])
+@pytest.mark.parametrize(
+    "packing", [{}, {"micro_batches": 3}, {"share_prefixes": True}, {"max_tokens": 2 * T}]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_samples(layout, packing):
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout=layout)
     batch = RolloutBatch.from_samples(samples(), row_length=T, parallel=parallel, **packing)
     check(batch)
     if packing.get("share_prefixes"):
-        assert (np.asarray(batch.sample_ids)[np.asarray(batch.parents) == 0] == -1).any()  # prefixes are shared
+        # prefixes are shared
+        assert (np.asarray(batch.sample_ids)[np.asarray(batch.parents) == 0] == -1).any()
     placed = batch.put(parallel)
     check(placed)
     lies = placed.loss_mask.sharding.spec
@@ -76,7 +92,9 @@ def test_arrays_that_come_later(layout, packing):
 
 
 def test_arrays_that_do_not_fit_are_refused():
-    batch = RolloutBatch.from_samples([Sample([1, 2, 3], 1, sample_id=4), Sample([1, 2], 1, sample_id=5)], row_length=8)
+    batch = RolloutBatch.from_samples(
+        [Sample([1, 2, 3], 1, sample_id=4), Sample([1, 2], 1, sample_id=5)], row_length=8
+    )
     given = {4: [1.0, 2.0], 5: [3.0]}
     for values, error in (
         ([[1.0], [2.0]], "values: got list, expected arrays by sample id"),
@@ -120,7 +138,9 @@ def test_rows_and_packs(layout, jitted):
     plain = RolloutBatch.from_samples(samples(), row_length=T, rows=4)
     moved, extras = rows(plain)
     extras = extras | {"pair": Extra(extras["pair"], fill=-7)}
-    arrays = {name: np.asarray(getattr(plain, name)) for name in ("tokens", "segment_ids", "positions")} | moved
+    arrays = {
+        name: np.asarray(getattr(plain, name)) for name in ("tokens", "segment_ids", "positions")
+    } | moved
     run = jax.jit if jitted else lambda fn: fn
 
     def given(values):
@@ -152,14 +172,20 @@ def test_packs(layout, jitted):
     found, pads = [], 3  # padding between sequences
     for s in samples(3):
         n, at = len(s.tokens), np.arange(s.start, len(s.tokens))
-        wide = {"returns": np.zeros(n, np.float32), "pair": np.full((n, 2), 99, np.float32), "mark": np.zeros(n, bool)}
+        wide = {
+            "returns": np.zeros(n, np.float32),
+            "pair": np.full((n, 2), 99, np.float32),
+            "mark": np.zeros(n, bool),
+        }
         wide["returns"][at], wide["pair"][at], wide["mark"][at] = (
             s.returns,
             s.extras["pair"].values,
             s.extras["mark"].values,
         )
         wide |= {"tokens": s.tokens, "router": s.extras["router"].values, "loss_mask": s.mask}
-        found.append({name: np.pad(x, ((0, pads), *((0, 0),) * (x.ndim - 1))) for name, x in wide.items()})
+        found.append(
+            {name: np.pad(x, ((0, pads), *((0, 0),) * (x.ndim - 1))) for name, x in wide.items()}
+        )
     pack = {name: np.concatenate([x[name] for x in found]) for name in found[0]}
     # the prompt has values too: those of returns, 0, say nothing about them
     pack["pair"] = np.where(pack["pair"] == 99, -7, pack["pair"])
@@ -183,13 +209,20 @@ def test_padded_rows():
     mask = np.array([[1, 1, 0], [1, 0, 0]])
     returns = np.array([[1.2, 1.7, 0], [1.6, 0, 0]], np.float32)
     whole = np.concatenate([prompts, completions], 1)
-    extras = {"pair": Extra(np.stack([returns, 10 * returns], -1) - 7 * (returns == 0)[..., None], fill=-7)}
+    extras = {
+        "pair": Extra(
+            np.stack([returns, 10 * returns], -1) - 7 * (returns == 0)[..., None], fill=-7
+        )
+    }
     extras |= {"mark": returns > 1.5, "router": Extra(np.stack([whole, whole + 1], -1), at="input")}
     parallel = make_parallel_mesh("dp=2,cp=2", context_layout="striped", devices=jax.devices()[:4])
     for mesh in (None, parallel):
         wider = np.pad(prompts, ((0, 0), (2, 0)))
         there = np.arange(5)[None] >= np.array([[3], [2]])
-        more = {**extras, "router": Extra(np.pad(extras["router"].values, ((0, 0), (2, 0), (0, 0))), at="input")}
+        more = {
+            **extras,
+            "router": Extra(np.pad(extras["router"].values, ((0, 0), (2, 0), (0, 0))), at="input"),
+        }
         batch = RolloutBatch.from_padded(
             wider, completions, mask, prompt_mask=there, returns=returns, extras=more, parallel=mesh
         )
@@ -197,7 +230,9 @@ def test_padded_rows():
 
 
 def test_functions_of_whole_steps_take_batches_with_extras():
-    """Their per-shard functions reshape all arrays of a stacked step, and extras have more dimensions."""
+    """Their per-shard functions reshape all arrays of a stacked step, and extras have more
+    dimensions.
+    """
     batch = RolloutBatch.from_samples(samples(), row_length=T, micro_batches=2)
     bare = dataclasses.replace(batch, extras={})
     for fn in (
@@ -222,24 +257,50 @@ def test_values_that_no_loss_reads_may_be_anything():
 
 BAD = [
     (lambda: Sample([1, 2], 1, extras=[1]), TypeError, "extras: got list, expected arrays by name"),
-    (lambda: Sample([1, 2], 1, extras={1: [1.0]}), TypeError, "extras: got the name 1, expected a string"),
-    (lambda: Sample([1, 2, 3], 1, extras={"a": [1.0]}), ValueError, r"extras\['a'\]: got shape \(1,\), expected 2 and"),
-    (lambda: Sample([1, 2], 1, extras={"a": ["x"]}), TypeError, r"extras\['a'\]: got <U1, \['x'\], expected numbers"),
-    (lambda: Sample([1, 2, 3], 1, extras={"a": [[1], [1, 2]]}), ValueError, r"extras\['a'\]: got .*, of one shape"),
-    (lambda: Extra([1], at="token"), ValueError, "at: got 'token', expected one of 'predicting', 'input'"),
+    (
+        lambda: Sample([1, 2], 1, extras={1: [1.0]}),
+        TypeError,
+        "extras: got the name 1, expected a string",
+    ),
+    (
+        lambda: Sample([1, 2, 3], 1, extras={"a": [1.0]}),
+        ValueError,
+        r"extras\['a'\]: got shape \(1,\), expected 2 and",
+    ),
+    (
+        lambda: Sample([1, 2], 1, extras={"a": ["x"]}),
+        TypeError,
+        r"extras\['a'\]: got <U1, \['x'\], expected numbers",
+    ),
+    (
+        lambda: Sample([1, 2, 3], 1, extras={"a": [[1], [1, 2]]}),
+        ValueError,
+        r"extras\['a'\]: got .*, of one shape",
+    ),
+    (
+        lambda: Extra([1], at="token"),
+        ValueError,
+        "at: got 'token', expected one of 'predicting', 'input'",
+    ),
     (lambda: Extra([1], fill=None), ValueError, "fill: got None, expected a finite number"),
     (lambda: Extra([1], fill=float("nan")), ValueError, "fill: got nan, expected a finite number"),
     (
-        lambda: RolloutBatch.from_samples([Sample([1, 2], 1, extras={"a": [1]}), Sample([1, 2], 1)], row_length=4),
+        lambda: RolloutBatch.from_samples(
+            [Sample([1, 2], 1, extras={"a": [1]}), Sample([1, 2], 1)], row_length=4
+        ),
         ValueError,
         "extras: got no 'a' in sample 1, expected one in all samples or in none",
     ),
     (
         lambda: RolloutBatch.from_samples(
-            [Sample([1, 2], 1, extras={"a": [1]}), Sample([1, 2], 1, extras={"a": [[1]]})], row_length=4
+            [Sample([1, 2], 1, extras={"a": [1]}), Sample([1, 2], 1, extras={"a": [[1]]})],
+            row_length=4,
         ),
         ValueError,
-        r"extras\['a'\]: got \('predicting', 0, \(1,\)\) in sample 1, expected the \(at, fill, shape of a value\) of",
+        (
+            r"extras\['a'\]: got \('predicting', 0, \(1,\)\) in sample 1, expected the \(at, fill,"
+            r" shape of a value\) of"
+        ),
     ),
 ]
 
@@ -254,12 +315,18 @@ def test_bad_arrays_of_a_batch():
     batch = RolloutBatch.from_samples(samples(), row_length=T)
     stats = TokenStats(jnp.full(batch.tokens.shape, -1.0))
     for extras, error, message in [
-        ({"a": jnp.ones(3)}, ValueError, r"batch.extras\['a'\]: got shape \(3,\), expected \(\d+, 16\) and more"),
+        (
+            {"a": jnp.ones(3)},
+            ValueError,
+            r"batch.extras\['a'\]: got shape \(3,\), expected \(\d+, 16\) and more",
+        ),
         ({"a": [1.0]}, TypeError, r"batch.extras\['a'\]: got list, expected an array of numbers"),
         ([1], TypeError, "extras: got list, expected arrays by name"),
     ]:
         with pytest.raises(error, match=message):
             policy_loss(stats, dataclasses.replace(batch, extras=extras), PolicyLossConfig())
     ids = np.ones((4, 4), int)
-    with pytest.raises(ValueError, match=r"extras\.a: got shape \(3,\), expected \(4, 4\) and more"):
+    with pytest.raises(
+        ValueError, match=r"extras\.a: got shape \(3,\), expected \(4, 4\) and more"
+    ):
         RolloutBatch.from_token_aligned(ids, ids, ids, ids, extras={"a": np.ones(3)})

@@ -16,7 +16,9 @@ def nothing_made_before(monkeypatch):
 
 
 def pack(*lengths, **sizes):
-    return RolloutBatch.from_samples([Sample(np.ones(n, int), 1) for n in lengths], **{"row_length": 8} | sizes)
+    return RolloutBatch.from_samples(
+        [Sample(np.ones(n, int), 1) for n in lengths], **{"row_length": 8} | sizes
+    )
 
 
 def said(steps, **sizes):
@@ -32,9 +34,11 @@ def said(steps, **sizes):
 def test_ragged_samples_and_defaults():
     steps = [[8], [8, 8], [8, 8], [8, 4, 4], [8, 8, 8], [8] * 9]
     (message,) = said(steps)
-    assert message == (
-        "RolloutBatch.from_samples: got batches of 3 shapes from the same options (R = 1, 2; S = 1, 2), expected few, "
-        "since a jitted step compiles again for each; give rows= (or a short list of buckets=) and num_segments="
+    assert (
+        message
+        == "RolloutBatch.from_samples: got batches of 3 shapes from the same options (R = 1, 2; S ="
+        " 1, 2), expected few, since a jitted step compiles again for each; give rows= (or a"
+        " short list of buckets=) and num_segments="
     )
 
 

@@ -1,4 +1,6 @@
-"""Models with one fault each, which are found and named, and what such a fault does to a gradient."""
+"""Models with one fault each, which are found and named, and what such a fault does to a
+gradient.
+"""
 
 import dataclasses
 import re
@@ -24,7 +26,14 @@ V, H, MOST = 40, 16, 512
 
 def parameters(seed=0):
     keys = jax.random.split(jax.random.key(seed), 6)
-    shapes = {"tokens": (V, H), "places": (MOST, H), "q": (H, H), "k": (H, H), "v": (H, H), "head": (H, V)}
+    shapes = {
+        "tokens": (V, H),
+        "places": (MOST, H),
+        "q": (H, H),
+        "k": (H, H),
+        "v": (H, H),
+        "head": (H, V),
+    }
     scales = {"tokens": 1.0, "places": 0.5}
     return {
         name: scales.get(name, H**-0.5) * jax.random.normal(key, shape)
@@ -75,7 +84,9 @@ def stretched_to_the_row(params, batch):
 def in_physical_order(params, batch):
     """Causality from the order in memory, which a context layout changes."""
     same = batch.segment_ids[:, :, None] == batch.segment_ids[:, None, :]
-    return attention(params, batch.tokens, batch.positions, same & jnp.tril(jnp.ones((1, *same.shape[1:]), bool)))
+    return attention(
+        params, batch.tokens, batch.positions, same & jnp.tril(jnp.ones((1, *same.shape[1:]), bool))
+    )
 
 
 def sees_padding(params, batch):
@@ -94,7 +105,9 @@ def of_the_next_row(params, batch):
     """What leaks between rows alone, as from a batch that was reshaped in another order."""
     own = right(params, batch)
     real = (batch.segment_ids > 0)[..., None]
-    means = jnp.where(real, own, 0).sum(1, keepdims=True) / real.astype(own.dtype).sum(1, keepdims=True)
+    means = jnp.where(real, own, 0).sum(1, keepdims=True) / real.astype(own.dtype).sum(
+        1, keepdims=True
+    )
     return own + jnp.roll(means, -1, axis=0)
 
 
@@ -115,7 +128,9 @@ FAULTS = {
 @pytest.mark.parametrize("layout", ["zigzag", "zigzag_per_segment", "striped", "contiguous"])
 def test_a_model_that_follows_segments_passes(fn, mesh, layout):
     count = int(np.prod([int(n) for n in re.findall(r"\d+", mesh or "1")]))
-    parallel = mesh and make_parallel_mesh(mesh, context_layout=layout, devices=jax.devices()[:count])
+    parallel = mesh and make_parallel_mesh(
+        mesh, context_layout=layout, devices=jax.devices()[:count]
+    )
     found = assert_packing_invariant(jax.jit(fn), parameters(), vocab_size=V, parallel=parallel)
     assert max(found.values()) < 1e-5
     in_16_bits = jax.jit(lambda params, batch: fn(params, batch).astype(jnp.bfloat16))
@@ -135,7 +150,9 @@ def test_each_fault_is_named(fn):
 
 
 def test_a_model_that_sees_padding():
-    """More or less padding is a row of another length too, and lies elsewhere for each place in the row."""
+    """More or less padding is a row of another length too, and lies elsewhere for each place in
+    the row.
+    """
     with pytest.raises(AssertionError, match="hidden_fn: got hidden states") as found:
         assert_packing_invariant(jax.jit(sees_padding), parameters(), vocab_size=V)
     assert {"padding", "the row length"} <= named(str(found.value))
@@ -150,10 +167,14 @@ def test_order_in_memory_on_a_mesh(layout):
 
 
 def test_what_is_no_hidden_state_is_refused():
-    with pytest.raises(ValueError, match=r"hidden_fn: got shape \(2, 16\), expected \(2, 16\) and the hidden size"):
+    with pytest.raises(
+        ValueError, match=r"hidden_fn: got shape \(2, 16\), expected \(2, 16\) and the hidden size"
+    ):
         assert_packing_invariant(lambda params, batch: batch.tokens, None, vocab_size=V)
     with pytest.raises(ValueError, match="hidden_fn: got hidden states that are not finite"):
-        assert_packing_invariant(lambda params, batch: right(params, batch) * jnp.nan, parameters(), vocab_size=V)
+        assert_packing_invariant(
+            lambda params, batch: right(params, batch) * jnp.nan, parameters(), vocab_size=V
+        )
     with pytest.raises(TypeError, match="parallel: got str"):
         assert_packing_invariant(right, parameters(), vocab_size=V, parallel="dp=8")
 
@@ -173,7 +194,9 @@ def samples():
 
 
 def gradient_by_hand(params):
-    """Each sample alone, from its logits: the gradient of -mean(A * log p) over response tokens, where ratios are 1."""
+    """Each sample alone, from its logits: the gradient of -mean(A * log p) over response tokens,
+    where ratios are 1.
+    """
 
     def loss(params):
         total = count = 0
@@ -190,7 +213,9 @@ def gradient_by_hand(params):
 
 
 def step(fn, params):
-    """The loss's gradient and metrics on fresh samples, whose old log-probs the same model gives."""
+    """The loss's gradient and metrics on fresh samples, whose old log-probs the same model
+    gives.
+    """
     batch = RolloutBatch.from_samples(samples(), row_length=32, rows=4)
     old = log_probs_from_hidden(fn(params, batch), params["head"], batch.targets).log_probs
 
@@ -202,9 +227,13 @@ def step(fn, params):
     return gradient, finalize_metrics(metrics)
 
 
-@pytest.mark.parametrize(("fn", "off"), [(right, (0, 1e-5)), (blind, (0.7, 0.8))], ids=["right", "blind"])
+@pytest.mark.parametrize(
+    ("fn", "off"), [(right, (0, 1e-5)), (blind, (0.7, 0.8))], ids=["right", "blind"]
+)
 def test_a_blind_model_has_the_metrics_of_a_right_one(fn, off):
-    """Its gradient is off by 77%; ppo_kl is 0, ratio_mean is 1 and no rule is broken, as of a right one."""
+    """Its gradient is off by 77%; ppo_kl is 0, ratio_mean is 1 and no rule is broken, as of a
+    right one.
+    """
     params = parameters()
     expected = gradient_by_hand(params)
     found, metrics = step(fn, params)

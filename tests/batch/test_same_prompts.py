@@ -11,7 +11,11 @@ def sample(prompt, *response, **ids):
 
 
 ONE_PROMPT = {
-    "siblings": [sample([5, 6], 7, group_id=3), sample([5, 6], 8, 9, group_id=3), sample([4], 1, group_id=1)],
+    "siblings": [
+        sample([5, 6], 7, group_id=3),
+        sample([5, 6], 8, 9, group_id=3),
+        sample([4], 1, group_id=1),
+    ],
     "a later turn continues the prompt": [
         sample([5, 6], 7, group_id=3, rollout_id=0),
         sample([5, 6, 7, 8], 9, group_id=3, rollout_id=0),
@@ -36,7 +40,10 @@ def test_samples_of_one_prompt_are_packed(name):
 
 
 TWO_PROMPTS = {
-    "two prompts": ([sample([5, 6], 7, group_id=3), sample([5, 8], 7, group_id=3)], "3 for .* in samples 0 and 1"),
+    "two prompts": (
+        [sample([5, 6], 7, group_id=3), sample([5, 8], 7, group_id=3)],
+        "3 for .* in samples 0 and 1",
+    ),
     "the third": (
         [sample(p, 7, group_id=g) for p, g in (([4], 1), ([5, 6], 3), ([5, 6], 3), ([4, 5, 6], 3))],
         "3 for different prompts in samples 1 and 3",
@@ -46,7 +53,10 @@ TWO_PROMPTS = {
         "with a rollout_id",
     ),
     "rollouts of two prompts": (
-        [sample(p, 7, group_id=3, rollout_id=i // 2) for i, p in enumerate(([5, 6], [9], [4, 6], [2]))],
+        [
+            sample(p, 7, group_id=3, rollout_id=i // 2)
+            for i, p in enumerate(([5, 6], [9], [4, 6], [2]))
+        ],
         "in samples 0 and 2",
     ),
 }

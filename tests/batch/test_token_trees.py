@@ -1,4 +1,6 @@
-"""Rows as trees of tokens, responses too: they hold every sample, and each token that samples share once."""
+"""Rows as trees of tokens, responses too: they hold every sample, and each token that samples
+share once.
+"""
 
 import dataclasses
 import types
@@ -17,7 +19,14 @@ from jaxppo.batch.trees import check_recurrent
 from sharding import LAYOUTS, make_parallel_mesh
 
 FORKED = [
-    Sample([1, 2, 3, 4, 5 + i], 2, sample_id=7 + i, reward=float(i), group_id=3, advantages=[0.5, 1.0, i])
+    Sample(
+        [1, 2, 3, 4, 5 + i],
+        2,
+        sample_id=7 + i,
+        reward=float(i),
+        group_id=3,
+        advantages=[0.5, 1.0, i],
+    )
     for i in range(2)
 ]
 
@@ -28,7 +37,9 @@ def flat(x):
 
 
 def paths_of(rows):
-    """{sample: (row, the places of its tokens, in their order)}, from segments, positions and parents alone."""
+    """{sample: (row, the places of its tokens, in their order)}, from segments, positions and
+    parents alone.
+    """
     segments, positions, ids, parents = (
         flat(x) for x in (rows.segment_ids, rows.positions, rows.sample_ids, rows.parents)
     )
@@ -48,7 +59,9 @@ def rows_of(x, leading):
 
 
 def test_by_hand():
-    """The samples share the prompt 1 2 and the response tokens 3 4; 4, which predicts 5 and 6, begins each branch."""
+    """The samples share the prompt 1 2 and the response tokens 3 4; 4, which predicts 5 and 6,
+    begins each branch.
+    """
     trees = TokenTrees.from_samples(FORKED, row_length=8)
     rows = {
         "tokens": [[1, 2, 3, 4, 5, 4, 6, 0]],
@@ -89,7 +102,11 @@ def test_a_turn_whose_prompt_holds_the_turn_before():
 
 
 SAMPLES = st.lists(
-    st.tuples(st.lists(st.integers(1, 2), min_size=1, max_size=9), st.integers(1, 9), st.integers(0, 2**9 - 1)),
+    st.tuples(
+        st.lists(st.integers(1, 2), min_size=1, max_size=9),
+        st.integers(1, 9),
+        st.integers(0, 2**9 - 1),
+    ),
     min_size=1,
     max_size=10,
 )
@@ -113,10 +130,19 @@ def test_every_sample_can_be_read(layout, drawn, micro_batches, length, most, by
         ids = [[t, sum(tokens[:k]) % 2] for k, t in enumerate(tokens[start:], start)]
         extras = {
             "ids": Extra(np.array(ids, int).reshape(-1, 2), fill=-1),
-            "read": Extra(np.array([bits >> t & 1 if bits % 5 == 0 else 1 for t in tokens]), at="input", fill=-1),
+            "read": Extra(
+                np.array([bits >> t & 1 if bits % 5 == 0 else 1 for t in tokens]),
+                at="input",
+                fill=-1,
+            ),
         }
         samples.append(Sample(tokens, start, loss_mask=mask, extras=extras))
-    options = {"row_length": length, "parallel": parallel, "micro_batches": micro_batches, "num_segments": most}
+    options = {
+        "row_length": length,
+        "parallel": parallel,
+        "micro_batches": micro_batches,
+        "num_segments": most,
+    }
     trees = TokenTrees.from_samples(samples, head_extras=["ids"] if by_head else [], **options)
     rows, batch = trees.rows, trees.batch
     batch.validate(100)
@@ -134,14 +160,22 @@ def test_every_sample_can_be_read(layout, drawn, micro_batches, length, most, by
         assert its_row == row
         np.testing.assert_array_equal(flat(rows.tokens)[row, path], sample.tokens)
         np.testing.assert_array_equal(flat(rows.positions)[row, path], np.arange(len(path)))
-        np.testing.assert_array_equal(rows_of(rows.extras["read"], leading)[row, path], sample.extras["read"].values)
+        np.testing.assert_array_equal(
+            rows_of(rows.extras["read"], leading)[row, path], sample.extras["read"].values
+        )
         own = np.flatnonzero(flat(batch.segment_ids)[row] == slot + 1)
         own = own[np.argsort(flat(batch.positions)[row, own])]
         np.testing.assert_array_equal(places[row, own], path[sample.start - 1 :])
-        np.testing.assert_array_equal(flat(batch.tokens)[row, own], sample.tokens[sample.start - 1 :])
-        np.testing.assert_array_equal(flat(batch.loss_mask)[row, own], [*sample.mask[sample.start :], 0])
+        np.testing.assert_array_equal(
+            flat(batch.tokens)[row, own], sample.tokens[sample.start - 1 :]
+        )
+        np.testing.assert_array_equal(
+            flat(batch.loss_mask)[row, own], [*sample.mask[sample.start :], 0]
+        )
         trained = np.flatnonzero(sample.mask)
-        np.testing.assert_array_equal(flat(rows.targets)[row, path[trained - 1]], np.array(sample.tokens)[trained])
+        np.testing.assert_array_equal(
+            flat(rows.targets)[row, path[trained - 1]], np.array(sample.tokens)[trained]
+        )
         values = sample.extras["ids"].values
         np.testing.assert_array_equal(rows_of(batch.extras["ids"], leading)[row, own[:-1]], values)
         if by_head:
@@ -159,10 +193,16 @@ def test_every_sample_can_be_read(layout, drawn, micro_batches, length, most, by
 @pytest.mark.parametrize("micro_batches", [None, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_to_batch(layout, micro_batches):
-    """Statistics, also of several dimensions, are those at the places, on a mesh as on the host; None stays None."""
+    """Statistics, also of several dimensions, are those at the places, on a mesh as on the host;
+    None stays None.
+    """
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout=layout)
-    samples = [dataclasses.replace(s, sample_id=i) for i, s in enumerate([*FORKED, *FORKED, FORKED[0]])]
-    trees = TokenTrees.from_samples(samples, row_length=24, parallel=parallel, micro_batches=micro_batches)
+    samples = [
+        dataclasses.replace(s, sample_id=i) for i, s in enumerate([*FORKED, *FORKED, FORKED[0]])
+    ]
+    trees = TokenTrees.from_samples(
+        samples, row_length=24, parallel=parallel, micro_batches=micro_batches
+    )
     rng = np.random.default_rng(0)
     shape = trees.rows.tokens.shape
     ids = rng.integers(0, 9, (*shape, 3)).astype(np.int32)
@@ -171,7 +211,9 @@ def test_to_batch(layout, micro_batches):
         found = of.to_batch(stats, parallel=parallel)
         expected = np.take_along_axis(flat(stats.log_probs), flat(trees.places), axis=1)
         np.testing.assert_array_equal(flat(found.log_probs), expected)
-        by_id = np.take_along_axis(ids.reshape(-1, shape[-1], 3), flat(trees.places)[..., None], axis=1)
+        by_id = np.take_along_axis(
+            ids.reshape(-1, shape[-1], 3), flat(trees.places)[..., None], axis=1
+        )
         np.testing.assert_array_equal(np.asarray(found.ids).reshape(by_id.shape), by_id)
         assert found.entropy is None
     assert trees.put(parallel).places.sharding.spec == trees.specs(parallel).places
@@ -187,7 +229,9 @@ def test_the_gradient_is_the_sum_over_those_that_read():
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 def test_in_a_shard_map(layout):
-    """Each device holds its part of the rows and of the batch; gradients meet at the one place that they read."""
+    """Each device holds its part of the rows and of the batch; gradients meet at the one place
+    that they read.
+    """
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     samples = [dataclasses.replace(s, sample_id=i) for i, s in enumerate([*FORKED, *FORKED])]
     trees = TokenTrees.from_samples(samples, row_length=16, parallel=parallel)
@@ -198,7 +242,9 @@ def test_in_a_shard_map(layout):
         def on_shards(x, weights, trees):
             return trees.to_batch(x, parallel=parallel.axes) * weights
 
-        whole = jax.shard_map(on_shards, mesh=parallel.mesh, in_specs=specs, out_specs=parallel.tokens_spec)
+        whole = jax.shard_map(
+            on_shards, mesh=parallel.mesh, in_specs=specs, out_specs=parallel.tokens_spec
+        )
         return whole(x, weights, trees).sum()
 
     gradient = jax.jit(jax.grad(total))(jnp.zeros(trees.rows.tokens.shape), weights, trees)
@@ -208,35 +254,47 @@ def test_in_a_shard_map(layout):
 
 
 def test_the_length_of_the_batch():
-    """The rows' length, doubled or halved until it holds the responses, and another one; or what is said."""
+    """The rows' length, doubled or halved until it holds the responses, and another one; or what
+    is said.
+    """
     assert TokenTrees.from_samples(FORKED, row_length=8).batch.tokens.shape == (1, 16)
     many = [dataclasses.replace(FORKED[0], sample_id=i) for i in range(5)]
     assert TokenTrees.from_samples(many, row_length=12).batch.tokens.shape == (1, 24)
     short = TokenTrees.from_samples([Sample([*range(32)], 30)], row_length=32)
     assert short.batch.tokens.tolist() == [[29, 30, 31, 0]]
-    assert TokenTrees.from_samples(FORKED, row_length=8, batch_row_length=20).batch.tokens.shape == (1, 20)
+    assert TokenTrees.from_samples(
+        FORKED, row_length=8, batch_row_length=20
+    ).batch.tokens.shape == (1, 20)
     parallel = make_parallel_mesh("cp=8", context_layout="zigzag")
     on_mesh = TokenTrees.from_samples([Sample([*range(32)], 30)], row_length=64, parallel=parallel)
     assert on_mesh.batch.tokens.shape == (1, 16)
 
 
 def with_ids(*ids):
-    return [dataclasses.replace(s, extras={"ids": Extra(x, fill=-1)}) for s, x in zip(FORKED, ids, strict=True)]
+    return [
+        dataclasses.replace(s, extras={"ids": Extra(x, fill=-1)})
+        for s, x in zip(FORKED, ids, strict=True)
+    ]
 
 
 def test_what_the_head_reads_ends_what_is_shared():
-    """Token 4 has other ids in the two samples, so 3 is the last shared one, and predicts both of them."""
+    """Token 4 has other ids in the two samples, so 3 is the last shared one, and predicts both
+    of them.
+    """
     samples = with_ids([[9, 8], [7, 6], [5, 4]], [[9, 8], [6, 7], [5, 4]])
     trees = TokenTrees.from_samples(samples, row_length=12, head_extras=["ids"])
     assert trees.rows.tokens.tolist() == [[1, 2, 3, 4, 5, 3, 4, 6, 0, 0, 0, 0]]
     none = [-1, -1]
     ids = [none, [9, 8], [7, 6], [5, 4], none, [6, 7], [5, 4], *[none] * 5]
     assert trees.rows.extras["ids"].tolist() == [ids]
-    assert TokenTrees.from_samples(samples, row_length=12).rows.extras == {}  # nobody reads them there
+    # nobody reads them there
+    assert TokenTrees.from_samples(samples, row_length=12).rows.extras == {}
 
 
 def test_ids_of_tokens_that_do_not_train_do_not_matter():
-    """The second sample does not train on 4, so its ids there are not read, and those of the first stand for both."""
+    """The second sample does not train on 4, so its ids there are not read, and those of the
+    first stand for both.
+    """
     first, second = with_ids([[9, 8], [7, 6], [5, 4]], [[9, 8], [0, 0], [5, 4]])
     second = dataclasses.replace(second, loss_mask=[0, 0, 1, 0, 1])
     for samples in ([first, second], [second, first]):
@@ -246,14 +304,29 @@ def test_ids_of_tokens_that_do_not_train_do_not_matter():
 
 
 REFUSED = {
-    "the rows' own length": ({"batch_row_length": 8}, "batch_row_length: got 8, expected another than row_length"),
-    "too short": ({"batch_row_length": 7}, "batch_row_length: got 7, expected at least 8, the tokens of all responses"),
+    "the rows' own length": (
+        {"batch_row_length": 8},
+        "batch_row_length: got 8, expected another than row_length",
+    ),
+    "too short": (
+        {"batch_row_length": 7},
+        "batch_row_length: got 7, expected at least 8, the tokens of all responses",
+    ),
     "half": ({"batch_row_length": 9.5}, "batch_row_length: got 9.5, expected"),
-    "no extra": ({"head_extras": ["ids"]}, r"head_extras: got 'ids', expected some of the extras .* have, \['own'\]"),
-    "at the input": ({"head_extras": ["read"]}, r"head_extras: got 'read', expected some of the extras"),
+    "no extra": (
+        {"head_extras": ["ids"]},
+        r"head_extras: got 'ids', expected some of the extras .* have, \['own'\]",
+    ),
+    "at the input": (
+        {"head_extras": ["read"]},
+        r"head_extras: got 'read', expected some of the extras",
+    ),
     "text": ({"head_extras": "own"}, "head_extras: got str, expected names of extras"),
     "no name": ({"head_extras": [3]}, "head_extras: got int, expected"),
-    "long": ({"row_length": 4}, r"samples: got 5 tokens \(5 with .*\) in sample 0, expected at most"),
+    "long": (
+        {"row_length": 4},
+        r"samples: got 5 tokens \(5 with .*\) in sample 0, expected at most",
+    ),
     "segments": ({"num_segments": 0}, "num_segments: got 0, expected a whole number of at least 1"),
 }
 
@@ -270,18 +343,28 @@ def test_refused(case):
 def test_statistics_that_are_not_of_the_rows():
     trees = TokenTrees.from_samples(FORKED, row_length=8)
     for x, message in (
-        (TokenStats(jnp.zeros((1, 16))), r"stats.log_probs: got shape \(1, 16\), expected \(1, 8\) and more"),
-        ({"values": jnp.zeros(8)}, r"stats\['values'\]: got shape \(8,\), expected \(1, 8\) and more"),
+        (
+            TokenStats(jnp.zeros((1, 16))),
+            r"stats.log_probs: got shape \(1, 16\), expected \(1, 8\) and more",
+        ),
+        (
+            {"values": jnp.zeros(8)},
+            r"stats\['values'\]: got shape \(8,\), expected \(1, 8\) and more",
+        ),
         ([1.0], r"stats\[0\]: got float, expected an array"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             trees.to_batch(x)
     parallel = make_parallel_mesh("cp=8", context_layout="zigzag")
-    with pytest.raises(ValueError, match="batch: got rows packed for context layout 'contiguous' over 1 shards"):
+    with pytest.raises(
+        ValueError, match="batch: got rows packed for context layout 'contiguous' over 1 shards"
+    ):
         trees.to_batch(jnp.zeros((1, 8)), parallel=parallel)
 
 
 def test_recurrent_models():
     trees = TokenTrees.from_samples(FORKED, row_length=8)
-    with pytest.raises(ValueError, match="batch: got rows packed as trees for a model with recurrent state"):
+    with pytest.raises(
+        ValueError, match="batch: got rows packed as trees for a model with recurrent state"
+    ):
         check_recurrent(types.SimpleNamespace(recurrent=True), trees.rows)

@@ -1,4 +1,6 @@
-"""Rows packed as trees: they hold every sample, shared tokens have no loss, and no shared token is packed twice."""
+"""Rows packed as trees: they hold every sample, shared tokens have no loss, and no shared token
+is packed twice.
+"""
 
 import dataclasses
 import itertools
@@ -12,12 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_prompts import three_levels
 
-from jaxppo import PolicyLossConfig, RolloutBatch, Sample, TokenStats, explain_broken_rules, policy_loss
+from jaxppo import (
+    PolicyLossConfig,
+    RolloutBatch,
+    Sample,
+    TokenStats,
+    explain_broken_rules,
+    policy_loss,
+)
 from jaxppo.batch.trees import check_recurrent
 from sharding import logical_positions, make_parallel_mesh, pack
 from sharding.axes import LAYOUTS
 
-GROUP = [Sample([1, 2, 3, 4, 50 + i], response_start=4, sample_id=i, reward=float(i), group_id=7) for i in range(2)]
+GROUP = [
+    Sample([1, 2, 3, 4, 50 + i], response_start=4, sample_id=i, reward=float(i), group_id=7)
+    for i in range(2)
+]
 
 
 def test_by_hand():
@@ -45,7 +57,9 @@ def test_by_hand():
 
 
 def paths_of(batch):
-    """{sample: (row, the logical positions of its path)}, computed from segments and parents alone."""
+    """{sample: (row, the logical positions of its path)}, computed from segments and parents
+    alone.
+    """
 
     def flat(x):
         return np.asarray(x).reshape(-1, x.shape[-1])
@@ -56,7 +70,10 @@ def paths_of(batch):
         chain = [slot + 1]
         while parents[row, chain[0] - 1]:
             chain.insert(0, parents[row, chain[0] - 1])
-        found[int(ids[row, slot])] = row, [np.flatnonzero(segments[row] == number) for number in chain]
+        found[int(ids[row, slot])] = (
+            row,
+            [np.flatnonzero(segments[row] == number) for number in chain],
+        )
     return found
 
 
@@ -67,7 +84,9 @@ def fewest_tokens(samples, overlap):
 
 
 PROMPTS = st.lists(
-    st.tuples(st.lists(st.integers(1, 2), min_size=1, max_size=7), st.integers(0, 5)), min_size=1, max_size=14
+    st.tuples(st.lists(st.integers(1, 2), min_size=1, max_size=7), st.integers(0, 5)),
+    min_size=1,
+    max_size=14,
 )
 
 
@@ -84,11 +103,19 @@ def test_every_sample_can_be_read(layout, drawn, depths, micro_batches, length, 
     parallel = make_parallel_mesh("dp=4,cp=2", context_layout=layout)
     samples = [
         Sample(
-            [*prompt, *range(10, 10 + n)], response_start=len(prompt), values=np.arange(n) + 100.0 * i, reward=float(i)
+            [*prompt, *range(10, 10 + n)],
+            response_start=len(prompt),
+            values=np.arange(n) + 100.0 * i,
+            reward=float(i),
         )
         for i, (prompt, n) in enumerate(drawn)
     ]
-    options = {"row_length": length, "parallel": parallel, "micro_batches": micro_batches, "num_segments": most}
+    options = {
+        "row_length": length,
+        "parallel": parallel,
+        "micro_batches": micro_batches,
+        "num_segments": most,
+    }
     batch = RolloutBatch.from_samples(samples, share_prefixes=True, mtp_depths=depths, **options)
     batch.validate(100)
 
@@ -96,7 +123,8 @@ def test_every_sample_can_be_read(layout, drawn, depths, micro_batches, length, 
         return np.asarray(x).reshape(-1, x.shape[-1])
 
     tokens, targets, mask, values, positions = (
-        flat(x) for x in (batch.tokens, batch.targets, batch.loss_mask, batch.values, batch.positions)
+        flat(x)
+        for x in (batch.tokens, batch.targets, batch.loss_mask, batch.values, batch.positions)
     )
     found = paths_of(batch)
     assert sorted(found) == [*range(len(samples))]
@@ -114,7 +142,9 @@ def test_every_sample_can_be_read(layout, drawn, depths, micro_batches, length, 
         # each target of each depth is predicted in the branch
         assert len(own) >= min(len(sample.tokens), len(sample.tokens) - sample.start + 1 + depths)
     if layout == "contiguous" and length == 120 and most is None and micro_batches is None:
-        assert (batch.segment_ids > 0).sum() == fewest_tokens(samples, 1 + depths) or batch.tokens.shape[0] > 4
+        assert (batch.segment_ids > 0).sum() == fewest_tokens(
+            samples, 1 + depths
+        ) or batch.tokens.shape[0] > 4
 
 
 def least_by_search(samples, length):
@@ -141,17 +171,25 @@ def least_by_search(samples, length):
 
 
 def test_a_tree_is_cut_where_it_costs_least():
-    """It is cut near the root: two rows hold the system's tokens, and each holds only its own samples' tools."""
+    """It is cut near the root: two rows hold the system's tokens, and each holds only its own
+    samples' tools.
+    """
     system, tools = [1] * 3, [[2] * 9, [3] * 8]
     samples = [
-        Sample([*system, *tools[i // 3], 4, 5 + i], response_start=len(system) + len(tools[i // 3]) + 1)
+        Sample(
+            [*system, *tools[i // 3], 4, 5 + i], response_start=len(system) + len(tools[i // 3]) + 1
+        )
         for i in range(6)
     ]
     batch = RolloutBatch.from_samples(samples, row_length=24, share_prefixes=True)
-    assert (batch.segment_ids > 0).sum(axis=1).tolist() == [12 + 6, 11 + 6]  # the system twice, no tools twice
+    # the system twice, no tools twice
+    assert (batch.segment_ids > 0).sum(axis=1).tolist() == [12 + 6, 11 + 6]
     rng, best = np.random.default_rng(0), 0
     for _ in range(60):
-        samples = [Sample([*rng.integers(1, 3, 7), *[9] * rng.integers(1, 4)], response_start=7) for _ in range(6)]
+        samples = [
+            Sample([*rng.integers(1, 3, 7), *[9] * rng.integers(1, 4)], response_start=7)
+            for _ in range(6)
+        ]
         packed = RolloutBatch.from_samples(samples, row_length=18, share_prefixes=True)
         packed.validate(20)
         got, least = int((packed.segment_ids > 0).sum()), least_by_search(samples, 18)
@@ -165,7 +203,9 @@ def test_who_sees_whom(layout):
     """A token sees the tokens of its own sample up to itself, and none of a sibling."""
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     samples = three_levels(0)
-    batch = RolloutBatch.from_samples(samples, row_length=160, parallel=parallel, share_prefixes=True)
+    batch = RolloutBatch.from_samples(
+        samples, row_length=160, parallel=parallel, share_prefixes=True
+    )
     expected = np.zeros((*batch.tokens.shape, batch.tokens.shape[1]), bool)
     for row, chain in paths_of(batch).values():
         places = np.concatenate([part[np.argsort(batch.positions[row, part])] for part in chain])
@@ -210,7 +250,11 @@ BROKEN = {
     "itself": (changed("parents", BRANCH, OWN), "parents", True),
     "a cycle": (changed("parents", (0, 0), OWN), "parents", True),
     "one behind it": (changed("parents", BRANCH, OWN + 1), "parents", True),
-    "a sibling of an ancestor": (changed("parents", (0, int(TREE.parents[0].argmax()) + 2), OWN - 1), "parents", True),
+    "a sibling of an ancestor": (
+        changed("parents", (0, int(TREE.parents[0].argmax()) + 2), OWN - 1),
+        "parents",
+        True,
+    ),
     "another row's": (changed("parents", BRANCH, TREE.num_segments + 3), "parents", True),
     "none": (changed("parents", BRANCH, -1), "parents", True),
     "positions from 0": (
@@ -250,7 +294,11 @@ def test_a_parent_that_is_not_there():
         parents=np.array([[0, 0, 2]]),
     )
     with pytest.raises(
-        ValueError, match="parents: got 2 at row 0, segment 2, expected the number of a segment that this row holds"
+        ValueError,
+        match=(
+            "parents: got 2 at row 0, segment 2, expected the number of a segment that this row"
+            " holds"
+        ),
     ):
         wrong.validate(100)
 
@@ -261,7 +309,10 @@ REFUSED = {
         {"share_prefixes": True, "mtp_depths": -1},
         "mtp_depths: got -1, expected a whole number of at least 0",
     ),
-    "depths of nothing": ({"mtp_depths": 2}, "mtp_depths: got 2, expected 0 without share_prefixes=True"),
+    "depths of nothing": (
+        {"mtp_depths": 2},
+        "mtp_depths: got 2, expected 0 without share_prefixes=True",
+    ),
     "long": (
         {"share_prefixes": True, "row_length": 4},
         r"samples: got 5 tokens \(5 with .*\) in sample 0, expected at most",
@@ -281,12 +332,19 @@ def test_recurrent_models():
         check_recurrent(types.SimpleNamespace(recurrent=True), TREE)
     check_recurrent(types.SimpleNamespace(recurrent=False), TREE)
     check_recurrent(object(), TREE)
-    check_recurrent(types.SimpleNamespace(recurrent=True), RolloutBatch.from_samples(GROUP, row_length=8))
+    check_recurrent(
+        types.SimpleNamespace(recurrent=True), RolloutBatch.from_samples(GROUP, row_length=8)
+    )
 
 
 def test_bundles_stay_together():
-    packed = pack([range(n) for n in (3, 1, 2, 5, 2)], row_length=8, bundles=[0, 0, 1, 2, 1], num_segments=2)
-    assert packed.row.tolist() == [0, 0, 0, 2, 0] or len({*packed.row[:2]}) == len({*packed.row[[2, 4]]}) == 1
+    packed = pack(
+        [range(n) for n in (3, 1, 2, 5, 2)], row_length=8, bundles=[0, 0, 1, 2, 1], num_segments=2
+    )
+    assert (
+        packed.row.tolist() == [0, 0, 0, 2, 0]
+        or len({*packed.row[:2]}) == len({*packed.row[[2, 4]]}) == 1
+    )
     assert packed.slot.tolist()[:2] == [0, 1]
     assert packed.start[1] == packed.start[0] + 3
     assert packed.start[4] == packed.start[2] + 2
@@ -296,7 +354,9 @@ def test_bundles_stay_together():
     ):
         with pytest.raises(ValueError, match=message):
             pack([range(5), range(5)], row_length=8, bundles=bundles)
-    with pytest.raises(ValueError, match="bundles: got 2 sequences in bundle 0, expected at most 1"):
+    with pytest.raises(
+        ValueError, match="bundles: got 2 sequences in bundle 0, expected at most 1"
+    ):
         pack([range(2), range(2)], row_length=8, bundles=[0, 0], num_segments=1)
 
 

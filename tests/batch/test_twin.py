@@ -1,4 +1,6 @@
-"""Two batches of the same responses behind other prompts: places, losses and gradients against loops over samples."""
+"""Two batches of the same responses behind other prompts: places, losses and gradients against
+loops over samples.
+"""
 
 import dataclasses
 import functools
@@ -38,12 +40,17 @@ LENGTHS = [(2, 5, 3), (4, 1, 5), (1, 6, 1), (3, 3, 4), (2, 4, 0), (5, 7, 2)]
 
 
 def pairs(lengths, seed=0):
-    """A sample and its twin for each (prompt, the twin's prompt, response); some response tokens carry no loss."""
+    """A sample and its twin for each (prompt, the twin's prompt, response); some response tokens
+    carry no loss.
+    """
     rng = np.random.default_rng(seed)
 
     def sample(prompt, response, trains):
         tokens = np.concatenate([rng.integers(1, V, prompt), response])
-        extras = {"seen": Extra(tokens, at="input", fill=-1), "own": Extra(rng.normal(size=len(response)), fill=-7)}
+        extras = {
+            "seen": Extra(tokens, at="input", fill=-1),
+            "own": Extra(rng.normal(size=len(response)), fill=-7),
+        }
         values = {"reward": rng.normal(), "rollout_log_probs": -rng.exponential(size=len(response))}
         return Sample(tokens, prompt, loss_mask=[*[0] * prompt, *trains], extras=extras, **values)
 
@@ -73,13 +80,21 @@ def by_sample(batch, x, samples):
     return [rows(x)[row, at[s.start - 1 : -1]] for s, (row, at) in zip(samples, each, strict=True)]
 
 
-PACKINGS = [{}, {"micro_batches": 2}, {"rows": 8}, {"max_tokens": T}, {"buckets": (2, 4, 8), "num_segments": 8}]
+PACKINGS = [
+    {},
+    {"micro_batches": 2},
+    {"rows": 8},
+    {"max_tokens": T},
+    {"buckets": (2, 4, 8), "num_segments": 8},
+]
 
 
 @pytest.mark.filterwarnings("ignore:RolloutBatch.from_samples. got batches of 3 shapes")
 @pytest.mark.parametrize("layout", [*LAYOUTS, "zigzag_per_segment"])
 @given(
-    st.lists(st.tuples(st.integers(1, 7), st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=8),
+    st.lists(
+        st.tuples(st.integers(1, 7), st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=8
+    ),
     st.sampled_from(PACKINGS),
 )
 def test_a_response_has_the_same_places_in_both(layout, lengths, packing):
@@ -87,7 +102,9 @@ def test_a_response_has_the_same_places_in_both(layout, lengths, packing):
         "dp=2,tp=4" if layout == "zigzag_per_segment" else "dp=2,cp=2,tp=2", context_layout=layout
     )
     samples, others = pairs(lengths)
-    batches = RolloutBatch.from_samples(samples, row_length=T, parallel=parallel, **packing, twin=others)
+    batches = RolloutBatch.from_samples(
+        samples, row_length=T, parallel=parallel, **packing, twin=others
+    )
     for batch, given_ in zip(batches, (samples, others), strict=True):
         batch.validate(V)
         assert (rows(batch.segment_ids) > 0).sum() == sum(len(s.tokens) for s in given_)
@@ -97,8 +114,13 @@ def test_a_response_has_the_same_places_in_both(layout, lengths, packing):
             assert rows(batch.extras["seen"])[row, at].tolist() == s.tokens.tolist()
             assert rows(batch.positions)[row, at].tolist() == list(range(len(at)))
             assert rows(batch.rewards)[rows(batch.sample_ids) == i] == np.float32(s.reward)
-        for name, theirs in (("own", [s.extras["own"].values for s in given_]), ("mask", [s.mask for s in given_])):
-            mine = by_sample(batch, batch.loss_mask if name == "mask" else batch.extras[name], given_)
+        for name, theirs in (
+            ("own", [s.extras["own"].values for s in given_]),
+            ("mask", [s.mask for s in given_]),
+        ):
+            mine = by_sample(
+                batch, batch.loss_mask if name == "mask" else batch.extras[name], given_
+            )
             for x, y, s in zip(mine, theirs, given_, strict=True):
                 np.testing.assert_array_equal(x, y[s.start :] if name == "mask" else y)
         for got, s in zip(by_sample(batch, batch.rollout_log_probs, given_), given_, strict=True):
@@ -138,7 +160,11 @@ def parameters(seed):
 def model(params, batch):
     """Attention with equal weights, along the paths of the batch."""
     seen = batch.paths.attends(batch.paths).astype(jnp.float32)
-    return seen / seen.sum(-1, keepdims=True) @ (params["table"][batch.tokens] + params["places"][batch.positions])
+    return (
+        seen
+        / seen.sum(-1, keepdims=True)
+        @ (params["table"][batch.tokens] + params["places"][batch.positions])
+    )
 
 
 CONFIG = PolicyLossConfig()
@@ -147,7 +173,9 @@ COEF = 0.5
 
 @functools.cache
 def program(parallel):
-    """The log-probs of a student and of a teacher, both losses of the student, and the gradient of their sum."""
+    """The log-probs of a student and of a teacher, both losses of the student, and the gradient
+    of their sum.
+    """
 
     def score(params, batch):
         where = batch.loss_mask > 0
@@ -170,7 +198,9 @@ def program(parallel):
     def run(student, teacher, batches, twins):
         own = compute_log_probs(score, student, batches).log_probs
         theirs = compute_log_probs(score, teacher, twins).log_probs
-        pull = advantages.on_policy_distillation(jnp.zeros_like(own), own, theirs, batches.loss_mask)
+        pull = advantages.on_policy_distillation(
+            jnp.zeros_like(own), own, theirs, batches.loss_mask
+        )
         batches = dataclasses.replace(batches, old_log_probs=own, advantages=pull)
         whole = Normalizer.of({"taught": SFT(), "policy": CONFIG}, batches, parallel=parallel)
         hidden = jax.lax.stop_gradient(jax.vmap(functools.partial(model, teacher))(twins))
@@ -191,12 +221,19 @@ def hidden_of(params, tokens):
 def oracle(student, teacher, samples, others):
     """Both losses, and the gradient of their sum, sample by sample."""
     count = sum(s.mask.sum() for s in samples)
-    losses, gradients = {"taught": 0.0, "policy": 0.0}, {name: np.zeros(x.shape) for name, x in student.items()}
+    losses, gradients = (
+        {"taught": 0.0, "policy": 0.0},
+        {name: np.zeros(x.shape) for name, x in student.items()},
+    )
     for sample, other in zip(samples, others, strict=True):
         hidden, theirs = (
-            hidden_of(params, s.tokens)[s.start - 1 : -1] for params, s in ((student, sample), (teacher, other))
+            hidden_of(params, s.tokens)[s.start - 1 : -1]
+            for params, s in ((student, sample), (teacher, other))
         )
-        z, q = (h @ params["head"].astype(np.float64) for h, params in ((hidden, student), (theirs, teacher)))
+        z, q = (
+            h @ params["head"].astype(np.float64)
+            for h, params in ((hidden, student), (theirs, teacher))
+        )
         mask, at = sample.mask[sample.start :], np.arange(len(z))
         response = sample.tokens[sample.start :]
         divergence, dz = other_losses.divergence(z, q)
@@ -214,10 +251,19 @@ def oracle(student, teacher, samples, others):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_student_and_its_teacher_against_the_oracle_and_each_batch_alone(layout):
-    """Two micro-batches on dp=2,cp=2,tp=2. If prompts began at one place, the policy loss would be -3.2, not -0.16."""
+    """Two micro-batches on dp=2,cp=2,tp=2.
+
+    If prompts began at one place, the policy loss would be -3.2, not -0.16.
+    """
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout=layout)
     samples, others = pairs(LENGTHS, seed=1)
-    options = {"row_length": T, "rows": 2, "micro_batches": 2, "num_segments": 4, "parallel": parallel}
+    options = {
+        "row_length": T,
+        "rows": 2,
+        "micro_batches": 2,
+        "num_segments": 4,
+        "parallel": parallel,
+    }
     batch, twin = RolloutBatch.from_samples(samples, **options, twin=others)
     student, teacher = parameters(0), parameters(1)
 
@@ -234,7 +280,9 @@ def test_a_student_and_its_teacher_against_the_oracle_and_each_batch_alone(layou
         for mine, theirs in zip(found[:2], wanted[:2], strict=True):
             each = zip(by_sample(ours, mine, given_), by_sample(alone, theirs, given_), strict=True)
             for (a, b), s in zip(each, given_, strict=True):
-                np.testing.assert_allclose(a, np.where(s.mask[s.start :] > 0, b, a), rtol=1e-5, atol=1e-6)
+                np.testing.assert_allclose(
+                    a, np.where(s.mask[s.start :] > 0, b, a), rtol=1e-5, atol=1e-6
+                )
         assert_trees_close(found[2:], wanted[2:], rtol=1e-4, atol=1e-5)
 
 
@@ -256,12 +304,36 @@ PER_SEGMENT = {"context_layout": "zigzag_per_segment"}
         ([], {}, "twin: got none, expected at least one"),
         ([OTHER, "a sample"], {}, r"twin\[1\]: got str, expected Sample"),
         ([OTHER], {}, "twin: got 1 samples, expected 2, one for each of samples"),
-        ([OTHER, Sample([5, 6, 7], 2)], {}, r"twin: got a response of 1 tokens in sample 1, .* samples\[1\], 2 tokens"),
-        ([OTHER, Sample([5, 6, 7, 9], 2)], {}, "twin: got 9 as response token 1 of sample 1, expected 8, as in"),
-        ([OTHER, dataclasses.replace(OTHER, sample_id=7)], {}, "twin: got sample_id 7 in sample 1, expected None"),
-        ([OTHER, OTHER], {"share_prefixes": True}, "share_prefixes: got True, expected False with a twin"),
-        ([OTHER, OTHER], {"parallel": PER_SEGMENT}, "parallel: got context layout 'zigzag_per_segment' with a twin"),
-        ([OTHER, Sample([*[1] * 20, 7, 8], 20)], {}, "sequences: got 22 tokens .* expected at most row_length=16"),
+        (
+            [OTHER, Sample([5, 6, 7], 2)],
+            {},
+            r"twin: got a response of 1 tokens in sample 1, .* samples\[1\], 2 tokens",
+        ),
+        (
+            [OTHER, Sample([5, 6, 7, 9], 2)],
+            {},
+            "twin: got 9 as response token 1 of sample 1, expected 8, as in",
+        ),
+        (
+            [OTHER, dataclasses.replace(OTHER, sample_id=7)],
+            {},
+            "twin: got sample_id 7 in sample 1, expected None",
+        ),
+        (
+            [OTHER, OTHER],
+            {"share_prefixes": True},
+            "share_prefixes: got True, expected False with a twin",
+        ),
+        (
+            [OTHER, OTHER],
+            {"parallel": PER_SEGMENT},
+            "parallel: got context layout 'zigzag_per_segment' with a twin",
+        ),
+        (
+            [OTHER, Sample([*[1] * 20, 7, 8], 20)],
+            {},
+            "sequences: got 22 tokens .* expected at most row_length=16",
+        ),
     ],
 )
 def test_refusals(twin, options, message):
@@ -273,7 +345,9 @@ def test_refusals(twin, options, message):
 
 def test_pairs_have_no_twin():
     pair = preference.samples_of_pairs([[1]], chosen=[[3, 4]], rejected=[[6]])
-    with pytest.raises(TypeError, match="twin: got one in micro_batches_of_pairs, expected it in RolloutBatch"):
+    with pytest.raises(
+        TypeError, match="twin: got one in micro_batches_of_pairs, expected it in RolloutBatch"
+    ):
         preference.micro_batches_of_pairs(pair, 1, row_length=8, twin=pair)
 
 
@@ -290,7 +364,9 @@ def taught(student, teacher, batch, twin):
 
     def loss(student):
         own, others = Head(student, layout="hv"), jax.lax.stop_gradient(Head(teacher, layout="hv"))
-        return distillation_loss(hidden(batch), own, hidden(twin), others, batch, divergence="forward_kl")[0]
+        return distillation_loss(
+            hidden(batch), own, hidden(twin), others, batch, divergence="forward_kl"
+        )[0]
 
     student = student - 12.0 * jax.grad(loss)(student)
     return student, DECAY * teacher + (1 - DECAY) * student
@@ -298,9 +374,12 @@ def taught(student, teacher, batch, twin):
 
 @pytest.mark.parametrize("hints", [True, False])
 def test_a_student_learns_what_only_its_teacher_is_told(hints):
-    """Question i has the answer n + i. The model can repeat a token that it sees; the student never sees an answer.
+    """Question i has the answer n + i.
 
-    A teacher's prompt is the question, the answer and the question again: at a wrong place there is nothing to learn.
+    The model can repeat a token that it sees; the student never sees an answer.
+
+    A teacher's prompt is the question, the answer and the question again: at a wrong place there is
+    nothing to learn.
     """
     n, rng = QUESTIONS, np.random.default_rng(0)
     student = np.diag([0.0] * n + [12.0] * n).astype(np.float32)  # [token seen, next token]
@@ -313,5 +392,7 @@ def test_a_student_learns_what_only_its_teacher_is_told(hints):
         hinted = [Sample([i, *[n + i] * told[i], i, drawn[i]], told[i] + 2) for i in range(n)]
         packing = {"row_length": 8, "rows": n, "num_segments": n, "twin": hinted}
         student, teacher = taught(student, teacher, *RolloutBatch.from_samples(samples, **packing))
-    answers = np.exp(log_softmax(np.asarray(student, np.float64)[:n]))[np.arange(n), n + np.arange(n)]
+    answers = np.exp(log_softmax(np.asarray(student, np.float64)[:n]))[
+        np.arange(n), n + np.arange(n)
+    ]
     assert (answers > 0.8).all() if hints else (answers < 0.1).all(), answers  # 1/12 at the start

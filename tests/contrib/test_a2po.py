@@ -1,4 +1,6 @@
-"""A*-PO against the oracle, and with the values of the page: the best policy near the reference has a loss of 0."""
+"""A*-PO against the oracle, and with the values of the page: the best policy near the reference
+has a loss of 0.
+"""
 
 import dataclasses
 import re
@@ -33,8 +35,12 @@ def test_the_oracle(mesh, layout):
     """One sample of a prompt is enough; one has no loss token, and no reward."""
     parallel = mesh and make_parallel_mesh(mesh, context_layout=layout)
     samples = [dataclasses.replace(s, group_id=None) for s in step_of(3)]
-    samples[4] = dataclasses.replace(samples[4], reward=None, loss_mask=[0] * len(samples[4].tokens))
-    batch = RolloutBatch.from_samples(samples, row_length=24, rows=8, num_segments=6, parallel=parallel)
+    samples[4] = dataclasses.replace(
+        samples[4], reward=None, loss_mask=[0] * len(samples[4].tokens)
+    )
+    batch = RolloutBatch.from_samples(
+        samples, row_length=24, rows=8, num_segments=6, parallel=parallel
+    )
 
     def run(batch):
         def fn(x):
@@ -48,7 +54,9 @@ def test_the_oracle(mesh, layout):
 
 
 def responses(log_p, reference, advantage):
-    """A response of one token for each token of the vocabulary, and the gradients of their losses by log p."""
+    """A response of one token for each token of the vocabulary, and the gradients of their
+    losses by log p.
+    """
     samples = [
         Sample([9, i], 1, reward=float(a), ref_log_probs=[float(q)])
         for i, (a, q) in enumerate(zip(advantage, reference, strict=True))
@@ -65,9 +73,11 @@ def responses(log_p, reference, advantage):
 
 
 def test_the_best_policy_has_a_loss_of_zero():
-    """It is the reference times exp((r - V*) / beta), for the page's V* of samples that are all tokens once.
+    """It is the reference times exp((r - V*) / beta), for the page's V* of samples that are all
+    tokens once.
 
-    Elsewhere the gradient of the loss, weighed by the policy's probabilities, leads to it: 20 steps come closer.
+    Elsewhere the gradient of the loss, weighed by the policy's probabilities, leads to it: 20 steps
+    come closer.
     """
     rewards = np.array([1.0, 0.0, 0.0, 1.0, 0.0])
     reference = np.full(5, -np.log(5))
@@ -95,7 +105,9 @@ def test_the_best_policy_has_a_loss_of_zero():
 
 
 def test_what_is_missing_is_named():
-    batch = RolloutBatch.from_samples([Sample([1, 2], 1, reward=1.0, ref_log_probs=[-1.0])], row_length=2)
+    batch = RolloutBatch.from_samples(
+        [Sample([1, 2], 1, reward=1.0, ref_log_probs=[-1.0])], row_length=2
+    )
     stats = TokenStats(jnp.full((1, 2), -1.0))
     for name in ("rewards", "ref_log_probs"):
         with pytest.raises(ValueError, match=f"batch.{name}: got None, expected"):

@@ -19,7 +19,15 @@ from sharding.testing import assert_trees_close
 H, G, V, K = 4, 5, 11, 3
 RNG = np.random.default_rng(0)
 BATCH, _ = hard_batch()
-PLAIN = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns", "rewards")
+PLAIN = (
+    "advantages",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "values",
+    "returns",
+    "rewards",
+)
 BATCH = dataclasses.replace(BATCH, **dict.fromkeys(PLAIN))
 MASK, IDS = np.asarray(BATCH.loss_mask), np.asarray(BATCH.segment_ids)
 HIDDEN = 0.5 * RNG.normal(size=(K, R, T, H)).astype(np.float32)
@@ -40,7 +48,9 @@ def pairs_of_places(k):
 
 @functools.cache
 def expected(objective):
-    """The loss, its gradients by hidden states and kernel, acceptance by depth; f64, one token at a time."""
+    """The loss, its gradients by hidden states and kernel, acceptance by depth; f64, one token
+    at a time.
+    """
     w, v = KERNEL.astype(np.float64), POLICY_KERNEL.astype(np.float64)
     by_hidden, by_kernel = np.zeros(HIDDEN.shape), np.zeros(KERNEL.shape)
     losses, found = [], {}
@@ -48,7 +58,10 @@ def expected(objective):
     for k in range(1, K + 1):
         there = list(pairs_of_places(k))
         x = np.stack([HIDDEN[k - 1, row, t] for row, t, _ in there]).astype(np.float64)
-        z, p = x @ w, np.stack([POLICY[row, later] for row, _, later in there]).astype(np.float64) @ v
+        z, p = (
+            x @ w,
+            np.stack([POLICY[row, later] for row, _, later in there]).astype(np.float64) @ v,
+        )
         a, by_a = truth.acceptance(z, p)
         found[f"draft_{k}_acceptance"] = a.mean()
         found[f"draft_{k}_agreement"] = np.mean(z.argmax(-1) == p.argmax(-1))
@@ -59,7 +72,9 @@ def expected(objective):
         value, dz = (
             (1 - a, -by_a)
             if objective == "total_variation"
-            else getattr(truth, objective)(z, p, **({"eta": ETA} if objective == "likelihood" else {}))
+            else getattr(truth, objective)(
+                z, p, **({"eta": ETA} if objective == "likelihood" else {})
+            )
         )
         losses.append(value.mean())
         dz = COEF / K / len(there) * dz
@@ -68,7 +83,9 @@ def expected(objective):
             by_hidden[k - 1, row, t] += w @ g
     if objective == "end_to_end":
         # a depth counts where those before it do
-        reached = {at: [d for i, d in enumerate(each, 1) if d[0] == i] for at, each in by_token.items()}
+        reached = {
+            at: [d for i, d in enumerate(each, 1) if d[0] == i] for at, each in by_token.items()
+        }
         reached = {at: each for at, each in reached.items() if each}
         for (row, t), each in reached.items():
             value, slopes = truth.end_to_end([d[1] for d in each])
@@ -96,7 +113,9 @@ def check(objective, got):
     assert_trees_close(gradients, tuple(map(np.float32, wanted)), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(found.pop("draft_loss"), loss)
     for name, x in found.items():
-        np.testing.assert_allclose(x, 0 if name.endswith("rules") else metrics[name], rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            x, 0 if name.endswith("rules") else metrics[name], rtol=1e-5, err_msg=name
+        )
 
 
 @pytest.mark.every(2)
@@ -105,12 +124,17 @@ def test_the_oracle(objective):
     hidden = np.where(IDS[None, :, :, None] > 0, HIDDEN, np.nan)
     policy = np.where(MASK[..., None] > 0, POLICY, np.nan)
     check(
-        objective, jax.jit(functools.partial(everything, objective, None))(hidden, KERNEL, policy, POLICY_KERNEL, BATCH)
+        objective,
+        jax.jit(functools.partial(everything, objective, None))(
+            hidden, KERNEL, policy, POLICY_KERNEL, BATCH
+        ),
     )
 
 
 def test_the_decay_of_depths():
-    """Losses 1.2, 1.5 and 2 of three depths at 0.8: SpecForge's sum 3.68, divided by 2.44 as in Automodel."""
+    """Losses 1.2, 1.5 and 2 of three depths at 0.8: SpecForge's sum 3.68, divided by 2.44 as in
+    Automodel.
+    """
     given = [*HIDDEN], KERNEL, POLICY, POLICY_KERNEL, BATCH
 
     def at(decay):
@@ -128,7 +152,10 @@ def test_the_decay_of_depths():
 
 
 def test_a_temperature_is_that_of_the_token_that_is_predicted():
-    """Both models are divided by the policy's temperature there. Positions without loss may hold anything."""
+    """Both models are divided by the policy's temperature there.
+
+    Positions without loss may hold anything.
+    """
     temperature = np.where(MASK > 0, RNG.uniform(0.5, 2, (R, T)), np.nan).astype(np.float32)
     given = [*HIDDEN], KERNEL, POLICY, POLICY_KERNEL, BATCH
 
@@ -142,10 +169,20 @@ def test_a_temperature_is_that_of_the_token_that_is_predicted():
     for k in range(1, K + 1):
         there = list(pairs_of_places(k))
         of = np.array([temperature[row, later] for row, _, later in there], np.float64)[:, None]
-        z = np.stack([HIDDEN[k - 1, row, t] for row, t, _ in there]).astype(np.float64) @ KERNEL / of
-        p = np.stack([POLICY[row, later] for row, _, later in there]).astype(np.float64) @ POLICY_KERNEL / of
+        z = (
+            np.stack([HIDDEN[k - 1, row, t] for row, t, _ in there]).astype(np.float64)
+            @ KERNEL
+            / of
+        )
+        p = (
+            np.stack([POLICY[row, later] for row, _, later in there]).astype(np.float64)
+            @ POLICY_KERNEL
+            / of
+        )
         total += COEF / K * truth.soft_cross_entropy(z, p)[0].mean()
-        np.testing.assert_allclose(found[f"draft_{k}_acceptance"].value, truth.acceptance(z, p)[0].mean(), rtol=1e-5)
+        np.testing.assert_allclose(
+            found[f"draft_{k}_acceptance"].value, truth.acceptance(z, p)[0].mean(), rtol=1e-5
+        )
     np.testing.assert_allclose(loss, total, rtol=1e-5)
 
 
@@ -170,7 +207,9 @@ def test_on_a_mesh(objective, mesh, layout):
     run = functools.partial(everything, objective, parallel)
     args = hidden, KERNEL, place(POLICY), POLICY_KERNEL, to_physical(BATCH)
     loss, (dhidden, dkernel), found = jax.jit(run)(*args)
-    dhidden = np.stack([np.take_along_axis(np.asarray(x), np.argsort(order, 1)[..., None], 1) for x in dhidden])
+    dhidden = np.stack(
+        [np.take_along_axis(np.asarray(x), np.argsort(order, 1)[..., None], 1) for x in dhidden]
+    )
     check(objective, (loss, (dhidden, dkernel), found))
     assert hang_risks(jax.make_jaxpr(run)(*args)) == []
     metrics = jax.jit(lambda h, k, *x: draft_metrics(h, k, *x, parallel=parallel))(*args)
@@ -191,7 +230,9 @@ def test_explicit_axes_and_hidden_states_sharded_by_position(options):
 
     hidden = [put(x, parallel.hidden_spec) for x in HIDDEN]
     policy, batch = put(POLICY, parallel.hidden_spec), BATCH.put(parallel)
-    kernels = [put(np.pad(x, ((0, 0), (0, 1))), parallel.kernel_spec()) for x in (KERNEL, POLICY_KERNEL)]
+    kernels = [
+        put(np.pad(x, ((0, 0), (0, 1))), parallel.kernel_spec()) for x in (KERNEL, POLICY_KERNEL)
+    ]
 
     def run(hidden, policy, kernel, policy_kernel, batch):
         loss = Draft(objective="likelihood", eta=ETA, coef=COEF)
@@ -204,7 +245,10 @@ def test_explicit_axes_and_hidden_states_sharded_by_position(options):
         return loss, gradients, finalize_metrics(found)
 
     loss, (dhidden, dkernel), found = jax.jit(run)(hidden, policy, *kernels, batch)
-    check("likelihood", (loss, (np.stack([np.asarray(x) for x in dhidden]), np.asarray(dkernel)[:, :V]), found))
+    check(
+        "likelihood",
+        (loss, (np.stack([np.asarray(x) for x in dhidden]), np.asarray(dkernel)[:, :V]), found),
+    )
 
 
 @pytest.mark.parametrize("objective", ["likelihood", "end_to_end"])
@@ -237,7 +281,9 @@ def test_a_draft_that_is_the_policy():
     """It is always accepted. A position behind a gap in the mask does not count."""
     shifted = np.stack([np.pad(POLICY[:, k:], ((0, 0), (0, k), (0, 0))) for k in range(1, K + 1)])
     for objective, value in {"total_variation": 0, "likelihood": 0, "end_to_end": 0}.items():
-        loss, found = draft_loss(shifted, POLICY_KERNEL, POLICY, POLICY_KERNEL, BATCH, Draft(objective=objective))
+        loss, found = draft_loss(
+            shifted, POLICY_KERNEL, POLICY, POLICY_KERNEL, BATCH, Draft(objective=objective)
+        )
         np.testing.assert_allclose(loss, value, atol=1e-6)
         np.testing.assert_allclose(found["draft_2_acceptance"].value, 1, rtol=1e-6)
     agreed = draft_metrics(shifted, POLICY_KERNEL, POLICY, POLICY_KERNEL, BATCH)
@@ -249,7 +295,10 @@ def test_a_draft_that_is_the_policy():
     [
         ({"hidden": HIDDEN[:0]}, "hidden: got no depths"),
         ({"head": [KERNEL] * 2}, "head: got 2, expected 3 for the 3 depths of hidden"),
-        ({"policy_head": POLICY_KERNEL[:, :7]}, "policy_head.kernel: got 7 columns, expected the draft's 11"),
+        (
+            {"policy_head": POLICY_KERNEL[:, :7]},
+            "policy_head.kernel: got 7 columns, expected the draft's 11",
+        ),
         ({"normalizers": Normalizer.of(Draft(2), BATCH)}, "normalizers: got 2, expected 3"),
         (
             {"normalizers": Normalizer.of(Draft(2), BATCH), "loss": Draft(objective="end_to_end")},
@@ -259,8 +308,16 @@ def test_a_draft_that_is_the_policy():
     ],
 )
 def test_bad_input(arguments, message):
-    given = {"hidden": HIDDEN, "head": KERNEL, "policy_hidden": POLICY, "policy_head": POLICY_KERNEL, "batch": BATCH}
-    with pytest.raises(ValueError, match="objective: got 'kl', expected one of 'soft_cross_entropy'"):
+    given = {
+        "hidden": HIDDEN,
+        "head": KERNEL,
+        "policy_hidden": POLICY,
+        "policy_head": POLICY_KERNEL,
+        "batch": BATCH,
+    }
+    with pytest.raises(
+        ValueError, match="objective: got 'kl', expected one of 'soft_cross_entropy'"
+    ):
         Draft(objective="kl")
     with pytest.raises(ValueError, match=r"eta: got -1.0"):
         Draft(eta=-1.0)

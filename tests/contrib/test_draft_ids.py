@@ -1,4 +1,6 @@
-"""Drafts whose heads have fewer columns than the policy's, against the oracle, on meshes and in micro-batches."""
+"""Drafts whose heads have fewer columns than the policy's, against the oracle, on meshes and in
+micro-batches.
+"""
 
 import dataclasses
 import functools
@@ -10,7 +12,15 @@ import oracle.draft as truth
 import pytest
 from hard_rows import R, T, hard_batch, layouts_on, sequences
 
-from jaxppo import Head, LoRA, Normalizer, RolloutBatch, Sample, accumulate_gradients, finalize_metrics
+from jaxppo import (
+    Head,
+    LoRA,
+    Normalizer,
+    RolloutBatch,
+    Sample,
+    accumulate_gradients,
+    finalize_metrics,
+)
 from jaxppo.batch.broken_rules import explain_broken_rules
 from jaxppo.contrib.draft import Draft, draft_loss, draft_metrics
 from jaxppo.contrib.draft_ids import draft_ids_of_counts, draft_ids_of_d2t, draft_targets
@@ -23,7 +33,9 @@ BATCH, _ = hard_batch()
 MASK = np.asarray(BATCH.loss_mask)
 HIDDEN = 0.5 * RNG.normal(size=(K, R, T, H)).astype(np.float32)
 POLICY = 0.5 * RNG.normal(size=(R, T, G)).astype(np.float32)
-KERNEL, POLICY_KERNEL, BIAS = (RNG.normal(size=s).astype(np.float32) for s in ((H, 16), (G, V), (V,)))
+KERNEL, POLICY_KERNEL, BIAS = (
+    RNG.normal(size=s).astype(np.float32) for s in ((H, 16), (G, V), (V,))
+)
 A, B = (RNG.normal(size=s).astype(np.float32) for s in ((G, RANK), (RANK, V)))
 IDS = RNG.permutation(V)[:16].astype(np.int32)  # in no order
 OBJECTIVES = ("soft_cross_entropy", "total_variation", "likelihood", "end_to_end")
@@ -33,31 +45,55 @@ TEMPERATURE, COEF = 0.75, 0.3
 def places(k):
     """(row, t, t + k) where both positions have loss and are in one sequence."""
     for row, _, of in sequences(BATCH):
-        yield from ((row, t, later) for t, later in zip(of, of[k:], strict=False) if MASK[row, t] and MASK[row, later])
+        yield from (
+            (row, t, later)
+            for t, later in zip(of, of[k:], strict=False)
+            if MASK[row, t] and MASK[row, later]
+        )
 
 
 def policy_logits(x, columns):
     x = x.astype(np.float64)
-    return (x @ POLICY_KERNEL[:, :columns] + 0.5 * x @ A @ B[:, :columns] + BIAS[:columns]) / TEMPERATURE
+    return (
+        x @ POLICY_KERNEL[:, :columns] + 0.5 * x @ A @ B[:, :columns] + BIAS[:columns]
+    ) / TEMPERATURE
 
 
 @functools.cache
 def expected(objective, columns=V, count=16):
-    """The loss, its gradients, and metrics by depth in float64; the policy has `columns`, the draft `count`."""
+    """The loss, its gradients, and metrics by depth in float64; the policy has `columns`, the
+    draft `count`.
+    """
     w, ids = KERNEL[:, :count].astype(np.float64), IDS[:count]
-    by_hidden, by_kernel, losses, found, reached = np.zeros(HIDDEN.shape), np.zeros(w.shape), [], {}, {}
+    by_hidden, by_kernel, losses, found, reached = (
+        np.zeros(HIDDEN.shape),
+        np.zeros(w.shape),
+        [],
+        {},
+        {},
+    )
     for k in range(1, K + 1):
         there = list(places(k))
         x = np.stack([HIDDEN[k - 1, row, t] for row, t, _ in there]).astype(np.float64)
-        z, p = x @ w / TEMPERATURE, policy_logits(np.stack([POLICY[row, at] for row, _, at in there]), columns)
+        z, p = (
+            x @ w / TEMPERATURE,
+            policy_logits(np.stack([POLICY[row, at] for row, _, at in there]), columns),
+        )
         a, by_a = truth.acceptance(z, p, ids)
-        found |= {f"draft_{k}_acceptance": a.mean(), f"draft_{k}_agreement": np.mean(ids[z.argmax(-1)] == p.argmax(-1))}
+        found |= {
+            f"draft_{k}_acceptance": a.mean(),
+            f"draft_{k}_agreement": np.mean(ids[z.argmax(-1)] == p.argmax(-1)),
+        }
         if objective == "end_to_end":
             for (row, t, _), one, slope, h in zip(there, a, by_a, x, strict=True):
                 if k == 1 or len(reached.get((row, t), ())) == k - 1:
                     reached.setdefault((row, t), []).append((one, slope, h))
             continue
-        value, dz = (1 - a, -by_a) if objective == "total_variation" else getattr(truth, objective)(z, p, ids=ids)
+        value, dz = (
+            (1 - a, -by_a)
+            if objective == "total_variation"
+            else getattr(truth, objective)(z, p, ids=ids)
+        )
         losses.append(value.mean())
         dz = COEF / K / len(there) / TEMPERATURE * dz
         by_kernel += x.T @ dz
@@ -81,7 +117,9 @@ def policy_head(columns=V, **options):
 def everything(objective, parallel, hidden, kernel, policy, batch, ids, columns=V, **options):
     def fn(h, w):
         given = h, w, policy, policy_head(columns), batch, Draft(objective=objective, coef=COEF)
-        return draft_loss(*given, parallel=parallel, temperature=TEMPERATURE, draft_ids=ids, **options)
+        return draft_loss(
+            *given, parallel=parallel, temperature=TEMPERATURE, draft_ids=ids, **options
+        )
 
     (loss, found), gradients = jax.value_and_grad(fn, (0, 1), has_aux=True)(hidden, kernel)
     of = {"parallel": parallel, "temperature": TEMPERATURE, "draft_ids": ids, **options}
@@ -98,7 +136,9 @@ def check(objective, got, **sizes):
     for name, x in of_depths.items():
         np.testing.assert_allclose(metrics[name], x, rtol=1e-5, atol=1e-6, err_msg=name)
     for k in range(1, K + 1):
-        np.testing.assert_allclose(found[f"draft_{k}_acceptance"], of_depths[f"draft_{k}_acceptance"], rtol=1e-5)
+        np.testing.assert_allclose(
+            found[f"draft_{k}_acceptance"], of_depths[f"draft_{k}_acceptance"], rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -106,18 +146,25 @@ def test_the_oracle(objective):
     """Padding and positions without loss may hold anything."""
     hidden = np.where(np.asarray(BATCH.segment_ids)[None, :, :, None] > 0, HIDDEN, np.nan)
     policy = np.where(MASK[..., None] > 0, POLICY, np.nan)
-    check(objective, jax.jit(functools.partial(everything, objective, None))(hidden, KERNEL, policy, BATCH, IDS))
+    check(
+        objective,
+        jax.jit(functools.partial(everything, objective, None))(hidden, KERNEL, policy, BATCH, IDS),
+    )
 
 
 MESHES = [
     ("soft_cross_entropy", "dp=2,cp=2,tp=2", "zigzag", {}),
     ("likelihood", "dp=1,cp=1,tp=8", "contiguous", {}),
-    ("end_to_end", "dp=1,cp=2,tp=4", "striped", {"count": 11}),  # tp does not divide the draft's columns
-    ("total_variation", "dp=2,cp=1,tp=4", "contiguous", {"columns": 23, "count": 12}),  # nor here the policy's
+    # tp does not divide the draft's columns
+    ("end_to_end", "dp=1,cp=2,tp=4", "striped", {"count": 11}),
+    # nor here the policy's
+    ("total_variation", "dp=2,cp=1,tp=4", "contiguous", {"columns": 23, "count": 12}),
     ("likelihood", "dp=2,cp=1,tp=4", "contiguous", {"columns": 23, "count": 11}),  # here neither
 ]
 FULL = [
-    pytest.param(o, m, "zigzag", {}, marks=pytest.mark.nightly) for o in OBJECTIVES for m in ("dp=2,tp=4", "dp=4,tp=2")
+    pytest.param(o, m, "zigzag", {}, marks=pytest.mark.nightly)
+    for o in OBJECTIVES
+    for m in ("dp=2,tp=4", "dp=4,tp=2")
 ]
 
 
@@ -134,13 +181,19 @@ def test_on_a_mesh(objective, mesh, layout, sizes):
 
     hidden = np.stack([place(x) for x in HIDDEN])
     run = jax.jit(functools.partial(everything, objective, parallel, columns=columns))
-    loss, (of_hidden, of_kernel), *found = run(hidden, kernel, place(POLICY), to_physical(BATCH), ids)
-    back = np.stack([np.take_along_axis(np.asarray(x), np.argsort(order, 1)[..., None], 1) for x in of_hidden])
+    loss, (of_hidden, of_kernel), *found = run(
+        hidden, kernel, place(POLICY), to_physical(BATCH), ids
+    )
+    back = np.stack(
+        [np.take_along_axis(np.asarray(x), np.argsort(order, 1)[..., None], 1) for x in of_hidden]
+    )
     check(objective, (loss, (back, of_kernel), *found), **sizes)
 
 
 def test_fsdp_positions_and_explicit_axes():
-    """Arrays have the shardings that a model gives them; kernels are padded, in layouts of their own."""
+    """Arrays have the shardings that a model gives them; kernels are padded, in layouts of their
+    own.
+    """
     parallel = make_parallel_mesh("fsdp=2,cp=2,tp=2", explicit=True, sequence_parallel=True)
 
     def put(x, spec):
@@ -151,7 +204,9 @@ def test_fsdp_positions_and_explicit_axes():
         "hidden": [put(x, parallel.hidden_spec) for x in HIDDEN],
         "policy": put(np.pad(POLICY, ((0, 0), (0, 0), (0, 1))), parallel.hidden_spec),
         "kernel": put(np.pad(KERNEL[:, :14], pad, constant_values=np.nan), parallel.kernel_spec()),
-        "policy_kernel": put(np.pad(POLICY_KERNEL, ((0, 1), (0, 2))).T.copy(), parallel.kernel_spec("vh")),
+        "policy_kernel": put(
+            np.pad(POLICY_KERNEL, ((0, 1), (0, 2))).T.copy(), parallel.kernel_spec("vh")
+        ),
     }
 
     def run(hidden, policy, kernel, policy_kernel, batch, ids):
@@ -163,7 +218,9 @@ def test_fsdp_positions_and_explicit_axes():
 
         return jax.value_and_grad(fn, (0, 1))(hidden, kernel)
 
-    loss, (_, of_kernel) = jax.jit(run)(**arrays, batch=BATCH.put(parallel), ids=put(IDS[:14], jax.P()))
+    loss, (_, of_kernel) = jax.jit(run)(
+        **arrays, batch=BATCH.put(parallel), ids=put(IDS[:14], jax.P())
+    )
 
     def alone(h, w):
         loss = Draft(objective="likelihood")
@@ -178,7 +235,10 @@ def test_fsdp_positions_and_explicit_axes():
 def test_micro_batches_add_up(mesh):
     """Within `accumulate_gradients`, where each device has its own copy of the parameters."""
     parallel = mesh and make_parallel_mesh(mesh, devices=jax.devices()[:4])
-    half = {"hidden": HIDDEN.reshape(K, 2, R // 2, T, H).swapaxes(0, 1), "policy": POLICY.reshape(2, R // 2, T, G)}
+    half = {
+        "hidden": HIDDEN.reshape(K, 2, R // 2, T, H).swapaxes(0, 1),
+        "policy": POLICY.reshape(2, R // 2, T, G),
+    }
     batches = jax.tree.map(lambda x: x.reshape(2, R // 2, *x.shape[1:]), BATCH)
     config = Draft(K, "soft_cross_entropy", coef=COEF)
     whole = Normalizer.of(config, batches, parallel=parallel)
@@ -186,11 +246,18 @@ def test_micro_batches_add_up(mesh):
     def loss(params, part):
         x, batch, normalizers = part
         given = list(x["hidden"]), params["kernel"], x["policy"], policy_head(), batch, config
-        of = {"parallel": parallel, "normalizers": normalizers, "temperature": TEMPERATURE, "draft_ids": params["ids"]}
+        of = {
+            "parallel": parallel,
+            "normalizers": normalizers,
+            "temperature": TEMPERATURE,
+            "draft_ids": params["ids"],
+        }
         return draft_loss(*given, **of)
 
     def run(kernel, half, batches, whole):
-        step = accumulate_gradients(lambda w, part: loss({"kernel": w, "ids": IDS}, part), (half, batches, whole))
+        step = accumulate_gradients(
+            lambda w, part: loss({"kernel": w, "ids": IDS}, part), (half, batches, whole)
+        )
         return step(kernel)
 
     (value, _), gradient = jax.jit(run)(KERNEL, half, batches, whole)
@@ -214,15 +281,24 @@ def test_all_ids_are_as_none_and_a_cut_kernel_is_not():
 
 
 def test_acceptance_is_that_of_rejection_sampling():
-    """A token drawn from the draft is accepted with min(1, p / d): by sampling, to four standard errors."""
+    """A token drawn from the draft is accepted with min(1, p / d): by sampling, to four standard
+    errors.
+    """
     rng, n = np.random.default_rng(1), 200_000
     d, p = (np.exp(x - np.logaddexp.reduce(x)) for x in (rng.normal(size=6), rng.normal(size=V)))
     ids = IDS[:6]
     drawn = rng.choice(6, size=n, p=d)
     accepted = rng.random(n) < p[ids][drawn] / d[drawn]
     batch = RolloutBatch.from_samples([Sample([1, 2, 3, 4], 1)], row_length=4)
-    states = np.ones((1, 1, 4, 1), np.float32), np.log(d)[None], np.ones((1, 4, 1), np.float32), np.log(p)[None]
-    found = draft_metrics(*(np.float32(x) for x in states), batch, draft_ids=ids)["draft_1_acceptance"]
+    states = (
+        np.ones((1, 1, 4, 1), np.float32),
+        np.log(d)[None],
+        np.ones((1, 4, 1), np.float32),
+        np.log(p)[None],
+    )
+    found = draft_metrics(*(np.float32(x) for x in states), batch, draft_ids=ids)[
+        "draft_1_acceptance"
+    ]
     assert abs(accepted.mean() - float(found.value)) < 4 * accepted.std() / np.sqrt(n)
 
 
@@ -232,7 +308,10 @@ def test_acceptance_is_that_of_rejection_sampling():
         (IDS[:15], "draft_ids: got 15, expected 16, the columns of the draft"),
         (np.where(IDS[3] == IDS, V, IDS), "draft_ids: got the id 24, expected 0 to 23"),
         (np.where(IDS[3] == IDS, -1, IDS), "draft_ids: got the id -1, expected 0 to 23"),
-        (np.where(IDS[3] == IDS, IDS[4], IDS), "draft_ids: got the id .* twice, expected each once"),
+        (
+            np.where(IDS[3] == IDS, IDS[4], IDS),
+            "draft_ids: got the id .* twice, expected each once",
+        ),
         (IDS[None], r"draft_ids: got shape \(1, 16\), expected \[D\]"),
         (IDS * 1.0, "draft_ids: got dtype float64, expected integers"),
         (list(IDS), "draft_ids: got list, expected an array of integers"),
@@ -243,11 +322,18 @@ def test_bad_ids(ids, message):
     for call in (draft_loss, draft_metrics):
         with pytest.raises((TypeError, ValueError), match=message):
             call(*given, draft_ids=ids)
-    if isinstance(ids, np.ndarray) and ids.shape == (16,) and ids.dtype == np.int32:  # bad by its values alone
+    # bad by its values alone
+    if isinstance(ids, np.ndarray) and ids.shape == (16,) and ids.dtype == np.int32:
         loss, found = jax.jit(lambda ids: draft_loss(*given, draft_ids=ids))(ids)
         assert np.isnan(loss)
-        assert "draft_ids" in " ".join(explain_broken_rules(finalize_metrics(found)["draft_1_broken_rules"]))
-        assert np.isnan(jax.jit(lambda ids: draft_metrics(*given, draft_ids=ids))(ids)["draft_1_acceptance"].value)
+        assert "draft_ids" in " ".join(
+            explain_broken_rules(finalize_metrics(found)["draft_1_broken_rules"])
+        )
+        assert np.isnan(
+            jax.jit(lambda ids: draft_metrics(*given, draft_ids=ids))(ids)[
+                "draft_1_acceptance"
+            ].value
+        )
 
 
 def test_ids_of_a_checkpoint_and_of_counts():
@@ -269,12 +355,16 @@ def test_ids_of_a_checkpoint_and_of_counts():
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 def test_targets_as_columns(mesh):
     parallel = mesh and make_parallel_mesh(mesh)
-    batch = dataclasses.replace(BATCH, targets=np.random.default_rng(0).integers(0, V, (R, T), np.int32))
+    batch = dataclasses.replace(
+        BATCH, targets=np.random.default_rng(0).integers(0, V, (R, T), np.int32)
+    )
     found = draft_targets(batch, IDS, V, parallel=parallel)
     there = np.isin(batch.targets, IDS)
     np.testing.assert_array_equal(found.loss_mask, np.where(there, MASK, 0))
     for at in (V, -1, IDS[4]):  # under jit a bad id is found as NaN
-        bad = jax.jit(lambda ids: draft_targets(batch, ids, V, parallel=parallel))(np.where(IDS[3] == IDS, at, IDS))
+        bad = jax.jit(lambda ids: draft_targets(batch, ids, V, parallel=parallel))(
+            np.where(IDS[3] == IDS, at, IDS)
+        )
         assert np.isnan(bad.loss_mask).all()
     on = there & (np.asarray(BATCH.segment_ids) > 0)
     np.testing.assert_array_equal(IDS[np.asarray(found.targets)][on], batch.targets[on])

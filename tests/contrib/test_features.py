@@ -1,4 +1,6 @@
-"""Smooth L1 of features: torch's formula in float64, with gradients, on a mesh; NaN where there is no loss."""
+"""Smooth L1 of features: torch's formula in float64, with gradients, on a mesh; NaN where there
+is no loss.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +16,18 @@ from sharding import make_parallel_mesh
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 def test_smooth_l1(mesh):
     parallel = mesh and make_parallel_mesh(mesh, context_layout="zigzag")
-    batch = RolloutBatch.from_samples(step_of(1), row_length=24, rows=4, num_segments=9, parallel=parallel)
+    batch = RolloutBatch.from_samples(
+        step_of(1), row_length=24, rows=4, num_segments=9, parallel=parallel
+    )
     on = batch.loss_mask[..., None] > 0
     rng = np.random.default_rng(0)
     given = [np.where(on, rng.normal(size=(4, 24, 6)), np.nan).astype(np.float32) for _ in range(2)]
 
     @jax.jit
     def run(states):
-        return jax.value_and_grad(lambda s: loss_from_stats(s, batch, Features(0.5), parallel=parallel)[0])(states)
+        return jax.value_and_grad(
+            lambda s: loss_from_stats(s, batch, Features(0.5), parallel=parallel)[0]
+        )(states)
 
     value, gradient = run(States(*map(jnp.asarray, given)))
     d, n = np.float64(given[0]) - np.float64(given[1]), batch.loss_mask.sum()

@@ -1,4 +1,6 @@
-"""GiGPO: two group baselines of the steps of trajectories; its host functions; spans of two tokenizers."""
+"""GiGPO: two group baselines of the steps of trajectories; its host functions; spans of two
+tokenizers.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +31,9 @@ def test_by_hand():
     by_rows = gigpo(*arrays, step_coef=0.0)
     np.testing.assert_allclose(by_rows[0], [0.6, 0.6, -0.4, -0.4, -0.4], rtol=1e-5)
     scaled = gigpo(*arrays, rollout_ids=rollouts, scale_by_std=True)
-    np.testing.assert_allclose(scaled[0], [1.414212, 0.707106, -1.414212, -0.707106, -0.707106], rtol=1e-5)
+    np.testing.assert_allclose(
+        scaled[0], [1.414212, 0.707106, -1.414212, -0.707106, -0.707106], rtol=1e-5
+    )
 
 
 def test_equal_states_of_other_prompts_are_not_compared():
@@ -58,14 +62,24 @@ def test_on_a_mesh(mesh):
     states = state_groups(groups.tolist(), rng.integers(0, 3, 20).tolist())
     rewards, returns = rng.normal(size=(2, 20)).astype(np.float32)
     parallel = None if mesh is None else make_parallel_mesh("dp=2,cp=2,tp=2")
-    samples = [Sample([1, 2], 1, reward=float(r), group_id=int(g)) for r, g in zip(rewards, groups, strict=True)]
-    batch = RolloutBatch.from_samples(samples, row_length=16, rows=4, num_segments=8, parallel=parallel)
+    samples = [
+        Sample([1, 2], 1, reward=float(r), group_id=int(g))
+        for r, g in zip(rewards, groups, strict=True)
+    ]
+    batch = RolloutBatch.from_samples(
+        samples, row_length=16, rows=4, num_segments=8, parallel=parallel
+    )
 
     def placed(x, fill):
         return np.where(batch.sample_ids >= 0, x[batch.sample_ids], fill)
 
     found = gigpo(
-        batch.rewards, placed(returns, np.nan), batch.group_ids, placed(states, -1), step_coef=0.5, parallel=parallel
+        batch.rewards,
+        placed(returns, np.nan),
+        batch.group_ids,
+        placed(states, -1),
+        step_coef=0.5,
+        parallel=parallel,
     )
     expected = placed(numpy_gigpo(rewards, returns, groups, states, 0.5), 0.0)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
@@ -81,7 +95,8 @@ def ends(*pieces):
 
 def test_spans_end_where_both_tokenizations_have_a_border():
     raw = TEXT.encode()
-    student = ends(raw[:3], raw[3:4], raw[4:7], raw[7:11], raw[11:13], raw[13:])  # cuts characters in two
+    # cuts characters in two
+    student = ends(raw[:3], raw[3:4], raw[4:7], raw[7:11], raw[11:13], raw[13:])
     teacher = ends(raw[:6], raw[6:7], raw[7:10], raw[10:11], raw[11:14], raw[14:])
     own, theirs = align_spans(student, teacher)
     assert own.tolist() == [0, 0, 0, 1, 2, 2]
@@ -90,7 +105,9 @@ def test_spans_end_where_both_tokenizations_have_a_border():
     x, y = -rng.exponential(size=(2, 6))
     found = span_distillation(x, y, own, theirs, coef=0.5)
     for c in range(3):
-        np.testing.assert_allclose(found[own == c].sum(), 0.5 * (y[theirs == c].sum() - x[own == c].sum()), rtol=1e-5)
+        np.testing.assert_allclose(
+            found[own == c].sum(), 0.5 * (y[theirs == c].sum() - x[own == c].sum()), rtol=1e-5
+        )
         assert np.ptp(found[own == c]) < 1e-6
 
 
@@ -105,7 +122,12 @@ def test_equal_tokenizers_are_on_policy_distillation():
 def test_what_has_no_span_has_no_advantage():
     own, theirs = align_spans([0, 2, 4, 5], [2, 6])  # a token without text; a rest that ends apart
     assert (own.tolist(), theirs.tolist()) == ([-1, 0, -1, -1], [0, -1])
-    assert span_distillation([-9.0, -1.0, -1.0, -1.0], [-0.5, np.nan], own, theirs).tolist() == [0.0, 0.5, 0.0, 0.0]
+    assert span_distillation([-9.0, -1.0, -1.0, -1.0], [-0.5, np.nan], own, theirs).tolist() == [
+        0.0,
+        0.5,
+        0.0,
+        0.0,
+    ]
     with pytest.raises(ValueError, match="ends: got"):
         align_spans([3, 2], [3])
     with pytest.raises(ValueError, match=r"log_probs: got shape \(2,\), expected \(4,\)"):

@@ -1,4 +1,6 @@
-"""REAL against the oracle, for groups of unequal sizes anywhere in the step; groups that are cut or one-sided."""
+"""REAL against the oracle, for groups of unequal sizes anywhere in the step; groups that are cut
+or one-sided.
+"""
 
 import dataclasses
 import math
@@ -31,7 +33,10 @@ LOSS = REAL(tau=0.4)
 
 
 def step_of(seed):
-    """Groups of four, four, three and three; the last has bad samples alone. `returns` hold the policy's log-probs."""
+    """Groups of four, four, three and three; the last has bad samples alone.
+
+    `returns` hold the policy's log-probs.
+    """
     rng = np.random.default_rng(seed)
     samples = []
     for i in range(COUNT):
@@ -45,7 +50,11 @@ def step_of(seed):
         ids = {"sample_id": i, "group_id": 7 * (i % 4), "rollout_id": 7 * (i % 4)}
         old = np.minimum(own + 0.5 * rng.normal(size=response), -0.01)
         reward = float(i % 3 == 0) * (i % 4 < 3)
-        samples.append(Sample(tokens, prompt, loss_mask=mask, reward=reward, old_log_probs=old, returns=own, **ids))
+        samples.append(
+            Sample(
+                tokens, prompt, loss_mask=mask, reward=reward, old_log_probs=old, returns=own, **ids
+            )
+        )
     return samples
 
 
@@ -80,7 +89,9 @@ def accumulated(batches):
         own = TokenStats((x * place[:, None, None]).sum(axis=0))
         return loss_from_stats(own, batch, LOSS, normalizer=part)
 
-    (loss, found), gradient = accumulate_gradients(loss_fn, (places, batches, normalizer))(jnp.asarray(batches.returns))
+    (loss, found), gradient = accumulate_gradients(loss_fn, (places, batches, normalizer))(
+        jnp.asarray(batches.returns)
+    )
     return loss, gradient, finalize_metrics(found)
 
 
@@ -105,22 +116,31 @@ def test_a_group_in_two_micro_batches_is_nan():
 
 
 def small(rewards=(1.0, 0.0, 0.0, 0.0), rollout_ids=(0, 0, 0, 1)):
-    """Four samples in a row: s = 0.25, -0.25 and 0 in one group, -1 in another. `returns` hold their log-probs."""
+    """Four samples in a row: s = 0.25, -0.25 and 0 in one group, -1 in another.
+
+    `returns` hold their log-probs.
+    """
     old, own = [[-1.5, -1.5], [-1.75], [-2.0], [-1.0]], [[-1.0, -1.5], [-2.0], [-2.0], [-2.0]]
     samples = []
     for i in range(4):
         ids = {"group_id": i // 3, "rollout_id": rollout_ids[i]}
         tokens = [1] * (len(old[i]) + 1)
-        samples.append(Sample(tokens, 1, reward=rewards[i], old_log_probs=old[i], returns=own[i], **ids))
+        samples.append(
+            Sample(tokens, 1, reward=rewards[i], old_log_probs=old[i], returns=own[i], **ids)
+        )
     return RolloutBatch.from_samples(samples, row_length=9)
 
 
 def loss_of(batch, loss=None, **changed):
-    return loss_from_stats(TokenStats(batch.returns), dataclasses.replace(batch, **changed), loss or REAL())
+    return loss_from_stats(
+        TokenStats(batch.returns), dataclasses.replace(batch, **changed), loss or REAL()
+    )
 
 
 def test_by_hand():
-    """(log(1 + x) + log(1 + x + 1)) / 2 with x = exp(-1/2): the second group has a bad sample alone."""
+    """(log(1 + x) + log(1 + x + 1)) / 2 with x = exp(-1/2): the second group has a bad sample
+    alone.
+    """
     loss, metrics = loss_of(small())
     x = math.exp(-0.5)
     np.testing.assert_allclose(loss, (math.log(1 + x) + math.log(2 + x)) / 2, rtol=1e-6)
@@ -128,7 +148,10 @@ def test_by_hand():
 
 
 def test_rewards_less_the_mean_of_their_group_are_labels():
-    """Rewards of 5, 4 and 4 have the mean 4 1/3: the first is good. As they are, all samples are."""
+    """Rewards of 5, 4 and 4 have the mean 4 1/3: the first is good.
+
+    As they are, all samples are.
+    """
     batch = small(rewards=(5.0, 4.0, 4.0, 4.0))
     centred = advantages.dr_grpo(batch.rewards, batch.group_ids)
     np.testing.assert_allclose(loss_of(batch, rewards=centred)[0], loss_of(small())[0], rtol=1e-6)
@@ -136,7 +159,9 @@ def test_rewards_less_the_mean_of_their_group_are_labels():
 
 
 def test_a_sample_that_is_far_off_is_finite():
-    """s / tau = 1000 of a good sample that the policy has lost, and of a bad one that it has found."""
+    """s / tau = 1000 of a good sample that the policy has lost, and of a bad one that it has
+    found.
+    """
     samples = []
     for reward, old, own in ((1.0, -0.5, -100.5), (0.0, -100.5, -0.5)):
         values = {"old_log_probs": [old], "returns": [own], "group_id": 0, "rollout_id": 0}

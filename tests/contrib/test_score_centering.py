@@ -40,7 +40,11 @@ UNCLIPPED = PPO(1.0, 1e9)
 LOSSES = {
     "one": (Reinforce(), "current", lambda p, q: 1.0),
     "truncated": (CISPO(1.0, 1.0), "rollout", lambda p, q: min(p / q, 2.0)),
-    "masked": (ProbabilityMask(0.1, 0.1, 1.5), "rollout", lambda p, q: min(p / q, 1.5) * (abs(p - q) <= 0.1)),
+    "masked": (
+        ProbabilityMask(0.1, 0.1, 1.5),
+        "rollout",
+        lambda p, q: min(p / q, 1.5) * (abs(p - q) <= 0.1),
+    ),
     "a pull beside": (
         ProbabilityMask(0.1, 0.1, 1.5, 0.5),
         "rollout",
@@ -76,19 +80,25 @@ BATCH = batch_of(RNG.integers(0, V, (R, T)), ADVANTAGES)
 
 
 def sampled(batch, given):
-    return dataclasses.replace(batch, extras={"sampler_ids": given[0], "sampler_log_probs": given[1]})
+    return dataclasses.replace(
+        batch, extras={"sampler_ids": given[0], "sampler_log_probs": given[1]}
+    )
 
 
 @pytest.mark.every(5)
 @pytest.mark.parametrize("tail", ["bucket", "renormalise"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_against_the_oracle(name, tail):
-    """With a bucket, the coefficients of unclipped PPO are all 0: its ratio is exact importance sampling."""
+    """With a bucket, the coefficients of unclipped PPO are all 0: its ratio is exact importance
+    sampling.
+    """
     loss, ratio_to, f = LOSSES[name]
     config = PolicyLossConfig(loss, ratio_to=ratio_to, aggregation="token_sum")
     ids, log_q = of_sampler(K)
     ids[0, 1, 4:] = -1
-    log_p = np.take_along_axis(log_softmax(Z.reshape(-1, V)).reshape(Z.shape), np.maximum(ids, 0), axis=-1)
+    log_p = np.take_along_axis(
+        log_softmax(Z.reshape(-1, V)).reshape(Z.shape), np.maximum(ids, 0), axis=-1
+    )
     log_p = np.where(ids < 0, -np.inf, log_p).astype(np.float32)
     off = MASK[..., None] == 0
     given = np.where(off, 10**6, ids), np.where(off, np.nan, log_q)
@@ -97,7 +107,9 @@ def test_against_the_oracle(name, tail):
         stats = TokenStats(jnp.full((R, T), -1.0), id_log_probs=x)
         return loss_from_stats(stats, sampled(BATCH, given), ScoreCentering(config, tail))
 
-    (value, metrics), gradient = quick_jit(jax.value_and_grad(run, has_aux=True))(jnp.where(off, jnp.nan, log_p))
+    (value, metrics), gradient = quick_jit(jax.value_and_grad(run, has_aux=True))(
+        jnp.where(off, jnp.nan, log_p)
+    )
     total, expected = 0.0, np.zeros(log_p.shape)
     for r, t in zip(*np.nonzero(MASK), strict=True):
         k = ids[r, t] >= 0
@@ -108,12 +120,15 @@ def test_against_the_oracle(name, tail):
     np.testing.assert_allclose(gradient, expected, rtol=2e-4, atol=5e-6)
     if name == "ratio" and tail == "bucket":
         assert np.abs(gradient).max() < 1e-5
-    np.testing.assert_allclose(metrics["rollout_mass"].value, np.exp(log_q[MASK > 0]).sum(-1).mean(), rtol=0.02)
+    np.testing.assert_allclose(
+        metrics["rollout_mass"].value, np.exp(log_q[MASK > 0]).sum(-1).mean(), rtol=0.02
+    )
 
 
 @pytest.mark.parametrize(("name", "tail"), [("one", "bucket"), ("truncated", "renormalise")])
 def test_an_id_that_the_policy_finds_impossible(name, tail):
-    """Drawing it has no policy loss where the config has a rule, and its coefficient is 0; otherwise all is NaN.
+    """Drawing it has no policy loss where the config has a rule, and its coefficient is 0;
+    otherwise all is NaN.
 
     The first token that was drawn is one of them.
     """
@@ -121,7 +136,9 @@ def test_an_id_that_the_policy_finds_impossible(name, tail):
     row, t = np.argwhere(MASK > 0)[0]
     batch = dataclasses.replace(BATCH, targets=BATCH.targets.at[row, t].set(ids[row, t, 1]))
     z = Z.copy()
-    np.put_along_axis(z, ids[..., 1:2], np.where(np.arange(R)[:, None, None] < 2, -np.inf, 0), axis=-1)
+    np.put_along_axis(
+        z, ids[..., 1:2], np.where(np.arange(R)[:, None, None] < 2, -np.inf, 0), axis=-1
+    )
     loss, ratio_to, f = LOSSES[name]
 
     def run(z, rule):
@@ -138,14 +155,18 @@ def test_an_id_that_the_policy_finds_impossible(name, tail):
 
     @quick_jit
     def both(z):
-        return [jax.value_and_grad(run, has_aux=True)(z, rule) for rule in (Unusable("weight_0"), "nan")]
+        return [
+            jax.value_and_grad(run, has_aux=True)(z, rule) for rule in (Unusable("weight_0"), "nan")
+        ]
 
     ((value, metrics), gradient), ((spoilt, _), no_gradient) = both(jnp.asarray(z, jnp.float32))
     expected = np.zeros(z.shape)
     for r, t in zip(*np.nonzero(MASK), strict=True):
         log_p = id_log_probs(z[r, t : t + 1], ids[r, t : t + 1])[0]
         with np.errstate(all="ignore"):
-            by_id = other_losses.score_centering(log_p, log_q[r, t], f_or_none, ADVANTAGES[r, t], tail)[1]
+            by_id = other_losses.score_centering(
+                log_p, log_q[r, t], f_or_none, ADVANTAGES[r, t], tail
+            )[1]
         expected[r, t] = id_gradient(z[r, t : t + 1], ids[r, t : t + 1], by_id[None])[0]
     assert np.isfinite([value, *(x.value for x in metrics.values())]).all()
     np.testing.assert_allclose(gradient, expected, rtol=2e-4, atol=5e-6)
@@ -153,23 +174,33 @@ def test_an_id_that_the_policy_finds_impossible(name, tail):
     assert np.isnan(no_gradient).any()
 
 
-@pytest.mark.parametrize("rule", [Unusable("weight_0"), Unusable.of("torchtitan"), Unusable("ratio_1")])
+@pytest.mark.parametrize(
+    "rule", [Unusable("weight_0"), Unusable.of("torchtitan"), Unusable("ratio_1")]
+)
 def test_a_token_that_the_sampler_does_not_know(rule):
-    """It has no term where it has no policy loss, and may lack the log-probs of the ids; the others keep theirs."""
+    """It has no term where it has no policy loss, and may lack the log-probs of the ids; the
+    others keep theirs.
+    """
     ids, log_q = of_sampler(K)
     place = tuple(np.argwhere(MASK > 0)[0])
-    known = (np.arange(R * T).reshape(R, T) != np.ravel_multi_index(place, (R, T))).astype(np.float32)
+    known = (np.arange(R * T).reshape(R, T) != np.ravel_multi_index(place, (R, T))).astype(
+        np.float32
+    )
     loss, ratio_to, _ = LOSSES["truncated"]
 
     def run(z, rule, lacking, log_q, mask):
         rollout = BATCH.rollout_log_probs.at[place].set(lacking)
-        batch = dataclasses.replace(sampled(BATCH, (ids, log_q)), rollout_log_probs=rollout, loss_mask=mask)
+        batch = dataclasses.replace(
+            sampled(BATCH, (ids, log_q)), rollout_log_probs=rollout, loss_mask=mask
+        )
         config = PolicyLossConfig(loss, ratio_to=ratio_to, unusable=rule)
         stats = log_probs_from_logits(z, batch.targets, ids=ids, where=batch.loss_mask > 0)
         return loss_from_stats(stats, batch, ScoreCentering(config))
 
     def of(*given):
-        return quick_jit(jax.value_and_grad(lambda z: run(z, *given), has_aux=True))(jnp.asarray(Z, jnp.float32))
+        return quick_jit(jax.value_and_grad(lambda z: run(z, *given), has_aux=True))(
+            jnp.asarray(Z, jnp.float32)
+        )
 
     without_ids = log_q.copy()
     without_ids[place] = np.nan
@@ -186,7 +217,10 @@ def test_a_token_that_the_sampler_does_not_know(rule):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["one", "truncated", "masked"])
 def test_the_expected_gradient_over_the_sampler_is_zero(name):
-    """The mean over every token that may be sampled, by its probability. Without centering it is not 0."""
+    """The mean over every token that may be sampled, by its probability.
+
+    Without centering it is not 0.
+    """
     loss, ratio_to, _ = LOSSES[name]
     config = PolicyLossConfig(loss, ratio_to=ratio_to, aggregation="token_sum")
     given = of_sampler(V)
@@ -201,12 +235,18 @@ def test_the_expected_gradient_over_the_sampler_is_zero(name):
             worth = dataclasses.replace(batch, advantages=batch.advantages * weight)
             found += policy_loss(stats, worth, config)[0]
         if centred:
-            stats = log_probs_from_logits(logits, BATCH.targets, ids=given[0], where=BATCH.loss_mask > 0)
-            found += loss_from_stats(stats, sampled(BATCH, given), ScoreCentering(config, "renormalise"))[0]
+            stats = log_probs_from_logits(
+                logits, BATCH.targets, ids=given[0], where=BATCH.loss_mask > 0
+            )
+            found += loss_from_stats(
+                stats, sampled(BATCH, given), ScoreCentering(config, "renormalise")
+            )[0]
         return found
 
     z = jnp.asarray(Z, jnp.float32)
-    alone, centred = (np.asarray(jax.jit(jax.grad(lambda z, c=c: total(z, c)))(z)) for c in (False, True))
+    alone, centred = (
+        np.asarray(jax.jit(jax.grad(lambda z, c=c: total(z, c)))(z)) for c in (False, True)
+    )
     assert np.abs(alone).max() > 0.05
     np.testing.assert_allclose(centred, 0, atol=2e-6)
 
@@ -223,9 +263,16 @@ def test_on_a_mesh_from_hidden_states(mesh):
 
     def total(hidden, kernel, parallel):
         where = BATCH.loss_mask > 0
-        stats = log_probs_from_hidden(hidden, kernel, BATCH.targets, ids=given[0], where=where, parallel=parallel)
+        stats = log_probs_from_hidden(
+            hidden, kernel, BATCH.targets, ids=given[0], where=where, parallel=parallel
+        )
         one = policy_loss(stats, BATCH, config, parallel=parallel)[0]
-        return one + loss_from_stats(stats, sampled(BATCH, given), ScoreCentering(config), parallel=parallel)[0]
+        return (
+            one
+            + loss_from_stats(
+                stats, sampled(BATCH, given), ScoreCentering(config), parallel=parallel
+            )[0]
+        )
 
     def of(p):
         return quick_jit(jax.value_and_grad(lambda *x: total(*x, p), (0, 1)))(hidden, kernel)
@@ -243,20 +290,29 @@ def test_bad_input():
 
     assert np.isfinite(run()[0])
     for config_, message in [
-        (PolicyLossConfig(GSPO(), ratio_to="rollout"), "config.loss: got GSPO.*expected one whose tokens are each"),
+        (
+            PolicyLossConfig(GSPO(), ratio_to="rollout"),
+            "config.loss: got GSPO.*expected one whose tokens are each",
+        ),
         (PolicyLossConfig(), "config.ratio_to: got 'old', expected 'rollout' or 'current'"),
         (
-            PolicyLossConfig(Reinforce(), ratio_to="current", off_policy=OffPolicyConfig(weights="token")),
+            PolicyLossConfig(
+                Reinforce(), ratio_to="current", off_policy=OffPolicyConfig(weights="token")
+            ),
             "config.off_policy: got a correction, expected None",
         ),
     ]:
         with pytest.raises(ValueError, match=message):
             run(config_)
-    with pytest.raises(ValueError, match="tail: got 'leave_out', expected one of 'bucket', 'renormalise'"):
+    with pytest.raises(
+        ValueError, match="tail: got 'leave_out', expected one of 'bucket', 'renormalise'"
+    ):
         run(tail="leave_out")
     with pytest.raises(ValueError, match=r"stats.id_log_probs: got None, expected f32\[R, T, K\]"):
         run(stats=TokenStats(jnp.zeros((R, T))))
-    with pytest.raises(ValueError, match=r"sampler_log_probs'\]: got shape \(4, 8, 2\), expected that of"):
+    with pytest.raises(
+        ValueError, match=r"sampler_log_probs'\]: got shape \(4, 8, 2\), expected that of"
+    ):
         run(given=(given[0], given[1][..., :2]))
     spoilt = given[1].copy()
     spoilt[tuple(np.argwhere(MASK > 0)[0])] = np.nan

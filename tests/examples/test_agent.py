@@ -1,4 +1,6 @@
-"""The page on agents: each of its numbers, worked by hand or in float64, and its example's step against both."""
+"""The page on agents: each of its numbers, worked by hand or in float64, and its example's step
+against both.
+"""
 
 import contextlib
 import doctest
@@ -14,12 +16,20 @@ import numpy as np
 import pytest
 
 from examples import agent
-from jaxppo import Normalizer, PolicyLossConfig, RolloutBatch, TokenStats, advantages, make_parallel_mesh, policy_loss
+from jaxppo import (
+    Normalizer,
+    PolicyLossConfig,
+    RolloutBatch,
+    TokenStats,
+    advantages,
+    make_parallel_mesh,
+    policy_loss,
+)
 from jaxppo.step.staleness import staleness_weights
 
 PAGE = (Path(__file__).parents[2] / "docs/agent.md").read_text()
-# The five samples of the page, by hand: which rollout, which response tokens are trained on, the reward, the versions,
-# and the trainer's probability over the engine's.
+# The five samples of the page, by hand: which rollout, which response tokens are trained on, the
+# reward, the versions, and the trainer's probability over the engine's.
 ROLLOUTS = [0, 1, 1, 2, 3]
 MASKS = [[1, 1, 0, 0, 1], [1], [1, 1], [0], [0, 0, 0]]
 REWARDS = [1.0, 0.0, 0.0, None, 0.5]
@@ -38,26 +48,37 @@ def page():
 
 
 def by_group(rewards, rollouts):
-    """The mean of the rollouts' rewards, and each sample's difference from it over their deviation, over n - 1."""
+    """The mean of the rollouts' rewards, and each sample's difference from it over their
+    deviation, over n - 1.
+    """
     counted = {rollout: r for rollout, r in zip(rollouts, rewards, strict=True) if r is not None}
     each = np.array(list(counted.values()))
     deviation = np.sqrt(((each - each.mean()) ** 2).sum() / (len(each) - 1))
-    return each.mean(), [0.0 if r is None else (r - each.mean()) / (deviation + 1e-6) for r in rewards]
+    return each.mean(), [
+        0.0 if r is None else (r - each.mean()) / (deviation + 1e-6) for r in rewards
+    ]
 
 
 def loss_by_hand(masks, by_sample, ratios, rollouts):
-    """The loss, a mean over rollouts of means over their tokens, and its gradient by each response token's log-prob."""
-    tokens = {r: sum(sum(m) for m, of in zip(masks, rollouts, strict=True) if of == r) for r in rollouts}
+    """The loss, a mean over rollouts of means over their tokens, and its gradient by each
+    response token's log-prob.
+    """
+    tokens = {
+        r: sum(sum(m) for m, of in zip(masks, rollouts, strict=True) if of == r) for r in rollouts
+    }
     trained = sum(count > 0 for count in tokens.values())
     gradients = []
     for mask, advantage, ratio, rollout in zip(masks, by_sample, ratios, rollouts, strict=True):
         weight = np.array(mask, np.float64) / (max(tokens[rollout], 1) * trained)
-        gradients.append(-weight * np.minimum(ratio, 2.0) * advantage)  # d exp(x - old) is 1 where x is old
+        # d exp(x - old) is 1 where x is old
+        gradients.append(-weight * np.minimum(ratio, 2.0) * advantage)
     return sum(g.sum() for g in gradients), gradients
 
 
 def of_sample(batch, array, sample):
-    """The values of the response tokens of a sample of the page: the prompts have 2, 2, 3, 2 and 2 tokens."""
+    """The values of the response tokens of a sample of the page: the prompts have 2, 2, 3, 2 and
+    2 tokens.
+    """
     row, slot = np.argwhere(np.asarray(batch.sample_ids) == sample)[0]
     places = np.flatnonzero(np.asarray(batch.segment_ids)[row] == slot + 1)
     prompt = [2, 2, 3, 2, 2][sample]
@@ -67,7 +88,8 @@ def of_sample(batch, array, sample):
 def packed(page, **changes):
     """The page's samples as a batch, with other fields."""
     samples = [
-        replace(x, **{name: values[i] for name, values in changes.items()}) for i, x in enumerate(page["samples"])
+        replace(x, **{name: values[i] for name, values in changes.items()})
+        for i, x in enumerate(page["samples"])
     ]
     return RolloutBatch.from_samples(samples, row_length=16)
 
@@ -121,7 +143,9 @@ def test_denominators(page):
 
 @pytest.mark.parametrize("old_tokens", ["trained on", "no policy loss", "no loss mask"])
 def test_losses(page, old_tokens):
-    """Value and gradient: -0.25, then 0.0833 and -0.125 without the tokens that are two updates old."""
+    """Value and gradient: -0.25, then 0.0833 and -0.125 without the tokens that are two updates
+    old.
+    """
     _, by_sample = by_group(REWARDS, ROLLOUTS)
     fresh = [[version >= 9 for version in versions] for versions in VERSIONS]
     masks, each = MASKS, [np.full(len(m), a) for m, a in zip(MASKS, by_sample, strict=True)]
@@ -143,7 +167,9 @@ def test_losses(page, old_tokens):
     found, gradient = jax.value_and_grad(loss)(jnp.asarray(batch.old_log_probs))
     assert float(found) == pytest.approx(value, rel=1e-5, abs=1e-6)
     for sample, of_tokens in enumerate(expected):
-        np.testing.assert_allclose(of_sample(batch, gradient, sample), of_tokens, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(
+            of_sample(batch, gradient, sample), of_tokens, rtol=1e-5, atol=1e-7
+        )
 
 
 def test_without_the_correction_the_loss_is_0(page):
@@ -153,7 +179,9 @@ def test_without_the_correction_the_loss_is_0(page):
 
 
 def test_every_row_of_the_table(page):
-    """What the table says of masks, baselines and denominators, on changed copies of the page's step."""
+    """What the table says of masks, baselines and denominators, on changed copies of the page's
+    step.
+    """
 
     def counts(trajectories, truncated=None):
         samples = page["samples_of"](trajectories)
@@ -163,24 +191,31 @@ def test_every_row_of_the_table(page):
             samples[4] = page["Sample"].from_vllm(last, truncated=truncated, **options)
         batch = RolloutBatch.from_samples(samples, row_length=16)
         one = Normalizer.of(page["CONFIG"], batch)
-        by_sample = page["in_order"](advantages.grpo(batch.rewards, **batch.groups)) if len(samples) == 5 else None
+        by_sample = (
+            page["in_order"](advantages.grpo(batch.rewards, **batch.groups))
+            if len(samples) == 5
+            else None
+        )
         return float(one.tokens), float(one.sequences), by_sample
 
     here = page["trajectories"]
     tokens, rollouts, by_sample = counts(here)
     assert (tokens, rollouts) == (6, 2)
-    # a truncated response that is trained on: its 3 tokens and its rollout count; the baseline is the same
+    # a truncated response that is trained on: its 3 tokens and its rollout count; the baseline is
+    # the same
     tokens, rollouts, same = counts(here, truncated="train")
     assert (tokens, rollouts) == (9, 3)
     np.testing.assert_array_equal(same, by_sample)
-    # a trajectory without a reward: its tokens count, its advantage is 0, and the others' are those of 0 and 0.5
+    # a trajectory without a reward: its tokens count, its advantage is 0, and the others' are those
+    # of 0 and 0.5
     tokens, rollouts, found = counts([here[0] | {"reward": None}, *here[1:]])
     assert (tokens, rollouts) == (6, 2)
     np.testing.assert_allclose(found, [0, -np.sqrt(0.5), -np.sqrt(0.5), 0, np.sqrt(0.5)], rtol=1e-5)
     # equal rewards: no advantage, and the tokens count
     tokens, rollouts, found = counts([x | {"reward": 0.5} for x in here])
     assert (tokens, rollouts, found.tolist()) == (6, 2, [0] * 5)
-    # a part that was aborted takes the reward of the whole trajectory; without that, parts differ and are refused
+    # a part that was aborted takes the reward of the whole trajectory; without that, parts differ
+    # and are refused
     cut = here[1]["contexts"]
     stopped = [cut[0], [page["turn"]([1, 2, 92], [6, 7], "abort")]]
     samples = page["samples_of"]([here[0], here[1] | {"contexts": stopped}, *here[2:]])
@@ -194,12 +229,17 @@ def test_every_row_of_the_table(page):
 
 @pytest.mark.parametrize("of", ["page", "example"])
 def test_a_trajectory_that_was_aborted_and_resumed_has_its_reward(page, of):
-    """Rewards 1, 0 and 0.5 have the mean 0.5 and the deviation 0.5. Without the first: 0, -0.707 and 0.707."""
+    """Rewards 1, 0 and 0.5 have the mean 0.5 and the deviation 0.5.
+
+    Without the first: 0, -0.707 and 0.707.
+    """
     turn = page["turn"]
     resumed = [turn([1, 2], [3], "abort"), turn([1, 2, 3], [4])]
     each = [resumed], [[turn([1, 2], [5])]], [[turn([1, 2], [6])]]
     versions = [[8, 9]], [[9]], [[9]]
-    trajectories = [page["trajectory"](*x) for x in zip(each, versions, [1.0, 0.0, 0.5], strict=True)]
+    trajectories = [
+        page["trajectory"](*x) for x in zip(each, versions, [1.0, 0.0, 0.5], strict=True)
+    ]
     samples_of = {"page": page["samples_of"], "example": agent.samples_of}[of]
     samples = samples_of(trajectories)
     assert [sample.reward for sample in samples] == [1.0, 0.0, 0.5]
@@ -211,7 +251,9 @@ def test_a_trajectory_that_was_aborted_and_resumed_has_its_reward(page, of):
 
 
 def test_a_step_of_the_example():
-    """The loss of an update in two micro-batches, from its trajectories in float64: first turns are 3 updates old."""
+    """The loss of an update in two micro-batches, from its trajectories in float64: first turns
+    are 3 updates old.
+    """
     mesh = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
     state = agent.create(mesh)
     older = jax.tree.map(lambda x: 1.05 * x, state["model"])
@@ -228,11 +270,16 @@ def test_a_step_of_the_example():
     old = jax.jit(partial(agent.prepare, mesh))(state["model"], batches, step + 2).old_log_probs
     _, metrics = jax.jit(partial(agent.update, mesh))(state, batches, step + 2)
     groups = [sample.group_id for sample in samples]
-    rollouts, rewards = [sample.rollout_id for sample in samples], [sample.reward for sample in samples]
+    rollouts, rewards = (
+        [sample.rollout_id for sample in samples],
+        [sample.reward for sample in samples],
+    )
     by_sample = np.zeros(len(samples))
     for group in {*groups}:
         members = np.flatnonzero(np.array(groups) == group)
-        _, by_sample[members] = by_group([rewards[i] for i in members], [rollouts[i] for i in members])
+        _, by_sample[members] = by_group(
+            [rewards[i] for i in members], [rollouts[i] for i in members]
+        )
     masks, ratios, each = [], [], []
     for i, sample in enumerate(samples):
         k, row, slot = np.argwhere(batches.sample_ids == i)[0]

@@ -1,4 +1,6 @@
-"""Chat templates are programs of strangers: they run in a process of their own, with limits of time and memory."""
+"""Chat templates are programs of strangers: they run in a process of their own, with limits of
+time and memory.
+"""
 
 import gc
 import os
@@ -18,10 +20,15 @@ HOSTILE = {
     "a wide number": ("{{ '%999999999d' % 1 }}", "more than 512 MiB of memory"),
     "a long text": ("{{ 'a' * n * n * n * n * n }}", "more than 512 MiB of memory"),
     "many texts": (
-        "{% set a = namespace(x=['a' * 999999]) %}" + NUMBERS + "{% set a.x = a.x + [a.x[0] ~ i] %}{% endfor %}",
+        "{% set a = namespace(x=['a' * 999999]) %}"
+        + NUMBERS
+        + "{% set a.x = a.x + [a.x[0] ~ i] %}{% endfor %}",
         "more than 512 MiB of memory",
     ),
-    "a long prompt": ("{{ 'a' * 2000000 }}", "a text of 2000000 characters, expected at most 1048576"),
+    "a long prompt": (
+        "{{ 'a' * 2000000 }}",
+        "a text of 2000000 characters, expected at most 1048576",
+    ),
     "an error without words": ("{{ raise_exception('') }}", "TemplateError"),
 }
 
@@ -46,7 +53,9 @@ def test_one_process_renders_all_prompts_and_ends_with_the_renderer():
 
 def test_time_is_counted_for_each_rendering():
     """Many that each take some of it are no reason to end."""
-    render = Renderer("{% for i in range(n) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ n }}")
+    render = Renderer(
+        "{% for i in range(n) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ n }}"
+    )
     assert [render(n=40) for _ in range(14)] == ["40"] * 14
 
 

@@ -1,4 +1,6 @@
-"""The example: bad arguments, a run that stops and goes on, every loss, and the same numbers on every mesh."""
+"""The example: bad arguments, a run that stops and goes on, every loss, and the same numbers on
+every mesh.
+"""
 
 import json
 import math
@@ -32,7 +34,9 @@ RUN = [*TINY, "--steps", "3", "--checkpoint-every", "2", "--evaluate-every", "2"
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_compiled_once(tmp_path_factory):
-    """Caches compiled programs, so that runs share them, though each builds its own jitted functions."""
+    """Caches compiled programs, so that runs share them, though each builds its own jitted
+    functions.
+    """
     with kept_in(tmp_path_factory.mktemp("programs"), seconds=0.1):
         yield
 
@@ -58,16 +62,34 @@ def few_steps(folder, *options):
     [
         (["--mesh", "dp=2,xp=4"], "mesh: got axis 'xp', expected one of"),
         (["--mesh", "dp=2,cp=2"], "mesh: got sizes 2*2=4 in 'dp=2,cp=2', expected 8 devices"),
-        (["--mesh", "dp=8", "--prompts", "3", "--samples", "3"], "prompts * samples: got 9, expected a multiple of"),
-        (["--out", "/dev/null/runs"], "--out: got /dev/null/runs, expected a folder that can be written to"),
+        (
+            ["--mesh", "dp=8", "--prompts", "3", "--samples", "3"],
+            "prompts * samples: got 9, expected a multiple of",
+        ),
+        (
+            ["--out", "/dev/null/runs"],
+            "--out: got /dev/null/runs, expected a folder that can be written to",
+        ),
         (["--loss", "pop"], "argument --loss: invalid choice: 'pop'"),
         (["--task", "chess"], "--task: got 'chess', expected one of spell_backward, chain_sum"),
         (["--context-layout", "spiral"], "argument --context-layout: invalid choice: 'spiral'"),
         (["--steps", "-1"], "argument --steps: got '-1', expected an integer of at least 0"),
-        (["--entropy-coef", "nan"], "argument --entropy-coef: got 'nan', expected a finite number of at least 0"),
-        (["--learning-rate", "0"], "argument --learning-rate: got '0', expected a finite number above 0"),
-        (["--learning-rate", "inf"], "argument --learning-rate: got 'inf', expected a finite number above 0"),
-        (["--kl-coef", "-1"], "argument --kl-coef: got '-1', expected a finite number of at least 0"),
+        (
+            ["--entropy-coef", "nan"],
+            "argument --entropy-coef: got 'nan', expected a finite number of at least 0",
+        ),
+        (
+            ["--learning-rate", "0"],
+            "argument --learning-rate: got '0', expected a finite number above 0",
+        ),
+        (
+            ["--learning-rate", "inf"],
+            "argument --learning-rate: got 'inf', expected a finite number above 0",
+        ),
+        (
+            ["--kl-coef", "-1"],
+            "argument --kl-coef: got '-1', expected a finite number of at least 0",
+        ),
         (["--resume", "--overwrite"], "argument --overwrite: not allowed with argument --resume"),
         (["--resume"], "--resume: got no checkpoint in"),
     ],
@@ -84,13 +106,17 @@ def test_bad_arguments_end_in_one_line_and_exit_code_2(tmp_path, capsys, options
     assert message in errors[0]
 
 
-@pytest.mark.parametrize("flag", [a for a in parser()._actions if a.type not in (None, Path)], ids=lambda a: a.dest)
+@pytest.mark.parametrize(
+    "flag", [a for a in parser()._actions if a.type not in (None, Path)], ids=lambda a: a.dest
+)
 def test_no_number_is_out_of_its_range(flag, capsys):
     for text in ("-1", "-0.5", "nan", "inf", "1e999", "", "x", "²"):
         with pytest.raises(SystemExit) as stopped:
             parse([flag.option_strings[0], text])
         assert stopped.value.code == 2
-        assert f"argument {flag.option_strings[0]}: got {text!r}, expected" in capsys.readouterr().err
+        assert (
+            f"argument {flag.option_strings[0]}: got {text!r}, expected" in capsys.readouterr().err
+        )
 
 
 def test_every_flag_is_described():
@@ -113,13 +139,19 @@ except SystemExit:
 
 
 def test_help_imports_nothing_large():
-    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", HELP], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
     assert "--kl-coef" in done.stdout
     assert done.stderr == "\n"
 
 
 def files_of(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+    return {
+        path: path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
 
 
 def test_a_run_is_deleted_only_where_that_is_asked_for(finished, tmp_path, capsys):
@@ -127,7 +159,10 @@ def test_a_run_is_deleted_only_where_that_is_asked_for(finished, tmp_path, capsy
     (tmp_path / "spikes").mkdir()
     before = files_of(tmp_path)
     assert main([*RUN, "--out", str(tmp_path)]) == 2
-    message = f"--out: got {tmp_path}, where a run is (checkpoints 2, 3), expected --resume, to go on from it, or "
+    message = (
+        f"--out: got {tmp_path}, where a run is (checkpoints 2, 3), expected --resume, to go on"
+        " from it, or "
+    )
     assert message in capsys.readouterr().err
     assert files_of(tmp_path) == before
     shutil.rmtree(tmp_path / "checkpoints")
@@ -136,7 +171,10 @@ def test_a_run_is_deleted_only_where_that_is_asked_for(finished, tmp_path, capsy
     assert main([*RUN, "--out", str(tmp_path), "--overwrite", "--steps", "0"]) == 0
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["0"]
     assert records(tmp_path) == []
-    assert ((tmp_path / "samples.jsonl").read_text(), (tmp_path / "tokens.jsonl").read_text()) == ("", "")
+    assert ((tmp_path / "samples.jsonl").read_text(), (tmp_path / "tokens.jsonl").read_text()) == (
+        "",
+        "",
+    )
     assert not (tmp_path / "spikes").exists()
 
 
@@ -146,7 +184,10 @@ def test_two_runs_do_not_share_a_folder(finished, tmp_path, capsys):
         before = files_of(tmp_path)
         for option in ("--resume", "--overwrite"):
             assert main([*RUN, "--out", str(tmp_path), option]) == 2
-            whose = f"another run goes on, of process {os.getpid()} on host {socket.gethostname()}, since "
+            whose = (
+                f"another run goes on, of process {os.getpid()} on host {socket.gethostname()},"
+                " since "
+            )
             assert f"--out: got {tmp_path}, where {whose}" in capsys.readouterr().err
         assert files_of(tmp_path) == before
     with processes.alone_in(tmp_path):
@@ -191,7 +232,13 @@ def test_a_page_is_made_of_a_run(finished):
     page = (finished / "report.html").read_text()
     assert "3 steps, 1 to 3" in page
     assert page.count("not recorded in this run") == 0
-    for name in ("entropy_p80", "entropy_from_2", "mismatch_reverse_k3_kl", "mismatch_weight_max", "pass_some"):
+    for name in (
+        "entropy_p80",
+        "entropy_from_2",
+        "mismatch_reverse_k3_kl",
+        "mismatch_weight_max",
+        "pass_some",
+    ):
         assert f"<th>{name}</th>" in page
     assert page.count('aria-label="Held-out accuracy"') == 1
     assert "<th>task</th><td>gcd</td>" in page
@@ -200,13 +247,25 @@ def test_a_page_is_made_of_a_run(finished):
 
 
 def test_held_out_accuracy_is_measured_now_and_then(finished):
-    assert [line.get("held_out_accuracy", -1) >= 0 for line in records(finished)] == [False, True, False]
+    assert [line.get("held_out_accuracy", -1) >= 0 for line in records(finished)] == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_no_number_is_known_before(finished, tmp_path):
-    """The ratios of the first update are 1: those of the last one are reported, if there are others."""
-    names = {name for line in records(finished) for name in line if "ratio" in name or "clip" in name}
-    assert {name.removesuffix("_last_update") for name in names} >= {"ratio_mean", "ratio_max", "clip_fraction"}
+    """The ratios of the first update are 1: those of the last one are reported, if there are
+    others.
+    """
+    names = {
+        name for line in records(finished) for name in line if "ratio" in name or "clip" in name
+    }
+    assert {name.removesuffix("_last_update") for name in names} >= {
+        "ratio_mean",
+        "ratio_max",
+        "clip_fraction",
+    }
     assert all(name.endswith("_last_update") for name in names)
     _, (step, *_) = few_steps(tmp_path, "--updates", "1")
     assert not {name for name in step if "ratio" in name or "clip" in name}
@@ -214,7 +273,10 @@ def test_no_number_is_known_before(finished, tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(finished, capsys):
     assert main([*RUN, "--out", str(finished), "--resume", "--width", "24"]) == 2
-    assert "--resume: got a checkpoint of another model or run, width=16, expected 24" in capsys.readouterr().err
+    assert (
+        "--resume: got a checkpoint of another model or run, width=16, expected 24"
+        in capsys.readouterr().err
+    )
 
 
 def check_same_numbers(finished, tmp_path, mesh, layout, *options):

@@ -1,4 +1,6 @@
-"""Runs of the example that are killed, run out of disk, find a bad checkpoint or are asked to stop, and go on."""
+"""Runs of the example that are killed, run out of disk, find a bad checkpoint or are asked to
+stop, and go on.
+"""
 
 import os
 import pickle
@@ -23,11 +25,23 @@ from examples.trainer.grpo_run import set_up
 from examples.trainer.train_grpo import main
 from sharding.testing import factorings
 
-RUN = [*TINY, "--sft-steps", "6", "--learning-rate", "0.01", "--steps", "3", "--checkpoint-every", "1"]
-RANDOM = np.random.default_rng(int(os.environ["SEARCH_SEED"]))  # other moments for kills each night, see conftest
+RUN = [
+    *TINY,
+    "--sft-steps",
+    "6",
+    "--learning-rate",
+    "0.01",
+    "--steps",
+    "3",
+    "--checkpoint-every",
+    "1",
+]
+# other moments for kills each night, see conftest
+RANDOM = np.random.default_rng(int(os.environ["SEARCH_SEED"]))
 CHANGES = 109  # how often a run changes files and folders, see killed.py
 MESSAGE = (
-    "whose bytes are not those that were written, expected a whole checkpoint; --resume 2 goes on from the one before"
+    "whose bytes are not those that were written, expected a whole checkpoint; --resume 2 goes on"
+    " from the one before"
 )
 
 
@@ -53,17 +67,32 @@ def copied(finished, tmp_path):
 
 def befallen(programs, folder, event, number, *options):
     """Runs the example in a process of its own, in which the event happens."""
-    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": programs, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": programs,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     environment["XLA_FLAGS"] = xla_flags()
     environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     script = Path(__file__).parents[1] / "support" / "killed.py"
-    command = [sys.executable, str(script), event, str(number), *RUN, "--out", str(folder), *options]
+    command = [
+        sys.executable,
+        str(script),
+        event,
+        str(number),
+        *RUN,
+        "--out",
+        str(folder),
+        *options,
+    ]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def goes_on(folder):
     """Resumes as a job script would: from the start if nothing was saved yet."""
-    return main([*RUN, "--out", str(folder), *["--resume"] * bool(steps_in(folder / "checkpoints"))])
+    return main(
+        [*RUN, "--out", str(folder), *["--resume"] * bool(steps_in(folder / "checkpoints"))]
+    )
 
 
 def check_kill(programs, finished, folder, event, number, code=-9):
@@ -115,7 +144,10 @@ def test_a_second_interrupt_ends_at_once_what_python_cannot_interrupt():
         try:
             assert process.stdout.readline() == "ready\n"
             process.send_signal(signal.SIGINT)
-            assert process.stderr.readline() == "stops after this step and saves; Ctrl-C again ends it at once\n"
+            assert (
+                process.stderr.readline()
+                == "stops after this step and saves; Ctrl-C again ends it at once\n"
+            )
             assert process.poll() is None
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=60) == 130
@@ -164,7 +196,10 @@ def test_a_full_disk_leaves_the_last_checkpoint(programs, finished, tmp_path, si
     (error,) = (line for line in done.stderr.splitlines() if "rror" in line)
     assert error.startswith("train_grpo.py: error: ")
     # whichever could not be written first
-    assert re.search(r"(checkpoint 1: could not be written to .*; those there: 0|File too large: '.*\.jsonl')$", error)
+    assert re.search(
+        r"(checkpoint 1: could not be written to .*; those there: 0|File too large: '.*\.jsonl')$",
+        error,
+    )
     assert steps_in(tmp_path / "checkpoints") == [0]
     assert goes_on(tmp_path) == 0
     assert records(tmp_path) == records(finished)
@@ -172,7 +207,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(programs, finished, tmp_path, si
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
-    ("step", "name"), [(2, "SIGTERM"), (2, "SIGINT"), pytest.param(0, "SIGTERM", marks=pytest.mark.nightly)]
+    ("step", "name"),
+    [(2, "SIGTERM"), (2, "SIGINT"), pytest.param(0, "SIGTERM", marks=pytest.mark.nightly)],
 )
 def test_a_signal_saves_and_exits_0(finished, tmp_path, step, name, monkeypatch, capsys):
     """The signal comes in step 2, or in supervised training."""
@@ -188,7 +224,10 @@ def test_a_signal_saves_and_exits_0(finished, tmp_path, step, name, monkeypatch,
     with monkeypatch.context() as changed:
         changed.setattr(grpo_run, function, terminated)
         assert main([*RUN, "--out", str(tmp_path), "--checkpoint-every", "9"]) == 0
-    assert f"stopped by {name} after step {step} of 3 and saved; --resume goes on" in capsys.readouterr().out
+    assert (
+        f"stopped by {name} after step {step} of 3 and saved; --resume goes on"
+        in capsys.readouterr().out
+    )
     assert (tmp_path / "checkpoints" / str(step)).exists()
     assert main([*RUN, "--out", str(tmp_path), "--resume"]) == 0
     assert records(tmp_path) == records(finished)
@@ -223,14 +262,17 @@ def resume_error(folder, capsys):
     return capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from readers that Orbax abandons
+# from readers that Orbax abandons
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_checkpoint_cut_short_is_named_and_the_one_before_offered(finished, tmp_path):
     run = set_up(parse([*RUN, "--out", str(finished), "--resume"]))
     for name in [path.relative_to(finished) for path in files_in(finished / "checkpoints" / "3")]:
         folder = tmp_path / str(name).replace("/", "_")
         shutil.copytree(finished, folder)
         os.truncate(folder / name, (folder / name).stat().st_size // 2)
-        with pytest.raises(ValueError, match=re.escape(f"--resume: got {folder / name}, {MESSAGE}")):
+        with pytest.raises(
+            ValueError, match=re.escape(f"--resume: got {folder / name}, {MESSAGE}")
+        ):
             Checkpoints(folder / "checkpoints", run.checkpoints.identity).load(run.state)
 
 
@@ -256,7 +298,9 @@ def test_files_without_a_digest_are_not_read(finished, copied):
 @pytest.mark.nightly
 def test_a_bit_flipped_anywhere_is_named(copied, capsys):
     check_flips(copied / "checkpoints" / "3", RANDOM, 200)
-    for path in RANDOM.choice([path for path in files_in(copied / "checkpoints" / "3") if path.stat().st_size], 8):
+    for path in RANDOM.choice(
+        [path for path in files_in(copied / "checkpoints" / "3") if path.stat().st_size], 8
+    ):
         with flipped(path, RANDOM):
             assert f"got {path}, {MESSAGE}" in resume_error(copied, capsys)
 
@@ -267,9 +311,15 @@ WHOLE = "expected a whole checkpoint"
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (lambda at: (at / "3/state/more").write_text(""), f"3/state/more, a file that is not of it, {WHOLE}"),
+        (
+            lambda at: (at / "3/state/more").write_text(""),
+            f"3/state/more, a file that is not of it, {WHOLE}",
+        ),
         (lambda at: (at / "3/info/metadata").unlink(), f"3/info/metadata, nothing there, {WHOLE}"),
-        (lambda at: shutil.copytree(at / "3/state", at / "7"), f"7, {WHOLE} of format {FORMAT}, with SHA256SUMS"),
+        (
+            lambda at: shutil.copytree(at / "3/state", at / "7"),
+            f"7, {WHOLE} of format {FORMAT}, with SHA256SUMS",
+        ),
         (
             lambda at: (shutil.rmtree(at / "3"), shutil.copytree(at / "2", at / "3")),
             "3, a copy of the checkpoint of step 2, expected that of 3",
@@ -281,7 +331,10 @@ def test_what_stands_in_the_place_of_a_checkpoint_is_named(copied, capsys, spoil
     at = copied / "checkpoints"
     spoil(at)
     before = steps_in(at)[-2]
-    error = f"train_grpo.py: error: --resume: got {at}/{told}; --resume {before} goes on from the one before"
+    error = (
+        f"train_grpo.py: error: --resume: got {at}/{told}; --resume {before} goes on from the one"
+        " before"
+    )
     assert resume_error(copied, capsys) == error
 
 
@@ -310,16 +363,24 @@ def test_the_one_before_goes_on(finished, copied, capsys):
 def test_a_run_goes_on_with_the_questions_that_it_held_out(copied, capsys):
     """With fewer held out, the others would be in the training stream."""
     assert main([*RUN, "--out", str(copied), "--resume", "--held-out", "8"]) == 2
-    assert "another model or run, held_out=16, expected 8, in" in capsys.readouterr().err.splitlines()[-1]
+    assert (
+        "another model or run, held_out=16, expected 8, in"
+        in capsys.readouterr().err.splitlines()[-1]
+    )
 
 
 def test_checkpoints_are_data(finished, copied, capsys):
     """Nothing is unpickled, and no link is followed out of the folder."""
     unpickled = []
-    sys.addaudithook(lambda event, args: unpickled.append(args) if event == "pickle.find_class" else None)
+    sys.addaudithook(
+        lambda event, args: unpickled.append(args) if event == "pickle.find_class" else None
+    )
     shutil.rmtree(copied / "checkpoints" / "3")
     (copied / "checkpoints" / "3").symlink_to(finished / "checkpoints" / "3")
-    assert "3, a link, expected a checkpoint whose files lie in it; --resume 2 goes on" in resume_error(copied, capsys)
+    assert (
+        "3, a link, expected a checkpoint whose files lie in it; --resume 2 goes on"
+        in resume_error(copied, capsys)
+    )
     (copied / "checkpoints" / "3").unlink()
     elsewhere = next((copied / "checkpoints" / "2" / "state").glob("_METADATA"))
     elsewhere.rename(copied / "outside")
@@ -341,16 +402,24 @@ def test_a_newer_format_is_named(copied, capsys, monkeypatch):
         run.save()
         run.checkpoints.wait()
     shutil.move(copied / "newer" / "checkpoints" / "4", copied / "checkpoints" / "4")
-    message = f"--resume: got a checkpoint of a newer format, {FORMAT + 1}, in {copied / 'checkpoints' / '4'}, "
-    message += f"expected {FORMAT}: a newer program wrote it; --resume 3 goes on from the one before"
+    message = (
+        f"--resume: got a checkpoint of a newer format, {FORMAT + 1}, in"
+        f" {copied / 'checkpoints' / '4'}, "
+    )
+    message += (
+        f"expected {FORMAT}: a newer program wrote it; --resume 3 goes on from the one before"
+    )
     assert message in resume_error(copied, capsys)
-    (copied / "checkpoints" / "4" / "SHA256SUMS").unlink()  # a newer one may keep its digests elsewhere
+    # a newer one may keep its digests elsewhere
+    (copied / "checkpoints" / "4" / "SHA256SUMS").unlink()
     assert message in resume_error(copied, capsys)
 
 
 def check_restores(finished, mesh, devices=None):
     run = set_up(parse([*RUN, "--out", str(finished), "--resume", "--mesh", mesh]), devices)
-    assert len(jax.tree.leaves(run.state)[0].sharding.device_set) == (8 if devices is None else len(devices))
+    assert len(jax.tree.leaves(run.state)[0].sharding.device_set) == (
+        8 if devices is None else len(devices)
+    )
     check_same_state(run, finished)
 
 
@@ -387,4 +456,7 @@ def test_learning_rates_that_train_nothing(rate, capsys):
     with pytest.raises(SystemExit) as stopped:
         parse(["--learning-rate", rate])
     assert stopped.value.code == 2
-    assert f"argument --learning-rate: got {rate!r}, expected a finite number above 0" in capsys.readouterr().err
+    assert (
+        f"argument --learning-rate: got {rate!r}, expected a finite number above 0"
+        in capsys.readouterr().err
+    )

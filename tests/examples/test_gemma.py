@@ -1,4 +1,6 @@
-"""Gemma 3 in the example: logits beside transformers' recorded ones, its window in trainer and sampler, its files."""
+"""Gemma 3 in the example: logits beside transformers' recorded ones, its window in trainer and
+sampler, its files.
+"""
 
 import json
 from pathlib import Path
@@ -64,7 +66,11 @@ def test_a_token_sees_a_window_of_its_own_path():
     given = (jnp.asarray(x[:, order]) for x in (q, k, v))
     got = np.asarray(attention(*given, paths, paths, window=3, scale=0.7))[:, np.argsort(order)]
     for i in range(10):
-        seen = [j for j in range(10) if segments[j] == segments[i] and positions[i] - 3 < positions[j] <= positions[i]]
+        seen = [
+            j
+            for j in range(10)
+            if segments[j] == segments[i] and positions[i] - 3 < positions[j] <= positions[i]
+        ]
         for head in range(2):
             scores = 0.7 * np.float64(k[0, seen, head]) @ q[0, i, head]
             weights = np.exp(scores - scores.max())
@@ -111,14 +117,30 @@ def test_embeddings_are_multiplied_in_the_dtype_of_the_model(tmp_path):
 SIZES = {"270m": (640, 2048, 18, 4, 268_098_176), "1b": (1152, 6912, 26, 4, 999_885_952)}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n != "270m")) for n in SIZES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.nightly] * (n != "270m")) for n in SIZES]
+)
 def test_published_sizes_have_their_number_of_parameters(tmp_path, name):
     width, mlp, layers, heads, count = SIZES[name]
-    sizes = {"hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads}
-    sizes |= {"num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144, "query_pre_attn_scalar": 256}
-    (tmp_path / "config.json").write_text(json.dumps({**tiny_llama.CONFIG, **tiny_llama.GEMMA, **sizes}))
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+    sizes |= {
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "vocab_size": 262144,
+        "query_pre_attn_scalar": 256,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({**tiny_llama.CONFIG, **tiny_llama.GEMMA, **sizes})
+    )
     config = read_config(tmp_path)
-    assert [i + 1 for i in range(config.layers) if not config.is_local(i)] == list(range(6, layers + 1, 6))
+    assert [i + 1 for i in range(config.layers) if not config.is_local(i)] == list(
+        range(6, layers + 1, 6)
+    )
     _, abstract = describe_model(config, make_parallel_mesh("dp=8"))
     assert sum(leaf.size for leaf in jax.tree.leaves(abstract)) == count
 
@@ -135,7 +157,10 @@ REFUSED = {
     "query_pre_attn_scalar": (-1, "expected a number above 0"),
     "rope_local_base_freq": ("10000", "expected a number above 0"),
     "layer_types": (["full_attention"], "one for each of the num_hidden_layers"),
-    "rope_parameters": ({"full_attention": {"rope_theta": 1e6}}, "expected those of 'sliding_attention' and of"),
+    "rope_parameters": (
+        {"full_attention": {"rope_theta": 1e6}},
+        "expected those of 'sliding_attention' and of",
+    ),
     "model_type": ("gemma3", "expected one of llama, qwen2, qwen3, gemma3_text"),
 }
 
@@ -143,7 +168,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_settings_of_other_models_are_refused_by_name(tmp_path, name):
     value, message = REFUSED[name]
-    (tmp_path / "config.json").write_text(json.dumps({**tiny_llama.CONFIG, **tiny_llama.GEMMA, name: value}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**tiny_llama.CONFIG, **tiny_llama.GEMMA, name: value})
+    )
     with pytest.raises(ValueError, match=f"--model: got {name} ") as raised:
         read_config(tmp_path)
     assert message in str(raised.value)
@@ -151,15 +178,27 @@ def test_settings_of_other_models_are_refused_by_name(tmp_path, name):
 
 def test_layers_of_another_kind_are_refused(tmp_path):
     kinds = ["chunked_attention"] * 6
-    (tmp_path / "config.json").write_text(json.dumps({**tiny_llama.CONFIG, **tiny_llama.GEMMA, "layer_types": kinds}))
-    with pytest.raises(ValueError, match=r"got layer_types \['chunked_attention'\] in .*'sliding_attention'"):
+    (tmp_path / "config.json").write_text(
+        json.dumps({**tiny_llama.CONFIG, **tiny_llama.GEMMA, "layer_types": kinds})
+    )
+    with pytest.raises(
+        ValueError, match=r"got layer_types \['chunked_attention'\] in .*'sliding_attention'"
+    ):
         read_config(tmp_path)
 
 
 def test_what_a_file_of_gemma_does_not_say(tmp_path):
-    """The published files of 270M and 1B say neither that the head is tied nor, some of them, the pattern."""
+    """The published files of 270M and 1B say neither that the head is tied nor, some of them,
+    the pattern.
+    """
     said = {**tiny_llama.CONFIG, **tiny_llama.GEMMA}
-    for name in ("tie_word_embeddings", "sliding_window_pattern", "rope_theta", "rope_local_base_freq", "rope_scaling"):
+    for name in (
+        "tie_word_embeddings",
+        "sliding_window_pattern",
+        "rope_theta",
+        "rope_local_base_freq",
+        "rope_scaling",
+    ):
         said.pop(name)
     (tmp_path / "config.json").write_text(json.dumps(said))
     config = read_config(tmp_path)
@@ -177,13 +216,25 @@ TURNS = """{{ bos_token }}{%- for message in messages %}
 
 
 def test_a_tokenizer_of_scores_and_its_set_of_stop_ids(tmp_path):
-    """As SentencePiece does: the pieces whose log-probabilities have the largest sum, unknown characters as bytes."""
-    pieces = [("<eos>", 0.0), ("<bos>", 0.0), ("<unk>", 0.0), ("▁a", -2.0), ("b", -4.0), ("ab", -5.0), ("▁", -3.0)]
+    """As SentencePiece does: the pieces whose log-probabilities have the largest sum, unknown
+    characters as bytes.
+    """
+    pieces = [
+        ("<eos>", 0.0),
+        ("<bos>", 0.0),
+        ("<unk>", 0.0),
+        ("▁a", -2.0),
+        ("b", -4.0),
+        ("ab", -5.0),
+        ("▁", -3.0),
+    ]
     pieces += [("▁ab", -5.5), ("a", -3.0)] + [(f"<0x{i:02X}>", -20.0) for i in range(256)]
     made = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=2, byte_fallback=True))
     made.normalizer = tokenizers.normalizers.Replace(" ", "▁")
     decoders = tokenizers.decoders
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     made.add_special_tokens(["<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"])
     made.save(str(tmp_path / "tokenizer.json"))
     settings = {"chat_template": TURNS, "bos_token": "<bos>"}
@@ -200,8 +251,29 @@ def test_a_tokenizer_of_scores_and_its_set_of_stop_ids(tmp_path):
     assert asked == f"<bos>{turns}<start_of_turn>user\nab<end_of_turn>\n<start_of_turn>model\n"
 
 
-RUN = ["--task", larger.__file__, "--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "0"]
-RUN += ["--updates", "1", "--share-prefixes", "--entropy-coef", "0.5", "--devices", "1", "--learning-rate", "0.01"]
+RUN = [
+    "--task",
+    larger.__file__,
+    "--prompts",
+    "4",
+    "--samples",
+    "4",
+    "--held-out",
+    "16",
+    "--sft-steps",
+    "0",
+]
+RUN += [
+    "--updates",
+    "1",
+    "--share-prefixes",
+    "--entropy-coef",
+    "0.5",
+    "--devices",
+    "1",
+    "--learning-rate",
+    "0.01",
+]
 
 
 @pytest.mark.nightly
@@ -216,7 +288,9 @@ def test_it_trains_in_the_loop(tmp_path, lora):
         assert np.isfinite(list(numbers.values())).all()
         assert numbers["skipped"] == 0
         assert numbers["mismatch_log_prob_abs_diff"] < 1e-5
-    for (path, x), y in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(run.state.params), strict=True):
+    for (path, x), y in zip(
+        jax.tree.leaves_with_path(before), jax.tree.leaves(run.state.params), strict=True
+    ):
         assert np.abs(x - jax.device_get(y)).max() > 1e-4, path
 
 

@@ -1,4 +1,6 @@
-"""The example of the page "A training step": it learns, and a run that was killed goes on, on another mesh."""
+"""The example of the page "A training step": it learns, and a run that was killed goes on, on
+another mesh.
+"""
 
 import json
 import os
@@ -18,14 +20,23 @@ from jax.sharding import PartitionSpec as P
 from programs import xla_flags
 
 from examples import grpo
-from jaxppo import Head, ParallelMesh, RolloutBatch, Sample, assert_packing_invariant, make_parallel_mesh
+from jaxppo import (
+    Head,
+    ParallelMesh,
+    RolloutBatch,
+    Sample,
+    assert_packing_invariant,
+    make_parallel_mesh,
+)
 
 ROOT = Path(__file__).parents[2]
 STEPS = 25
 
 
 def killed_after(step, folder, mesh):
-    """The metrics that a process on eight devices wrote until it was killed, once it had a checkpoint of a step."""
+    """The metrics that a process on eight devices wrote until it was killed, once it had a
+    checkpoint of a step.
+    """
     environment = {**os.environ, "XLA_FLAGS": xla_flags(), "JAX_NUM_CPU_DEVICES": "8"}
     command = [sys.executable, "-m", "examples.grpo", mesh, str(folder)]
     process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -55,16 +66,27 @@ def test_a_run_that_was_killed_goes_on_on_another_mesh(tmp_path, monkeypatch):
     for metrics in before[:STEPS] + after:  # a killed run has written more lines than it has saved
         expected = whole[metrics["step"]]
         for name in ("reward", "loss", "kl", "entropy", "ppo_kl"):
-            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (metrics["step"], name)
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (
+                metrics["step"],
+                name,
+            )
 
 
 def test_every_parameter_has_its_place():
     """The kernels of model, reference and moments are divided, no array is on one device."""
     mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
     create = partial(grpo.create, mesh)
-    state = jax.jit(create, out_shardings=jax.tree.map(mesh.sharding, nnx.get_partition_spec(jax.eval_shape(create))))()
+    state = jax.jit(
+        create,
+        out_shardings=jax.tree.map(mesh.sharding, nnx.get_partition_spec(jax.eval_shape(create))),
+    )()
     assert all(x.sharding.mesh == mesh.mesh for x in jax.tree.leaves(state))
-    for tree in (state["model"], state["reference"], state["optimizer"][1][0].mu, state["optimizer"][1][0].nu):
+    for tree in (
+        state["model"],
+        state["reference"],
+        state["optimizer"][1][0].mu,
+        state["optimizer"][1][0].nu,
+    ):
         assert tree.head.kernel.get_value().sharding.spec == mesh.kernel_spec("hv")
         assert tree.up.kernel.get_value().sharding.spec[1] == "tp"
 
@@ -72,7 +94,9 @@ def test_every_parameter_has_its_place():
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 def test_samples_do_not_see_each_other(mesh):
     parallel = make_parallel_mesh(mesh) if mesh else None
-    model = grpo.Decoder(parallel or make_parallel_mesh("dp=1", devices=jax.devices()[:1]), nnx.Rngs(0))
+    model = grpo.Decoder(
+        parallel or make_parallel_mesh("dp=1", devices=jax.devices()[:1]), nnx.Rngs(0)
+    )
     hidden = jax.jit(lambda model, batch: grpo.hidden_and_head(model, batch)[0])
     assert_packing_invariant(hidden, model, vocab_size=grpo.VOCAB, parallel=parallel)
 
@@ -86,19 +110,27 @@ def test_a_blind_model_is_refused_before_the_first_step(tmp_path, monkeypatch):
 
     monkeypatch.setattr(grpo, "hidden_and_head", blind)
     one = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
-    with pytest.raises(AssertionError, match="hidden states of a sample that depend on what is packed beside it"):
+    with pytest.raises(
+        AssertionError, match="hidden states of a sample that depend on what is packed beside it"
+    ):
         next(grpo.train(one, tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 def test_a_mesh_of_jax_make_mesh(kind):
-    """Its axes are Explicit, where the model's products are ambiguous to JAX; troubleshooting.md has the error."""
+    """Its axes are Explicit, where the model's products are ambiguous to JAX; troubleshooting.md
+    has the error.
+    """
     options = {} if kind == "Explicit" else {"axis_types": (jax.sharding.AxisType.Auto,) * 3}
     mesh = ParallelMesh(jax.make_mesh((2, 2, 2), ("dp", "cp", "tp"), **options))
     assert mesh.is_explicit == (kind == "Explicit")
-    placed = jax.tree.map(mesh.sharding, nnx.get_partition_spec(jax.eval_shape(partial(grpo.create, mesh))))
+    placed = jax.tree.map(
+        mesh.sharding, nnx.get_partition_spec(jax.eval_shape(partial(grpo.create, mesh)))
+    )
     state = jax.jit(partial(grpo.create, mesh), out_shardings=placed)()
-    batch = RolloutBatch.from_samples([Sample([5, 6, 7], 1)] * 4, row_length=8, parallel=mesh).put(mesh)
+    batch = RolloutBatch.from_samples([Sample([5, 6, 7], 1)] * 4, row_length=8, parallel=mesh).put(
+        mesh
+    )
     tokens = jax.device_put(jnp.ones((4, 8), jnp.int32), mesh.sharding(P()))
 
     def generated():
@@ -120,7 +152,11 @@ def test_a_mesh_of_jax_make_mesh(kind):
         assert mask().shape == (2, 8, 8)
         assert embedded().shape == (2, 8, 8)
         return
-    messages = ("ambiguous how the output should be sharded", "illegally sharded result", "is not found in mesh: ()")
+    messages = (
+        "ambiguous how the output should be sharded",
+        "illegally sharded result",
+        "is not found in mesh: ()",
+    )
     page = (ROOT / "docs/troubleshooting.md").read_text()
     messages += ("could not be resolved unambiguously",)
     for call, message in zip((generated, mask, embedded, looked_up), messages, strict=True):

@@ -1,4 +1,6 @@
-"""What the example's steps do to numbers that are not finite, to gradients that are large, and to the host."""
+"""What the example's steps do to numbers that are not finite, to gradients that are large, and
+to the host.
+"""
 
 import dataclasses
 
@@ -57,7 +59,9 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_device(tmp_path):
     assert numbers["skipped"] == args.updates
     assert run.skipped_in_a_row == 1
     assert not np.isfinite(numbers["loss"])
-    jax.tree.map(np.testing.assert_array_equal, copy((run.state.params, run.state.optimizer)), before)
+    jax.tree.map(
+        np.testing.assert_array_equal, copy((run.state.params, run.state.optimizer)), before
+    )
     run.pack = pack
     assert grpo_step(run, args)["skipped"] == 0
     assert (run.skipped_in_a_row, run.step, int(run.state.step)) == (0, 2, 2)
@@ -72,9 +76,13 @@ def test_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path, monkeypatch, c
         calls.append(samples)
         return spoil(pack(self, samples)) if len(calls) in (3, 5, 6) else pack(self, samples)
 
-    monkeypatch.setattr(grpo_run.Packer, "__call__", spoilt)  # calls 1 and 2 are of supervised steps
+    # calls 1 and 2 are of supervised steps
+    monkeypatch.setattr(grpo_run.Packer, "__call__", spoilt)
     assert main([*TINY, "--out", str(tmp_path), "--steps", "9", "--max-skipped", "2"]) == 1
-    assert "error: step 4: loss or gradient not finite in 2 steps in a row, expected fewer" in capsys.readouterr().err
+    assert (
+        "error: step 4: loss or gradient not finite in 2 steps in a row, expected fewer"
+        in capsys.readouterr().err
+    )
     lines = tiny_runs.records(tmp_path)
     assert [line["loss"] is None for line in lines] == [True, False, True, True]
     assert [line["skipped"] for line in lines] == [2, 0, 2, 2]
@@ -90,7 +98,9 @@ def test_gradients_are_clipped_by_their_norm_over_all_shards(tmp_path, mesh):
     state = learner.start(run.state.params, 0)
     questions, _ = run.task.take(0, run.rollouts.batch_size)
     state, metrics = learner.sft_step(state, run.pack(answers(questions)))
-    moved = jax.tree.map(lambda x, y: np.asarray(x, np.float64) - y, jax.device_get(state.params), before)
+    moved = jax.tree.map(
+        lambda x, y: np.asarray(x, np.float64) - y, jax.device_get(state.params), before
+    )
     norm = np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(moved)))
     assert metrics["gradient_norm"] > 1e-2
     assert norm == pytest.approx(1e-3, rel=1e-3)  # parameters near 1 round at 6e-8
@@ -98,7 +108,8 @@ def test_gradients_are_clipped_by_their_norm_over_all_shards(tmp_path, mesh):
 
 @pytest.mark.nightly
 def test_a_spike_is_kept_with_its_ids_and_replayed(tmp_path):
-    run, args = started(tmp_path, "--spike-deviations", "1e-9")  # so that all steps after the first few stand out
+    # so that all steps after the first few stand out
+    run, args = started(tmp_path, "--spike-deviations", "1e-9")
     for _ in range(4):
         grpo_step(run, args)
     assert not (tmp_path / "spikes").exists()
@@ -108,11 +119,15 @@ def test_a_spike_is_kept_with_its_ids_and_replayed(tmp_path):
     assert set(np.unique(batch.sample_ids)) - {-1} == set(range(16))
     assert set(np.unique(batch.group_ids)) - {-1} == set(range(4))
     _, metrics, _ = run.learner.grpo_step(before, batch)
-    assert {name: float(x) for name, x in metrics.items()} == {name: numbers[name] for name in metrics}
+    assert {name: float(x) for name, x in metrics.items()} == {
+        name: numbers[name] for name in metrics
+    }
 
 
 def test_what_stands_out(tmp_path):
-    batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1, sample_id=7)], row_length=4)
+    batch = RolloutBatch.from_samples(
+        [Sample([1, 2, 3], response_start=1, sample_id=7)], row_length=4
+    )
     spikes = Spikes(tmp_path / "spikes", 3.0)
     losses = [1.0, 1.2, 0.8, 1.0, 1.4, 1.8, np.nan, 1.1, -5.0]
     found = [spikes.look(i, loss, batch) for i, loss in enumerate(losses)]
@@ -163,7 +178,9 @@ def test_as_many_programs_as_buckets(compiled):
     rows = set()
     for _ in range(40):
         samples = [
-            Sample(np.arange(3 + n), response_start=3, old_log_probs=-np.ones(n), advantages=np.ones(n))
+            Sample(
+                np.arange(3 + n), response_start=3, old_log_probs=-np.ones(n), advantages=np.ones(n)
+            )
             for n in rng.integers(1, 12, rng.integers(1, 60))
         ]
         batch = RolloutBatch.from_samples(
@@ -187,11 +204,14 @@ def test_a_step_moves_only_what_it_asks_for_by_name(tmp_path, monkeypatch):
             inside.setattr(ArrayImpl, "_value", value)
             return device_get(tree)
 
-    monkeypatch.setattr(ArrayImpl, "_value", property(lambda x: (read.append(x.shape), value.__get__(x))[1]))
+    monkeypatch.setattr(
+        ArrayImpl, "_value", property(lambda x: (read.append(x.shape), value.__get__(x))[1])
+    )
     monkeypatch.setattr(jax, "device_get", get)
     numbers = grpo_step(run, args)
     assert read == []
-    assert asked == [3, len(numbers) - 4]  # responses; metrics, beside which there are four numbers of the host
+    # responses; metrics, beside which there are four numbers of the host
+    assert asked == [3, len(numbers) - 4]
 
 
 @pytest.mark.nightly

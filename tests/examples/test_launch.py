@@ -1,4 +1,6 @@
-"""The example as several processes: the same numbers as one, a process that is killed, arguments that do not fit."""
+"""The example as several processes: the same numbers as one, a process that is killed, arguments
+that do not fit.
+"""
 
 import contextlib
 import os
@@ -42,20 +44,25 @@ def started(folder, *options):
 def check_same_run(folder, whole, step, options, rtol, atol):
     """Raises if the losses up to a step, or the parameters after it, are not those of one process.
 
-    Sums over devices have another order, and Adam turns a rounding error in a small gradient into part of a step.
+    Sums over devices have another order, and Adam turns a rounding error in a small gradient into
+    part of a step.
     """
     for got, want in zip(records(folder)[:step], records(whole), strict=True):
         for name in SAME:
             assert got[name] == pytest.approx(want[name], rel=2e-5, abs=1e-6), (got["step"], name)
     state, expected = (
-        set_up(parse([*TINY, *options, "--out", str(at), "--resume", str(step)])).state.params for at in (folder, whole)
+        set_up(parse([*TINY, *options, "--out", str(at), "--resume", str(step)])).state.params
+        for at in (folder, whole)
     )
     for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, rtol=rtol, atol=atol)
 
 
 def pids(folder):
-    return [int(pid) for pid in re.search(r"their ids (\d+), (\d+)", (folder / "said").read_text()).groups()]
+    return [
+        int(pid)
+        for pid in re.search(r"their ids (\d+), (\d+)", (folder / "said").read_text()).groups()
+    ]
 
 
 def wait_for(done, folder, launcher):
@@ -68,7 +75,10 @@ def wait_for(done, folder, launcher):
 
 
 def check_kill(folder, options, step, victim, after_s=0):
-    """Kills one of two processes once there is a checkpoint of a step. The launcher names it, and ends the other."""
+    """Kills one of two processes once there is a checkpoint of a step.
+
+    The launcher names it, and ends the other.
+    """
     launcher = started(folder, *options, "--steps", "100000")
     try:
         wait_for(lambda: step in steps_in(folder / "checkpoints"), folder, launcher)
@@ -78,7 +88,10 @@ def check_kill(folder, options, step, victim, after_s=0):
     finally:
         launcher.terminate()
         launcher.wait()
-    assert f"process {victim} of 2 ended with SIGKILL; the others are ended\n" in (folder / "said").read_text()
+    assert (
+        f"process {victim} of 2 ended with SIGKILL; the others are ended\n"
+        in (folder / "said").read_text()
+    )
 
 
 @pytest.mark.nightly
@@ -130,14 +143,28 @@ def test_the_exit_code_is_of_the_process_that_was_killed(tmp_path, monkeypatch, 
         ([1, 1], [1, 1], "processes 0, 1 of 2 ended with exit code 1", 1),
         ([1, 1], [None, 1], "process 1 of 2 ended with exit code 1", 1),
         ([2, -signal.SIGABRT], [2, -signal.SIGABRT], "process 0 of 2 ended with exit code 2", 2),
-        ([1, -signal.SIGABRT], [1, None], "process 1 of 2 ended with SIGABRT", 128 + signal.SIGABRT),
-        ([2, -signal.SIGKILL], [2, None], "process 1 of 2 ended with SIGKILL", 128 + signal.SIGKILL),
+        (
+            [1, -signal.SIGABRT],
+            [1, None],
+            "process 1 of 2 ended with SIGABRT",
+            128 + signal.SIGABRT,
+        ),
+        (
+            [2, -signal.SIGKILL],
+            [2, None],
+            "process 1 of 2 ended with SIGKILL",
+            128 + signal.SIGKILL,
+        ),
     ],
 )
 def test_who_is_named_where_several_have_ended(ends, seen, said, code, monkeypatch, capfd):
-    """JAX aborts process 1 where process 0, which holds the coordinator, has refused what both were given."""
+    """JAX aborts process 1 where process 0, which holds the coordinator, has refused what both
+    were given.
+    """
     monkeypatch.setattr(launch, "_SETTLE_S", 0)
-    program = "import os, sys; n = int(sys.argv[1]); os.kill(os.getpid(), -n) if n < 0 else sys.exit(n)"
+    program = (
+        "import os, sys; n = int(sys.argv[1]); os.kill(os.getpid(), -n) if n < 0 else sys.exit(n)"
+    )
     both = [subprocess.Popen([sys.executable, "-c", program, str(int(end))]) for end in ends]
     assert [process.wait() for process in both] == ends
     assert launch._blame(both, seen) == code
@@ -153,14 +180,19 @@ os.abort()  # as JAX does, when it does not hear of another
 """
 
 
-def test_a_process_that_is_stopped_is_named_and_not_the_one_that_waited_for_it(tmp_path, monkeypatch, capfd):
+def test_a_process_that_is_stopped_is_named_and_not_the_one_that_waited_for_it(
+    tmp_path, monkeypatch, capfd
+):
     (tmp_path / "one_is_stopped.py").write_text(ONE_IS_STOPPED)
     monkeypatch.syspath_prepend(str(tmp_path))
     args = types.SimpleNamespace(processes=2)
     assert launch.start("one_is_stopped", [], args) == 128 + signal.SIGABRT
     said = capfd.readouterr().err
     ids = re.search(r"their ids (\d+), (\d+)", said).groups()
-    assert f"process 0 of 2 ended with SIGABRT; process 1 (pid {ids[1]}) is stopped and was not heard of\n" in said
+    assert (
+        f"process 0 of 2 ended with SIGABRT; process 1 (pid {ids[1]}) is stopped and was not heard"
+        " of\n" in said
+    )
 
 
 LAUNCHES = """
@@ -175,12 +207,18 @@ signal.pause()
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent is gone")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells a process that its parent is gone"
+)
 def test_a_launcher_that_is_killed_leaves_no_process(tmp_path):
     (tmp_path / "one_waits.py").write_text(ONE_WAITS)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    }
     command = [sys.executable, "-c", LAUNCHES]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as one:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as one:
         waiting = []
         try:
             waiting += [int(one.stdout.readline()) for _ in range(2)]
@@ -206,7 +244,16 @@ def test_a_signal_stops_both_after_the_same_step(tmp_path, name):
     """SIGTERM to one process of a scheduler's, Ctrl-C to the one that started them."""
     again = ["--restartable"] * (name == "SIGTERM")
     launcher = started(
-        tmp_path, "--mesh", "dp=8", "--sft-steps", "0", "--steps", "100000", "--checkpoint-every", "99999", *again
+        tmp_path,
+        "--mesh",
+        "dp=8",
+        "--sft-steps",
+        "0",
+        "--steps",
+        "100000",
+        "--checkpoint-every",
+        "99999",
+        *again,
     )
     try:
         wait_for(lambda: len(records(tmp_path)) >= 2, tmp_path, launcher)
@@ -216,12 +263,16 @@ def test_a_signal_stops_both_after_the_same_step(tmp_path, name):
         launcher.terminate()
         launcher.wait()
     done = len(records(tmp_path))
-    assert f"stopped by {name} after step {done} of 100000 and saved" in (tmp_path / "said").read_text()
+    assert (
+        f"stopped by {name} after step {done} of 100000 and saved"
+        in (tmp_path / "said").read_text()
+    )
     assert (tmp_path / "checkpoints" / str(done)).exists()
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("mesh", ["dp=2,cp=2,tp=2", "cp=4,tp=2"])  # with rows of their own, with shared rows
+# with rows of their own, with shared rows
+@pytest.mark.parametrize("mesh", ["dp=2,cp=2,tp=2", "cp=4,tp=2"])
 def test_twenty_steps_of_two_processes(tmp_path, mesh):
     options = ["--mesh", mesh, "--context-layout", "zigzag", "--steps", "20", "--sft-steps", "20"]
     options += ["--learning-rate", "0.003"]
@@ -256,17 +307,31 @@ def test_a_process_that_fails_is_named_with_its_error(tmp_path, monkeypatch, cap
     said = capfd.readouterr().err
     assert "train_grpo.py: error: checkpoint 0: no space\n" in said
     # where the machine is busy, process 0 has ended for want of process 1 before the launcher looks
-    assert re.search(r"^process(es 0,)? 1 of 2 ended with exit code 1; the others are ended$", said, re.MULTILINE)
+    assert re.search(
+        r"^process(es 0,)? 1 of 2 ended with exit code 1; the others are ended$", said, re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--processes", "3"], "--processes: got 3, expected a divisor of the 8 emulated devices"),
-        (["--process-id", "1"], "--coordinator, --process-id: got one of them, expected both or neither"),
-        (["--coordinator", "here:1", "--process-id", "2", "--processes", "2"], "--process-id: got 2, expected 0 to 1"),
-        (["--distributed", "--processes", "2"], "--distributed: got --processes or --process-id beside it"),
-        (["--heartbeat-timeout", "1"], "--heartbeat-timeout: got '1', expected an integer of at least 10"),
+        (
+            ["--process-id", "1"],
+            "--coordinator, --process-id: got one of them, expected both or neither",
+        ),
+        (
+            ["--coordinator", "here:1", "--process-id", "2", "--processes", "2"],
+            "--process-id: got 2, expected 0 to 1",
+        ),
+        (
+            ["--distributed", "--processes", "2"],
+            "--distributed: got --processes or --process-id beside it",
+        ),
+        (
+            ["--heartbeat-timeout", "1"],
+            "--heartbeat-timeout: got '1', expected an integer of at least 10",
+        ),
     ],
 )
 def test_processes_that_do_not_fit_together(options, message, capsys):

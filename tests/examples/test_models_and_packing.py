@@ -43,7 +43,9 @@ def with_attention(graphdef, parallel):
 def test_the_decoder(case):
     parallel, given = mesh_of(case)
     graphdef, params = create_model(ModelConfig(vocab_size=29, max_length=64), parallel, seed=0)
-    assert_packing_invariant(with_attention(graphdef, parallel), params, vocab_size=29, parallel=given)
+    assert_packing_invariant(
+        with_attention(graphdef, parallel), params, vocab_size=29, parallel=given
+    )
 
 
 @pytest.mark.parametrize("case", MESHES, ids=str)
@@ -51,7 +53,9 @@ def test_qwen3(case, tmp_path):
     parallel, given = mesh_of(case)
     tiny_llama.write(tmp_path)
     graphdef, params = load_model(tmp_path, read_config(tmp_path), parallel)
-    assert_packing_invariant(with_attention(graphdef, parallel), params, vocab_size=257, parallel=given)
+    assert_packing_invariant(
+        with_attention(graphdef, parallel), params, vocab_size=257, parallel=given
+    )
 
 
 def test_the_decoder_without_its_mask_fails():
@@ -70,7 +74,9 @@ def test_the_decoder_without_its_mask_fails():
 
 
 def test_a_run_checks_its_model(tmp_path, monkeypatch):
-    """With the model's own attention, before anything is learned; a run whose attention is blind ends there."""
+    """With the model's own attention, before anything is learned; a run whose attention is blind
+    ends there.
+    """
     arguments = [
         *tiny_runs.TINY,
         "--mesh",

@@ -1,4 +1,6 @@
-"""The search for plans: bounds by arithmetic, the order of the search, what is kept, and what is printed and drawn."""
+"""The search for plans: bounds by arithmetic, the order of the search, what is kept, and what is
+printed and drawn.
+"""
 
 import dataclasses
 import math
@@ -38,8 +40,8 @@ def qwen(topology, device, devices, rows, row_length, model="qwen3-8b"):
     return Work(model, MODELS[model], topology, device, devices, rows, row_length)
 
 
-# What libtpu 0.0.52 found: GiB of a device, its milliseconds computing, and in collectives, those beside other work
-# included.
+# What libtpu 0.0.52 found: GiB of a device, its milliseconds computing, and in collectives, those
+# beside other work included.
 COMPILED = [
     (qwen("v5p:8x8x8", V5P, 512, 16, 16384), Candidate(fsdp=16, cp=4, tp=8), 2.95, 558, 104),
     (qwen("v6e:16x16", V6E, 256, 16, 8192), Candidate(fsdp=16, cp=2, tp=8), 2.77, 276, 193),
@@ -73,7 +75,14 @@ def test_what_is_held_is_what_the_step_holds(drawn):
     work, c = drawn
     if c is None:
         return
-    step = TrainStep(work.sizes, 16 // c.cp, make_parallel_mesh(c.mesh), c.rows(work), c.micro_batches, trees=c.trees)
+    step = TrainStep(
+        work.sizes,
+        16 // c.cp,
+        make_parallel_mesh(c.mesh),
+        c.rows(work),
+        c.micro_batches,
+        trees=c.trees,
+    )
     held, exact = bound(work, c).held, sum(step.bytes_held.values())
     assert held <= exact <= held + 8 * 4 * c.micro_batches * c.rows(work)  # the numbers of segments
     rows = math.ceil(work.rows * (1 - work.saved)) if c.trees else work.rows
@@ -93,17 +102,23 @@ def test_candidates_are_the_meshes_that_divide_the_model():
     work = qwen("v5p:4x4x4", V5P, 64, 128, 8192)
     found = list(candidates(work))
     meshes = {(c.dp * c.fsdp, c.cp, c.tp) for c in found}
-    expected = {tuple(int(part.split("=")[1]) for part in text.split(",")) for text in factorings(64)}
+    expected = {
+        tuple(int(part.split("=")[1]) for part in text.split(",")) for text in factorings(64)
+    }
     assert meshes == {mesh for mesh in expected if mesh[2] <= 8}  # key heads
     assert len(found) == len(set(found)) == 350
     assert all(c.dp * c.fsdp * c.micro_batches * c.rows(work) == 128 for c in found)
     as_trees = [c for c in candidates(dataclasses.replace(work, saved=0.6)) if c.trees]
-    assert {c.rows(dataclasses.replace(work, saved=0.6)) * 64 for c in as_trees if c.dp * c.fsdp == 64} == {64}
+    assert {
+        c.rows(dataclasses.replace(work, saved=0.6)) * 64 for c in as_trees if c.dp * c.fsdp == 64
+    } == {64}
 
 
 @pytest.mark.nightly
 def test_every_layout_of_the_context_axis_lowers_to_one_program():
-    """So that a search need not compile them: this attention multiplies whole rows, and its loss shifts nothing."""
+    """So that a search need not compile them: this attention multiplies whole rows, and its loss
+    shifts nothing.
+    """
 
     def lowered(layout):
         step = TrainStep(SMALL, 8, make_parallel_mesh("fsdp=2,cp=2,tp=2", context_layout=layout))
@@ -146,7 +161,9 @@ def test_nothing_that_a_bound_admits_is_dropped_without_a_word(random):
     unlikely = set(search.open()[1])
     assert all(search.bound(c).ms >= search.limit for c in left - unlikely)
     if unlikely:
-        assert f"not compiled: {len(unlikely)} plans that are expected to be slower" in table(search)
+        assert f"not compiled: {len(unlikely)} plans that are expected to be slower" in table(
+            search
+        )
 
 
 def test_what_cannot_fit_is_not_compiled():
@@ -155,7 +172,9 @@ def test_what_cannot_fit_is_not_compiled():
     large = qwen("v5e:8x8", V5E, 64, 64, 4096)
     search = Search(large)
     assert 0 < search.fitting < search.considered
-    assert set(search.open()[0]) == {c for c in candidates(large) if bound(large, c).bytes <= 16 * GIB}
+    assert set(search.open()[0]) == {
+        c for c in candidates(large) if bound(large, c).bytes <= 16 * GIB
+    }
 
 
 def test_the_heads_memory_is_tried_on_the_best_alone():
@@ -172,7 +191,13 @@ def a_search():
     """Two plans that fit, one that does not, one that the compiler refuses."""
     search = Search(TINY)
     first, second, third, fourth = search.open()[0][:4]
-    times = {"products": 60.0, "elementwise": 20.0, "copies": 5.0, "kernels": 0.0, "collectives": 15.0}
+    times = {
+        "products": 60.0,
+        "elementwise": 20.0,
+        "copies": 5.0,
+        "kernels": 0.0,
+        "collectives": 15.0,
+    }
     search.add(Found(second, int(15.5 * GIB), times | {"overlapped": 3.0, "collectives": 90.0}))
     search.add(Found(first, 4 * GIB, times | {"overlapped": 3.0}))
     search.add(Found(third, 20 * GIB, {}, "out of memory"))
@@ -182,7 +207,10 @@ def a_search():
 
 def test_the_table_says_what_limits_each_plan():
     search = a_search()
-    assert [limits(search, f) for f in search.best] == ["compute (products) 60%", "sums over devices 51%, memory"]
+    assert [limits(search, f) for f in search.best] == [
+        "compute (products) 60%",
+        "sums over devices 51%, memory",
+    ]
     head, counts, refused, left, empty, columns, *plans = table(search).splitlines()
     assert refused == "refused: no such mesh"
     assert head == "tiny, 2 rows of 64 tokens per step, v5e:2x2"
@@ -225,7 +253,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("flag", "value"), [(flag, value) for flag, values in BAD.items() for value in values])
+@pytest.mark.parametrize(
+    ("flag", "value"), [(flag, value) for flag, values in BAD.items() for value in values]
+)
 def test_a_bad_value_is_named_beside_its_flag(flag, value, capsys):
     with pytest.raises(SystemExit) as stopped:
         plan_pod.main(["--search", "--model", "qwen3-8b", f"{flag}={value}"])
@@ -239,7 +269,10 @@ def test_a_bad_value_is_named_beside_its_flag(flag, value, capsys):
     [
         (["--model", "gpt2"], "model: got gpt2, expected one of qwen3-0.6b"),
         (["--hidden-size=8", "--vocab-size=8"], "model: got None, expected one of"),
-        (["--model=qwen3-8b", "--step-tokens=100"], "--step-tokens: got 100, expected a multiple of the 8192"),
+        (
+            ["--model=qwen3-8b", "--step-tokens=100"],
+            "--step-tokens: got 100, expected a multiple of the 8192",
+        ),
         (["--model=qwen3-8b", "--train"], "--search: got --train beside it"),
     ],
 )
@@ -266,7 +299,15 @@ def test_a_topology_without_a_plan_is_one_line(topology, message, tmp_path, caps
 
 
 def test_the_command_prints_and_draws_what_was_kept(tmp_path, capsys):
-    arguments = ["--search", "--model", "qwen3-0.6b", "--topology", "v5e:4x4", "--cache", str(tmp_path)]
+    arguments = [
+        "--search",
+        "--model",
+        "qwen3-0.6b",
+        "--topology",
+        "v5e:4x4",
+        "--cache",
+        str(tmp_path),
+    ]
     arguments += ["--search-minutes", "1e-9"]
     work = work_of(plan_pod.parse(arguments))
     search = Search(work)
@@ -307,11 +348,19 @@ if __name__ == "__main__":
 
 @pytest.mark.nightly
 def test_a_killed_search_goes_on_where_it_was(tmp_path):
-    """Real compilations for four v5e chips: what was kept is not compiled again, and every bound holds."""
+    """Real compilations for four v5e chips: what was kept is not compiled again, and every bound
+    holds.
+    """
     script, kept = tmp_path / "search.py", tmp_path / "plans.jsonl"
     script.write_text(SEARCH)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent), *sys.path])}
-    command = {"args": [sys.executable, str(script), str(tmp_path)], "env": environment, "cwd": ROOT}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent), *sys.path])
+    }
+    command = {
+        "args": [sys.executable, str(script), str(tmp_path)],
+        "env": environment,
+        "cwd": ROOT,
+    }
     with subprocess.Popen(**command) as first:
         while first.poll() is None and not (kept.exists() and kept.read_text()):
             time.sleep(0.1)
@@ -326,7 +375,9 @@ def test_a_killed_search_goes_on_where_it_was(tmp_path):
     assert kept.read_text().startswith(f"{before}\n")
     assert not search.open()[0]
     assert table(search) == out.rstrip("\n")
-    assert {dataclasses.replace(f.candidate, memory=None) for f in search.best} == set(candidates(ONE_ROW))
+    assert {dataclasses.replace(f.candidate, memory=None) for f in search.best} == set(
+        candidates(ONE_ROW)
+    )
     assert (tmp_path / "plans.png").exists()
     for found in search.found.values():
         least = search.bound(found.candidate)
@@ -338,7 +389,8 @@ def test_a_killed_search_goes_on_where_it_was(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "c", [Candidate(cp=4), Candidate(fsdp=2, tp=2, trees=True), Candidate(cp=2, tp=2, micro_batches=2)]
+    "c",
+    [Candidate(cp=4), Candidate(fsdp=2, tp=2, trees=True), Candidate(cp=2, tp=2, micro_batches=2)],
 )
 def test_a_candidate_is_compiled_in_this_process(c):
     """The smallest plan for one described slice, with its times by kind."""

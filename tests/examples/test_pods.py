@@ -1,4 +1,6 @@
-"""How runs start on pods: the JobSet manifest, the xpk command, exit codes, and one process that owns all devices."""
+"""How runs start on pods: the JobSet manifest, the xpk command, exit codes, and one process that
+owns all devices.
+"""
 
 import math
 import re
@@ -32,9 +34,14 @@ def checked(path):
 
 
 def test_the_manifest_fits_the_schema(tmp_path):
-    """The fields that it uses, by a schema written here; what a cluster adds or admits is not known."""
+    """The fields that it uses, by a schema written here; what a cluster adds or admits is not
+    known.
+    """
     assert checked(MANIFEST).returncode == 0, checked(MANIFEST).stdout
-    for old, new in (("onJobFailureReasons", "onJobFailureReason"), ("maxRestarts: 50", "maxRestarts: many")):
+    for old, new in (
+        ("onJobFailureReasons", "onJobFailureReason"),
+        ("maxRestarts: 50", "maxRestarts: many"),
+    ):
         text = MANIFEST.read_text()
         assert old in text
         (tmp_path / "wrong.yaml").write_text(text.replace(old, new))
@@ -51,7 +58,12 @@ def test_the_manifest_fits_the_program():
     job, pod = replicated["template"]["spec"], replicated["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     execute, python, dash_m, module, *flags = shlex.split(container["args"][0])
-    assert (execute, python, dash_m, module) == ("exec", "python", "-m", "examples.trainer.train_grpo")
+    assert (execute, python, dash_m, module) == (
+        "exec",
+        "python",
+        "-m",
+        "examples.trainer.train_grpo",
+    )
     args = parse(flags)
     chips = math.prod(map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")))
     hosts = job["parallelism"]
@@ -62,7 +74,11 @@ def test_the_manifest_fits_the_program():
     assert args.out.is_relative_to(container["volumeMounts"][0]["mountPath"])
     assert container["volumeMounts"][0]["name"] == pod["volumes"][0]["name"]
     (rule,) = job["podFailurePolicy"]["rules"]
-    assert rule["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [2]}
+    assert rule["onExitCodes"] == {
+        "containerName": container["name"],
+        "operator": "In",
+        "values": [2],
+    }
     with pytest.raises(SystemExit) as stopped:
         parse(["--loss", "pop"])
     assert stopped.value.code == 2
@@ -74,7 +90,8 @@ def test_the_xpk_line_fits_the_program():
     words = shlex.split(re.search(r"^    (xpk workload create .*)$", page, re.MULTILINE)[1])
     options = dict(zip(words[3::2], words[4::2], strict=True))
     args = parse(shlex.split(options["--command"])[4:])
-    assert options["--tpu-type"] == f"v5p-{2 * mesh_size(args)}"  # of which xpk counts cores, two a chip
+    # of which xpk counts cores, two a chip
+    assert options["--tpu-type"] == f"v5p-{2 * mesh_size(args)}"
     assert args.distributed
     assert args.restartable
     assert {"1", str(TRY_AGAIN)} <= set(options["--restart-on-exit-codes"].split(","))
@@ -92,7 +109,9 @@ def steps_of(folder):
 
 @pytest.mark.nightly
 def test_a_scheduler_starts_one_command_again_until_it_is_done(tmp_path, monkeypatch):
-    """Told to stop before its first step, then after it; what an older start left without a checkpoint is deleted."""
+    """Told to stop before its first step, then after it; what an older start left without a
+    checkpoint is deleted.
+    """
     (tmp_path / "metrics.jsonl").write_text('{"step": 4711}\n')
     command = [*RUN, "--out", str(tmp_path), "--restartable"]
 
@@ -121,7 +140,9 @@ class NoCoordinator:
 
 @pytest.mark.nightly
 def test_a_single_controller_needs_no_coordinator(monkeypatch):
-    """One process that owns all devices, as under Pathways: batches, sums and results go by arrays alone."""
+    """One process that owns all devices, as under Pathways: batches, sums and results go by
+    arrays alone.
+    """
     monkeypatch.setattr(multihost, "coordinator", NoCoordinator)
     monkeypatch.setattr(jax.distributed, "initialize", NoCoordinator)
     multihost.start(num_processes=1)
@@ -133,8 +154,12 @@ def test_a_single_controller_needs_no_coordinator(monkeypatch):
     found = {}
     for mesh in (None, parallel):
         batch = batch_on(mesh)
-        found[mesh] = jax.jit(lambda *args, p=mesh: processes.step(p, *args))(processes.TABLE, processes.KERNEL, batch)
-    for one, many in zip(jax.tree.leaves(found[None]), jax.tree.leaves(found[parallel]), strict=True):
+        found[mesh] = jax.jit(lambda *args, p=mesh: processes.step(p, *args))(
+            processes.TABLE, processes.KERNEL, batch
+        )
+    for one, many in zip(
+        jax.tree.leaves(found[None]), jax.tree.leaves(found[parallel]), strict=True
+    ):
         assert_trees_close(many, one, rtol=1e-5, atol=1e-6)
     tokens = batch_on(parallel).tokens
     np.testing.assert_array_equal(multihost.whole(tokens), multihost.to_local(tokens, parallel))

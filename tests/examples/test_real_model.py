@@ -1,4 +1,6 @@
-"""A published model in the loop: its GGUF file as a folder, a task of one's own, worked turns, a part that learns."""
+"""A published model in the loop: its GGUF file as a folder, a task of one's own, worked turns, a
+part that learns.
+"""
 
 import importlib.util
 import json
@@ -33,11 +35,29 @@ def test_a_gguf_file_becomes_a_published_folder(tmp_path):
     for name, weights in tensors.items():
         np.testing.assert_array_equal(found[name], weights, err_msg=name)
     settings = json.loads((tmp_path / "folder" / "config.json").read_text())
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    for name in (*names, "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings"):
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    for name in (
+        *names,
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_theta",
+        "tie_word_embeddings",
+    ):
         assert settings[name] == config[name], name
     read = LlamaConfig.read(tmp_path / "folder")
-    assert (read.ends, read.vocab_size, read.normed, read.qkv_bias) == ((2,), len(tiny_gguf.TOKENS), False, False)
+    assert (read.ends, read.vocab_size, read.normed, read.qkv_bias) == (
+        (2,),
+        len(tiny_gguf.TOKENS),
+        False,
+        False,
+    )
 
 
 def test_its_tokenizer_splits_digits_and_asks_by_its_template(tmp_path):
@@ -65,7 +85,10 @@ def test_its_tokenizer_splits_digits_and_asks_by_its_template(tmp_path):
     ("options", "message"),
     [
         ({"architecture": "qwen2"}, "of the architecture 'qwen2', expected 'llama'"),
-        ({"pre": "llama-bpe"}, "got a tokenizer ('gpt2', 'llama-bpe'), expected ('gpt2', 'smollm')"),
+        (
+            {"pre": "llama-bpe"},
+            "got a tokenizer ('gpt2', 'llama-bpe'), expected ('gpt2', 'smollm')",
+        ),
         (
             {"rope_freqs.weight": np.ones(4, np.float32)},
             "got a tensor rope_freqs.weight, which the model does not have",
@@ -91,13 +114,20 @@ def test_without_the_package_it_says_what_is_missing(tmp_path, capsys):
 def test_which_is_larger():
     entries = [larger.question(i) for i in range(2000)]
     for entry in entries:
-        a, b = (int(word.strip(",?")) for word in entry["question"].split() if word.strip(",?").isdigit())
+        a, b = (
+            int(word.strip(",?"))
+            for word in entry["question"].split()
+            if word.strip(",?").isdigit()
+        )
         assert 10 <= a <= 99
         assert 10 <= b <= 99
         assert a // 10 != b // 10
         assert entry["answer"] == str(max(a, b))
         assert entry["id"] == tuple(sorted((a, b)))
-        scores = [larger.score(text, entry) for text in (f" {max(a, b)}\n", str(min(a, b)), f"{max(a, b)}.", "")]
+        scores = [
+            larger.score(text, entry)
+            for text in (f" {max(a, b)}\n", str(min(a, b)), f"{max(a, b)}.", "")
+        ]
         assert scores == [1, 0, 0, 0]
     assert 0.45 < np.mean([e["question"].split()[3] == e["answer"] for e in entries]) < 0.55
     assert larger.question(5) == larger.question(5)
@@ -106,7 +136,9 @@ def test_which_is_larger():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    tiny_llama.write(folder, model_type="llama", num_key_value_heads=1, head_dim=6, num_attention_heads=4)
+    tiny_llama.write(
+        folder, model_type="llama", num_key_value_heads=1, head_dim=6, num_attention_heads=4
+    )
     return folder
 
 
@@ -134,13 +166,19 @@ BAD = {
     "absent": (None, "which ends with FileNotFoundError"),
     "fails": ("1 / 0", "which ends with ZeroDivisionError (division by zero)"),
     "half": ("def question(i): return {}", "without a function score"),
-    "empty": ("def question(i): return {}\ndef score(t, e): return 0", "got {} from question(0) of"),
+    "empty": (
+        "def question(i): return {}\ndef score(t, e): return 0",
+        "got {} from question(0) of",
+    ),
     "alone": (
         "def question(i): return {'question': 'a', 'answer': 'b'}\ndef score(t, e): return 0",
         "got no question to train on among 1000, expected answers of at most",
     ),
     "letters": (
-        "def question(i): return {'question': f'{i} ä {i}', 'answer': 'b'}\ndef score(t, e): return 0",
+        (
+            "def question(i): return {'question': f'{i} ä {i}', 'answer': 'b'}\ndef score(t, e):"
+            " return 0"
+        ),
         "got 'ä' in a text, expected printable ASCII, or a model's tokenizer",
     ),
 }
@@ -160,15 +198,21 @@ def test_any_generator_of_reasoning_gym_and_no_other_name():
     task = Task("basic_arithmetic", 0, 4)
     questions, _ = task.take(0, 3)
     assert all(task.reward(q, q.answer) == 1 for q in questions)
-    with pytest.raises(ValueError, match="--task: got 'chess', expected one of spell_backward, chain_sum"):
+    with pytest.raises(
+        ValueError, match="--task: got 'chess', expected one of spell_backward, chain_sum"
+    ):
         Task("chess", 0, 4)
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("mesh", "prompts"), [("dp=2,cp=2,tp=2", 4), ("dp=8", 8)])
-def test_prompts_that_are_read_once_have_the_responses_of_prompts_that_are_read_for_each(mesh, prompts):
+def test_prompts_that_are_read_once_have_the_responses_of_prompts_that_are_read_for_each(
+    mesh, prompts
+):
     parallel = make_parallel_mesh(mesh)
-    config = ModelConfig(vocab_size=50, max_length=64, width=16, layers=2, heads=8, head_dim=4, mlp_width=32)
+    config = ModelConfig(
+        vocab_size=50, max_length=64, width=16, layers=2, heads=8, head_dim=4, mlp_width=32
+    )
     graphdef, params = create_model(config, parallel, 0)
     rng = np.random.default_rng(0)
     asked = rng.integers(4, 50, (prompts, 20)).astype(np.int32)
@@ -186,8 +230,30 @@ def test_prompts_that_are_read_once_have_the_responses_of_prompts_that_are_read_
     assert np.asarray(want.mask).any(axis=1).all()
 
 
-REAL = ["--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "0", "--learning-rate", "0.01"]
-REAL += ["--task", LARGER, "--shots", "1", "--train-layers", "1", "--ratio-to", "rollout", "--updates", "1"]
+REAL = [
+    "--prompts",
+    "4",
+    "--samples",
+    "4",
+    "--held-out",
+    "16",
+    "--sft-steps",
+    "0",
+    "--learning-rate",
+    "0.01",
+]
+REAL += [
+    "--task",
+    LARGER,
+    "--shots",
+    "1",
+    "--train-layers",
+    "1",
+    "--ratio-to",
+    "rollout",
+    "--updates",
+    "1",
+]
 REAL += ["--share-prefixes", "--entropy-coef", "0", "--seed", "1"]
 
 
@@ -195,12 +261,16 @@ REAL += ["--share-prefixes", "--entropy-coef", "0", "--seed", "1"]
 def test_the_last_layer_learns_and_nothing_else_costs_memory(folder, tmp_path, devices):
     args = parse([*REAL, "--model", str(folder), "--devices", str(devices), "--out", str(tmp_path)])
     run = set_up(args)
-    assert dict(run.learner.parallel.mesh.shape) == {"dp": devices, "cp": 1, "tp": 1}  # one key-value head
+    # one key-value head
+    assert dict(run.learner.parallel.mesh.shape) == {"dp": devices, "cp": 1, "tp": 1}
     frozen, before = jax.device_get((run.state.frozen, run.state.params))
     assert set(frozen) == {"embed_tokens", "layers"}
     assert {*frozen["layers"]} == {0}
     assert {*before["layers"]} == {1}
-    sizes = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (run.state.params, run.state.optimizer)]
+    sizes = [
+        sum(x.size for x in jax.tree.leaves(tree))
+        for tree in (run.state.params, run.state.optimizer)
+    ]
     assert sizes[1] - 2 * sizes[0] <= 2  # two moments of each parameter, and counts
     assert run.state.reference is None
     supervised(run, args)
@@ -210,7 +280,9 @@ def test_the_last_layer_learns_and_nothing_else_costs_memory(folder, tmp_path, d
         assert numbers["sampler_log_prob_abs_diff"] < 1e-5
         assert numbers["skipped"] == 0
     if numbers["gradient_norm"]:
-        moved = jax.tree.map(lambda x, y: float(np.abs(x - y).max()), before, jax.device_get(run.state.params))
+        moved = jax.tree.map(
+            lambda x, y: float(np.abs(x - y).max()), before, jax.device_get(run.state.params)
+        )
         assert max(jax.tree.leaves(moved)) > 1e-4
     for x, y in zip(jax.tree.leaves(frozen), jax.tree.leaves(run.state.frozen), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -218,20 +290,26 @@ def test_the_last_layer_learns_and_nothing_else_costs_memory(folder, tmp_path, d
 
 def test_rows_of_trees_are_as_long_as_they_need_to_be(folder, tmp_path):
     """Rows for two whole groups of the longest samples were ten times as long."""
-    args = parse([*REAL, "--model", str(folder), "--devices", "1", "--samples", "8", "--out", str(tmp_path)])
+    args = parse(
+        [*REAL, "--model", str(folder), "--devices", "1", "--samples", "8", "--out", str(tmp_path)]
+    )
     run = set_up(args)
     questions, _ = run.task.take(0, 4)
     samples = run.rollouts.sample(run.state.variables, questions, 8, jax.random.key(0), 1.0)
     batch = run.pack(samples)
     assert (np.asarray(batch.segment_ids) > 0).sum() > 0.6 * batch.tokens.size
-    assert sorted(np.asarray(batch.sample_ids)[np.asarray(batch.sample_ids) >= 0]) == list(range(32))
+    assert sorted(np.asarray(batch.sample_ids)[np.asarray(batch.sample_ids) >= 0]) == list(
+        range(32)
+    )
     whole = sum(len(sample.tokens) for sample in samples)
     assert batch.tokens.size < 0.25 * whole
 
 
 def test_a_run_of_a_frozen_part_goes_on_with_that_part_alone(folder, tmp_path, capsys):
     model, out = tmp_path / "model", tmp_path / "run"
-    tiny_llama.write(model, model_type="llama", num_key_value_heads=1, head_dim=6, num_attention_heads=4)
+    tiny_llama.write(
+        model, model_type="llama", num_key_value_heads=1, head_dim=6, num_attention_heads=4
+    )
     options = [*REAL, "--model", str(model), "--out", str(out), "--steps", "1"]
     assert main(options) == 0
     assert main([*options, "--resume"]) == 0
@@ -247,7 +325,10 @@ def test_a_run_of_a_frozen_part_goes_on_with_that_part_alone(folder, tmp_path, c
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--train-layers", "3"], "--train-layers: got 3, expected at most the 2 layers of the model"),
+        (
+            ["--train-layers", "3"],
+            "--train-layers: got 3, expected at most the 2 layers of the model",
+        ),
         (["--devices", "9"], "--devices: got 9, expected at most the 8 that there are"),
     ],
 )

@@ -1,4 +1,6 @@
-"""The page of a run: it has all valid records and no others, and no text of a run becomes markup."""
+"""The page of a run: it has all valid records and no others, and no text of a run becomes
+markup.
+"""
 
 import json
 import re
@@ -15,7 +17,15 @@ from tensorboardX.proto.event_pb2 import Event
 from examples.trainer.report import main
 from examples.trainer.report_page import CHARTS
 
-NAMES = ["reward", "kl", "entropy", "clip_fraction_last_update", "mismatch_kl", "tokens_per_second", "memory_gib"]
+NAMES = [
+    "reward",
+    "kl",
+    "entropy",
+    "clip_fraction_last_update",
+    "mismatch_kl",
+    "tokens_per_second",
+    "memory_gib",
+]
 
 
 def make_run(folder, lines=(), settings=None, steps=5):
@@ -34,7 +44,16 @@ def page_of(folder):
 
 def test_it_shows_every_curve_and_loads_nothing(tmp_path):
     read = page_of(make_run(tmp_path / "run"))
-    for text in ("Reward", "KL", "Entropy", "Clip fractions", "Mismatch", "Throughput", "Memory", "5 steps, 1 to 5"):
+    for text in (
+        "Reward",
+        "KL",
+        "Entropy",
+        "Clip fractions",
+        "Mismatch",
+        "Throughput",
+        "Memory",
+        "5 steps, 1 to 5",
+    ):
         assert text in read.texts, text
     assert read.tags.count("svg") == len(NAMES)
     assert read.texts.count("not recorded in this run") == 9  # of the charts, samples and the mesh
@@ -44,7 +63,9 @@ def test_it_shows_every_curve_and_loads_nothing(tmp_path):
 
 
 def test_a_browser_runs_no_script_of_it_and_loads_nothing(tmp_path):
-    run = make_run(tmp_path / "run", settings={"mesh": {"axes": {"dp": 1}, "devices": [0], "roles": {}}})
+    run = make_run(
+        tmp_path / "run", settings={"mesh": {"axes": {"dp": 1}, "devices": [0], "roles": {}}}
+    )
     assert set(browser_rules(page_of(run))) == {
         "default-src 'none'",
         "base-uri 'none'",
@@ -54,7 +75,9 @@ def test_a_browser_runs_no_script_of_it_and_loads_nothing(tmp_path):
 
 
 def test_a_curve_that_never_changes_is_told_in_words(tmp_path):
-    lines = [json.dumps({"step": i, "ratio_mean": 1.0, "skipped": 0, "reward": i}) for i in range(6, 9)]
+    lines = [
+        json.dumps({"step": i, "ratio_mean": 1.0, "skipped": 0, "reward": i}) for i in range(6, 9)
+    ]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines))
     read = page_of(tmp_path / "run")
@@ -64,10 +87,17 @@ def test_a_curve_that_never_changes_is_told_in_words(tmp_path):
 
 @pytest.mark.parametrize(
     ("values", "logarithmic"),
-    [((1e-14, 1e-3, 1.0), True), ((0.5, 2.0, 3.0), False), ((-1e-9, 3e-9, 1e-4), True), ((-1.0, 2.0, 3.0), False)],
+    [
+        ((1e-14, 1e-3, 1.0), True),
+        ((0.5, 2.0, 3.0), False),
+        ((-1e-9, 3e-9, 1e-4), True),
+        ((-1.0, 2.0, 3.0), False),
+    ],
 )
 def test_values_of_many_decades_have_a_log_axis(tmp_path, values, logarithmic):
-    """A linear axis shows nothing of 1e-14 beside 1; a label of the log axis has its exponent raised."""
+    """A linear axis shows nothing of 1e-14 beside 1; a label of the log axis has its exponent
+    raised.
+    """
     (tmp_path / "run").mkdir()
     lines = [json.dumps({"step": i, "mismatch_kl": x}) for i, x in enumerate(values)]
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines))
@@ -77,7 +107,10 @@ def test_values_of_many_decades_have_a_log_axis(tmp_path, values, logarithmic):
 
 def test_the_title_and_another_run_beside_it(tmp_path):
     settings = {"arguments": {"task": "gcd", "loss": "ppo", "mesh": None, "seed": 0, "prompts": 4}}
-    run, other = make_run(tmp_path / "run", settings=settings), make_run(tmp_path / "other", steps=9)
+    run, other = (
+        make_run(tmp_path / "run", settings=settings),
+        make_run(tmp_path / "other", steps=9),
+    )
     alone = page_of(run).texts
     assert "run: task gcd, loss ppo, seed 0" in alone
     assert main([str(run), "--beside", str(other)]) == 0
@@ -88,14 +121,30 @@ def test_the_title_and_another_run_beside_it(tmp_path):
 
 
 def test_rewards_are_rounded(tmp_path):
-    read = with_samples(tmp_path, json.dumps({"step": 1, "samples": [{"reward": 0.30000000000000004}]}))
+    read = with_samples(
+        tmp_path, json.dumps({"step": 1, "samples": [{"reward": 0.30000000000000004}]})
+    )
     assert "0.3" in read.texts
 
 
 def test_lines_that_are_torn_and_values_that_are_none(tmp_path):
-    lines = ['{"step": 6, "reward": null, "kl": "much", "entropy": NaN}', '{"step": 7, "reward": 1e999, "kl": [1]}']
-    lines += ['{"step": 8, "reward": 1' + "0" * 400 + "}", '{"step": 1' + "0" * 400 + ', "reward": 1}', '{"step": 9}']
-    lines += ["null", '{"rew', '{"step": "x"}', "\x00", '{"step": 2, "reward": -1e299}', '{"step": 10, "rew']
+    lines = [
+        '{"step": 6, "reward": null, "kl": "much", "entropy": NaN}',
+        '{"step": 7, "reward": 1e999, "kl": [1]}',
+    ]
+    lines += [
+        '{"step": 8, "reward": 1' + "0" * 400 + "}",
+        '{"step": 1' + "0" * 400 + ', "reward": 1}',
+        '{"step": 9}',
+    ]
+    lines += [
+        "null",
+        '{"rew',
+        '{"step": "x"}',
+        "\x00",
+        '{"step": 2, "reward": -1e299}',
+        '{"step": 10, "rew',
+    ]
     read = page_of(make_run(tmp_path, lines))
     assert "9 steps, 1 to 9; 5 lines of metrics.jsonl are no records" in read.texts
     assert "reward is no finite number in 3 steps: 6, 7, 8" in read.texts
@@ -106,7 +155,9 @@ def test_lines_that_are_torn_and_values_that_are_none(tmp_path):
 
 
 def test_lists_beyond_all_depth_are_no_record(tmp_path):
-    assert "1 lines of metrics.jsonl are no records" in " ".join(page_of(make_run(tmp_path, ["[" * 200_000])).texts)
+    assert "1 lines of metrics.jsonl are no records" in " ".join(
+        page_of(make_run(tmp_path, ["[" * 200_000])).texts
+    )
 
 
 def test_nothing_outside_the_run_is_written_through_a_link(tmp_path, capsys):
@@ -136,7 +187,9 @@ def test_text_is_no_markup(tmp_path):
     evil = "<script>$x_1$</script>&amp;\"'"
     mesh = {"axes": {evil: 1}, "devices": [evil], "roles": {evil: [evil]}, evil: evil}
     run = make_run(
-        tmp_path / "a<b>&", [json.dumps({"step": 6, evil: 1.0, "_x": None})], {evil: {evil: evil}, "mesh": mesh}
+        tmp_path / "a<b>&",
+        [json.dumps({"step": 6, evil: 1.0, "_x": None})],
+        {evil: {evil: evil}, "mesh": mesh},
     )
     read = page_of(run)
     assert "script" not in read.tags
@@ -155,8 +208,12 @@ def test_samples_are_shown_and_are_no_markup(tmp_path):
     evil = "</pre><script>alert(1)</script>&amp;\"'"
     read = with_samples(
         tmp_path,
-        json.dumps({"step": 1, "samples": [{"prompt": evil, "completion": "a\n b", "reward": 0.25}]}),
-        json.dumps({"step": 2, "samples": [{"prompt": "\ud800", "completion": evil, "reward": evil}]}),
+        json.dumps(
+            {"step": 1, "samples": [{"prompt": evil, "completion": "a\n b", "reward": 0.25}]}
+        ),
+        json.dumps(
+            {"step": 2, "samples": [{"prompt": "\ud800", "completion": evil, "reward": evil}]}
+        ),
     )
     assert "script" not in read.tags
     assert read.texts.count(evil) == 3
@@ -197,7 +254,11 @@ def test_settings_that_cannot_be_read(tmp_path, text):
 
 
 def test_devices_of_one_colour_hold_the_same(tmp_path):
-    mesh = {"axes": {"dp": 2, "cp": 1, "tp": 2}, "devices": [0, 2, 1, 3], "roles": {"data": ["dp"], "tensor": ["tp"]}}
+    mesh = {
+        "axes": {"dp": 2, "cp": 1, "tp": 2},
+        "devices": [0, 2, 1, 3],
+        "roles": {"data": ["dp"], "tensor": ["tp"]},
+    }
     read = page_of(make_run(tmp_path, settings={"mesh": mesh}, steps=0))
     assert "devices of one colour hold the same part of the parameters, of 2" in read.texts
     page = (tmp_path / "report.html").read_text()
@@ -212,7 +273,8 @@ def test_a_folder_that_is_no_run(tmp_path, capsys, name):
     assert main([str(tmp_path / name)]) == 2
     (error,) = said_by("examples.trainer.report", capsys)
     assert error.startswith(
-        f"examples.trainer.report: error: run: got {tmp_path / name}, expected the --out folder of a run"
+        f"examples.trainer.report: error: run: got {tmp_path / name}, expected the --out folder of"
+        " a run"
     )
 
 
@@ -232,22 +294,31 @@ def test_events_read_back_as_they_were_written(tmp_path):
     for _ in range(2):  # the second report replaces the first one's events
         assert main([str(run)]) == 0
     (path,) = (run / "tensorboard").iterdir()
-    expected = {(name, step): step + 0.25 for name in NAMES for step in range(1, 6)} | {("kl", 6): 0.5}
+    expected = {(name, step): step + 0.25 for name in NAMES for step in range(1, 6)} | {
+        ("kl", 6): 0.5
+    }
     assert scalars(path) == expected
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium"
+)
 def test_chromium_shows_it(tmp_path):
     run = make_run(tmp_path / "run", settings={"arguments": {"task": "gcd"}}, steps=40)
     assert main([str(run)]) == 0
 
     address = f"file://{run / 'report.html'}"
-    read = Read(re.sub(r"<(path|use|rect)([^>]*)></\1>", r"<\1\2/>", chromium(tmp_path, address, "--dump-dom")))
+    read = Read(
+        re.sub(
+            r"<(path|use|rect)([^>]*)></\1>", r"<\1\2/>", chromium(tmp_path, address, "--dump-dom")
+        )
+    )
     assert read.tags.count("svg") == len(NAMES)
     assert {"Throughput", "GRPO step", "40 steps, 1 to 40", "gcd"} <= set(read.texts)
     chromium(tmp_path, address, f"--screenshot={tmp_path / 'page.png'}")
     pixels = image.imread(tmp_path / "page.png")[..., :3]
-    blue = np.abs(pixels - np.array([31, 119, 180]) / 255).max(axis=-1) < 0.1  # matplotlib's first colour
+    # matplotlib's first colour
+    blue = np.abs(pixels - np.array([31, 119, 180]) / 255).max(axis=-1) < 0.1
     assert blue.any(axis=0).sum() > 600  # curves in both columns
     assert blue.any(axis=1).sum() > 400

@@ -1,4 +1,6 @@
-"""The example's models on rows that are trees: loss, metrics and gradients of the same samples whole, on any mesh."""
+"""The example's models on rows that are trees: loss, metrics and gradients of the same samples
+whole, on any mesh.
+"""
 
 import dataclasses
 import functools
@@ -27,7 +29,9 @@ from sharding.testing import factorings
 
 SAMPLES = three_levels(0)
 LENGTH = 160
-SMALL = ModelConfig(vocab_size=50, max_length=64, width=16, layers=2, heads=8, head_dim=4, mlp_width=32)
+SMALL = ModelConfig(
+    vocab_size=50, max_length=64, width=16, layers=2, heads=8, head_dim=4, mlp_width=32
+)
 
 
 def model_on(kind, parallel, folder):
@@ -42,7 +46,9 @@ def model_on(kind, parallel, folder):
 def step(graphdef, params, batch, parallel):
     """Loss, metrics and gradients of a step whose advantages are GAE's and the group's."""
     rewards = advantages.token_rewards(batch.rewards, batch, parallel=parallel)
-    by_token, _ = advantages.gae(rewards, batch.values, batch, gamma=0.9, lam=0.8, parallel=parallel)
+    by_token, _ = advantages.gae(
+        rewards, batch.values, batch, gamma=0.9, lam=0.8, parallel=parallel
+    )
     # each part has a reward of its own here, so it counts as a rollout of its own
     by_group = advantages.grpo(batch.rewards, batch.group_ids, parallel=parallel)
     total = by_token + advantages.spread(by_group, batch, parallel=parallel)
@@ -52,7 +58,9 @@ def step(graphdef, params, batch, parallel):
         model = nnx.merge(graphdef, params)
         hidden = model(batch.tokens, batch.positions, context_attention(batch.paths, parallel))
         head = Head.of(model.head, vocab_size=50)
-        return policy_loss_from_hidden(hidden, head, batch, config_of("ppo", "rollout_mean"), parallel=parallel)
+        return policy_loss_from_hidden(
+            hidden, head, batch, config_of("ppo", "rollout_mean"), parallel=parallel
+        )
 
     (loss, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
     return loss, finalize_metrics(metrics), gradients
@@ -63,7 +71,9 @@ def run(kind, mesh, layout, folder, *, trees):
     parallel = make_parallel_mesh(mesh or "dp=1", context_layout=layout, devices=devices)
     graphdef, params = model_on(kind, parallel, folder)
     batch = both(SAMPLES, row_length=LENGTH, parallel=parallel)[trees].put(parallel)
-    return jax.device_get(jax.jit(functools.partial(step, graphdef, parallel=parallel))(params, batch))
+    return jax.device_get(
+        jax.jit(functools.partial(step, graphdef, parallel=parallel))(params, batch)
+    )
 
 
 @functools.cache
@@ -78,7 +88,8 @@ def folder(tmp_path_factory):
 
 CASES = [*itertools.product(("decoder", "qwen3", "gemma3"), factorings(8), LAYOUTS)]
 NORMS = {"decoder": 4, "qwen3": 4, "gemma3": 24}  # in all layers, beside those of queries and keys
-MOST = {"decoder": 8, "qwen3": 2, "gemma3": 1}  # tensor shards: they divide the heads of keys and values
+# tensor shards: they divide the heads of keys and values
+MOST = {"decoder": 8, "qwen3": 2, "gemma3": 1}
 CASES = [case for case in CASES if int(case[1].rpartition("tp=")[2]) <= MOST[case[0]]]
 # by day each layout, over shards of data, context and tensor
 DAY = {
@@ -102,7 +113,9 @@ def test_same_loss_metrics_and_gradients(kind, mesh, layout, folder):
     assert metrics.keys() == numbers.keys()
     for name, value in numbers.items():
         np.testing.assert_allclose(metrics[name], value, rtol=2e-5, atol=1e-6, err_msg=name)
-    for (path, got), want in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(slopes), strict=True):
+    for (path, got), want in zip(
+        jax.tree.leaves_with_path(gradients), jax.tree.leaves(slopes), strict=True
+    ):
         allowed = 5e-7 * NORMS[kind] * np.abs(want).max()  # each divides a sum in another order
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=allowed, err_msg=str(path))
 
@@ -114,7 +127,10 @@ def test_there_is_less_to_compute():
 
 def arrays(batch, size=16, heads=2):
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=(*batch.tokens.shape, heads, size)), jnp.float32) for _ in range(3)]
+    return [
+        jnp.asarray(rng.normal(size=(*batch.tokens.shape, heads, size)), jnp.float32)
+        for _ in range(3)
+    ]
 
 
 def test_the_mask_of_jax_nn():
@@ -122,7 +138,9 @@ def test_the_mask_of_jax_nn():
     q, k, v = arrays(batch)
     mask = batch.paths.attends(batch.paths)[:, None]
     found = jax.nn.dot_product_attention(q, k, v, mask=mask)
-    np.testing.assert_allclose(found, attention(q, k, v, batch.paths, batch.paths), rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(
+        found, attention(q, k, v, batch.paths, batch.paths), rtol=2e-5, atol=2e-6
+    )
 
 
 def test_the_mask_of_splash_attention():
@@ -133,7 +151,9 @@ def test_the_mask_of_splash_attention():
     def row(q, k, v, mask):
         blocks = splash.BlockSizes(block_q=128, block_kv=128, block_kv_compute=128)
         of_heads = jnp.broadcast_to(mask, (2, *mask.shape))
-        kernel = splash.make_splash_mha(of_heads, block_sizes=blocks, head_shards=1, q_seq_shards=1, interpret=True)
+        kernel = splash.make_splash_mha(
+            of_heads, block_sizes=blocks, head_shards=1, q_seq_shards=1, interpret=True
+        )
         return kernel(q * 128**-0.5, k, v)
 
     masks = batch.paths.attends(batch.paths)
@@ -144,14 +164,27 @@ def test_the_mask_of_splash_attention():
 
 
 def test_a_model_with_a_recurrent_state(tmp_path):
-    options = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "8"]
+    options = [
+        "--width",
+        "16",
+        "--layers",
+        "1",
+        "--prompts",
+        "4",
+        "--samples",
+        "4",
+        "--held-out",
+        "8",
+    ]
     made = set_up(parse([*options, "--share-prefixes", "--out", str(tmp_path)]))
     batch = made.pack(made.rollouts.own(SAMPLES[:8]))
     assert batch.parents is not None
     model = nnx.merge(made.learner.graphdef, made.state.params)
     type(model).recurrent = True
     try:
-        with pytest.raises(ValueError, match="batch: got rows packed as trees for a model with recurrent state"):
+        with pytest.raises(
+            ValueError, match="batch: got rows packed as trees for a model with recurrent state"
+        ):
             made.learner.token_stats(made.state.variables, batch)
     finally:
         del type(model).recurrent

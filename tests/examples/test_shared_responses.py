@@ -1,4 +1,6 @@
-"""A decoder on rows that share response tokens: loss, metrics and gradients of the same samples whole, on any mesh."""
+"""A decoder on rows that share response tokens: loss, metrics and gradients of the same samples
+whole, on any mesh.
+"""
 
 import functools
 import itertools
@@ -13,7 +15,14 @@ from tables import sampled
 
 from examples.trainer.attention import context_attention
 from examples.trainer.model import ModelConfig, create_model
-from jaxppo import Head, RolloutBatch, finalize_metrics, log_probs_from_hidden, policy_loss, policy_loss_from_hidden
+from jaxppo import (
+    Head,
+    RolloutBatch,
+    finalize_metrics,
+    log_probs_from_hidden,
+    policy_loss,
+    policy_loss_from_hidden,
+)
 from jaxppo.batch.token_trees import TokenTrees
 from sharding import make_parallel_mesh
 from sharding.axes import LAYOUTS
@@ -21,7 +30,9 @@ from sharding.testing import factorings
 
 SAMPLES = forked(0).samples
 LENGTH = 160
-SMALL = ModelConfig(vocab_size=V, max_length=64, width=16, layers=2, heads=8, head_dim=4, mlp_width=32)
+SMALL = ModelConfig(
+    vocab_size=V, max_length=64, width=16, layers=2, heads=8, head_dim=4, mlp_width=32
+)
 KINDS = {"ppo": config_of("ppo"), "gspo": config_of("gspo", "rollout_mean")}
 
 
@@ -32,15 +43,21 @@ def hidden_of(model, batch, parallel):
 def whole(config, parallel, graphdef, params, batch):
     model = nnx.merge(graphdef, params)
     head = Head.of(model.head, vocab_size=V)
-    return policy_loss_from_hidden(hidden_of(model, batch, parallel), head, batch, config, parallel=parallel)
+    return policy_loss_from_hidden(
+        hidden_of(model, batch, parallel), head, batch, config, parallel=parallel
+    )
 
 
 def shared(config, parallel, graphdef, params, trees):
     model = nnx.merge(graphdef, params)
     rows = trees.rows
     given = hidden_of(model, rows, parallel), Head.of(model.head, vocab_size=V), rows.targets
-    stats = log_probs_from_hidden(*given, where=rows.loss_mask > 0, entropy="bonus", parallel=parallel)
-    return policy_loss(trees.to_batch(stats, parallel=parallel), trees.batch, config, parallel=parallel)
+    stats = log_probs_from_hidden(
+        *given, where=rows.loss_mask > 0, entropy="bonus", parallel=parallel
+    )
+    return policy_loss(
+        trees.to_batch(stats, parallel=parallel), trees.batch, config, parallel=parallel
+    )
 
 
 def run(loss_of, pack, kind, mesh, layout):
@@ -77,5 +94,9 @@ def test_same_loss_metrics_and_gradients(kind, mesh, layout):
     assert metrics.keys() == numbers.keys()
     for name, value in numbers.items():
         np.testing.assert_allclose(metrics[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
-    for (path, got), want in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(slopes), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=4e-6 * np.abs(want).max(), err_msg=str(path))
+    for (path, got), want in zip(
+        jax.tree.leaves_with_path(gradients), jax.tree.leaves(slopes), strict=True
+    ):
+        np.testing.assert_allclose(
+            got, want, rtol=1e-4, atol=4e-6 * np.abs(want).max(), err_msg=str(path)
+        )

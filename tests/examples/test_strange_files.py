@@ -1,4 +1,6 @@
-"""Files that others wrote or changed: pipes, lines that are cut, checkpoints of odd contents whose digests fit."""
+"""Files that others wrote or changed: pipes, lines that are cut, checkpoints of odd contents
+whose digests fit.
+"""
 
 import hashlib
 import json
@@ -22,7 +24,9 @@ NOTES = {"accuracy_after_sft": 0.5, "sft_done": 2, "position": 40}
 
 
 def state(step=1):
-    return TrainState({"w": jnp.arange(4.0)}, {"m": jnp.zeros(4)}, None, jnp.zeros(2, jnp.uint32), jnp.int32(step))
+    return TrainState(
+        {"w": jnp.arange(4.0)}, {"m": jnp.zeros(4)}, None, jnp.zeros(2, jnp.uint32), jnp.int32(step)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +41,12 @@ def saved(tmp_path_factory):
 def sealed(folder, lines=None):
     """Gives a checkpoint the digests of what is in it, or other lines with their right digest."""
     if lines is None:
-        names = sorted(line.split("  ", 1)[1] for line in (folder / SUMS).read_text().splitlines()[:-1])
-        lines = "".join(f"{hashlib.sha256((folder / n).read_bytes()).hexdigest()}  {n}\n" for n in names).encode()
+        names = sorted(
+            line.split("  ", 1)[1] for line in (folder / SUMS).read_text().splitlines()[:-1]
+        )
+        lines = "".join(
+            f"{hashlib.sha256((folder / n).read_bytes()).hexdigest()}  {n}\n" for n in names
+        ).encode()
     (folder / SUMS).write_bytes(lines + b"# " + hashlib.sha256(lines).hexdigest().encode() + b"\n")
 
 
@@ -50,33 +58,66 @@ CONTENTS = {
     "nothing": (None, f"1, {WHOLE} of format {FORMAT}"),
     "no format": ({}, f"1, {WHOLE} of format {FORMAT}"),
     "a format of a list": (INFO | {"format": [4]}, f"1, {WHOLE} of format {FORMAT}"),
-    "a format of another kind": (INFO | {"format": float(FORMAT)}, f"1, {WHOLE} of format {FORMAT}"),
-    "no step": ({k: v for k, v in INFO.items() if k != "step"}, "a copy of the checkpoint of step None, expected that"),
-    "a step of another kind": (INFO | {"step": True}, "a copy of the checkpoint of step True, expected that of 1"),
+    "a format of another kind": (
+        INFO | {"format": float(FORMAT)},
+        f"1, {WHOLE} of format {FORMAT}",
+    ),
+    "no step": (
+        {k: v for k, v in INFO.items() if k != "step"},
+        "a copy of the checkpoint of step None, expected that",
+    ),
+    "a step of another kind": (
+        INFO | {"step": True},
+        "a copy of the checkpoint of step True, expected that of 1",
+    ),
     "no identity": (
         {k: v for k, v in INFO.items() if k != "identity"},
         f"without the identity and the notes of a run, {WHOLE}",
     ),
-    "an identity of a list": (INFO | {"identity": ["seed"]}, f"without the identity and the notes of a run, {WHOLE}"),
-    "another identity": (INFO | {"identity": {"seed": 1}}, "of another model or run, seed=1, expected 0, in"),
+    "an identity of a list": (
+        INFO | {"identity": ["seed"]},
+        f"without the identity and the notes of a run, {WHOLE}",
+    ),
+    "another identity": (
+        INFO | {"identity": {"seed": 1}},
+        "of another model or run, seed=1, expected 0, in",
+    ),
     "no notes": (
         {k: v for k, v in INFO.items() if k != "notes"},
         f"without the identity and the notes of a run, {WHOLE}",
     ),
-    "notes of a text": (INFO | {"notes": "x"}, f"without the identity and the notes of a run, {WHOLE}"),
+    "notes of a text": (
+        INFO | {"notes": "x"},
+        f"without the identity and the notes of a run, {WHOLE}",
+    ),
     "a note too few": (
         INFO | {"notes": {"accuracy_after_sft": 0.5, "sft_done": 2}},
         f"1 with position 'nothing', {WHOLE}",
     ),
-    "a position of a text": (INFO | {"notes": NOTES | {"position": "40"}}, f"1 with position '40', {WHOLE}"),
-    "a position below 0": (INFO | {"notes": NOTES | {"position": -1}}, f"1 with position -1, {WHOLE}"),
-    "a position that is none": (INFO | {"notes": NOTES | {"position": 1e30}}, f"1 with position 1e+30, {WHOLE}"),
-    "steps that are true": (INFO | {"notes": NOTES | {"sft_done": True}}, f"1 with sft_done True, {WHOLE}"),
+    "a position of a text": (
+        INFO | {"notes": NOTES | {"position": "40"}},
+        f"1 with position '40', {WHOLE}",
+    ),
+    "a position below 0": (
+        INFO | {"notes": NOTES | {"position": -1}},
+        f"1 with position -1, {WHOLE}",
+    ),
+    "a position that is none": (
+        INFO | {"notes": NOTES | {"position": 1e30}},
+        f"1 with position 1e+30, {WHOLE}",
+    ),
+    "steps that are true": (
+        INFO | {"notes": NOTES | {"sft_done": True}},
+        f"1 with sft_done True, {WHOLE}",
+    ),
     "an accuracy of NaN": (
         INFO | {"notes": NOTES | {"accuracy_after_sft": float("nan")}},
         f"accuracy_after_sft nan, {WHOLE}",
     ),
-    "an accuracy of a list": (INFO | {"notes": NOTES | {"accuracy_after_sft": []}}, f"accuracy_after_sft [], {WHOLE}"),
+    "an accuracy of a list": (
+        INFO | {"notes": NOTES | {"accuracy_after_sft": []}},
+        f"accuracy_after_sft [], {WHOLE}",
+    ),
 }
 
 
@@ -104,21 +145,26 @@ def test_the_same_contents_sealed_again_are_read(saved, tmp_path):
     np.testing.assert_array_equal(found.params["w"], np.arange(4))
 
 
-@pytest.mark.parametrize("lines", [b"one word\n", b"\xff\xfe  info/metadata\n", b"\n\n", b"0  ../../outside\n", b""])
+@pytest.mark.parametrize(
+    "lines", [b"one word\n", b"\xff\xfe  info/metadata\n", b"\n\n", b"0  ../../outside\n", b""]
+)
 def test_odd_digests_with_a_right_digest_of_their_own(saved, tmp_path, lines):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     sealed(tmp_path / "1", lines)
     assert WHOLE in refusal(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from readers that Orbax abandons
+# from readers that Orbax abandons
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_arrays_of_another_step_or_shape(saved, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     checkpoints = Checkpoints(tmp_path / "other", {"seed": 0})
     checkpoints.save(state(7), 1, NOTES)
     checkpoints.wait()
     assert "1 with the arrays of step 7, expected 1" in refusal(tmp_path / "other")
-    wide = TrainState({"w": jnp.zeros(5)}, {"m": jnp.zeros(4)}, None, jnp.zeros(2, jnp.uint32), jnp.int32(1))
+    wide = TrainState(
+        {"w": jnp.zeros(5)}, {"m": jnp.zeros(4)}, None, jnp.zeros(2, jnp.uint32), jnp.int32(1)
+    )
     assert f"1, {WHOLE}" in refusal(tmp_path, wide)
 
 
@@ -134,14 +180,23 @@ def a_run(folder, lines=()):
     return folder
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "settings.json", "samples.jsonl", "tokens.jsonl", "report.html.new"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "settings.json", "samples.jsonl", "tokens.jsonl", "report.html.new"]
+)
 def test_pipes_in_a_run_are_not_waited_for(tmp_path, name, capsys):
     piped(a_run(tmp_path / "run") / name)
     assert report.main([str(tmp_path / "run")]) == (2 if name == "metrics.jsonl" else 0)
-    assert compare_runs.main([str(tmp_path / "run"), "--out", str(tmp_path / "x.png")]) == (name == "metrics.jsonl") * 2
+    assert (
+        compare_runs.main([str(tmp_path / "run"), "--out", str(tmp_path / "x.png")])
+        == (name == "metrics.jsonl") * 2
+    )
     if name == "metrics.jsonl":
         errors = capsys.readouterr().err
-        assert errors.count("examples.trainer.report: error: ") == errors.count("compare_runs: error: ") == 1
+        assert (
+            errors.count("examples.trainer.report: error: ")
+            == errors.count("compare_runs: error: ")
+            == 1
+        )
 
 
 def test_a_pipe_in_a_checkpoint_is_not_waited_for(saved, tmp_path):
@@ -165,7 +220,12 @@ def test_a_pipe_as_the_plans_of_a_search_is_refused(tmp_path):
 
 def test_curves_of_a_run_that_was_killed(tmp_path, capsys):
     """The last line is cut, one is no record, a reward is null, and a step was run twice."""
-    lines = ['{"step": 31, "reward": null}', '{"step": 30, "reward": 0.5}', "[]", '{"step": 32, "rew']
+    lines = [
+        '{"step": 31, "reward": null}',
+        '{"step": 30, "reward": 0.5}',
+        "[]",
+        '{"step": 32, "rew',
+    ]
     run = a_run(tmp_path / "_run", lines)
     assert compare_runs.main([str(run), "--out", str(tmp_path / "x.png")]) == 0
     told = "compare_runs: _run: 2 lines of metrics.jsonl are no records"

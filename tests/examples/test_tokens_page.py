@@ -1,4 +1,6 @@
-"""What a run keeps of its samples' tokens, and the page of it: true numbers, no line twice, no text as markup."""
+"""What a run keeps of its samples' tokens, and the page of it: true numbers, no line twice, no
+text as markup.
+"""
 
 import html
 import json
@@ -27,9 +29,22 @@ from jaxppo import RolloutBatch, Sample
 from jaxppo.losses.explain import ExplainedTokens, by_sample
 from sharding import make_parallel_mesh
 
-RUN = [*tiny_runs.TINY, "--sft-steps", "12", "--learning-rate", "0.01", "--steps", "3", "--checkpoint-every", "2"]
+RUN = [
+    *tiny_runs.TINY,
+    "--sft-steps",
+    "12",
+    "--learning-rate",
+    "0.01",
+    "--steps",
+    "3",
+    "--checkpoint-every",
+    "2",
+]
 ALL = 16  # samples of a step
-EVIL = "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>&lt;\"'\x00\u2028\u202e\ud800"
+EVIL = (
+    "</script><script>alert(1)</script><!--<img src=x"
+    " onerror=alert(1)>&lt;\"'\x00\u2028\u202e\ud800"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,9 +56,27 @@ def programs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder of a run on dp=2,cp=2,tp=2 with one update a step. The tokens of all samples are explained."""
+    """The folder of a run on dp=2,cp=2,tp=2 with one update a step.
+
+    The tokens of all samples are explained.
+    """
     folder = tmp_path_factory.mktemp("run")
-    assert train([*RUN, "--updates", "1", "--explain", str(ALL), "--kl-coef", "0.1", "--out", str(folder)]) == 0
+    assert (
+        train(
+            [
+                *RUN,
+                "--updates",
+                "1",
+                "--explain",
+                str(ALL),
+                "--kl-coef",
+                "0.1",
+                "--out",
+                str(folder),
+            ]
+        )
+        == 0
+    )
     return folder
 
 
@@ -60,7 +93,9 @@ def total(record, name):
 
 def test_contributions_of_all_samples_sum_to_the_loss(finished):
     found, steps = tokens_of(finished), tiny_runs.records(finished)
-    assert sorted((x["step"], x["sample_id"]) for x in found) == [(i, j) for i in (1, 2, 3) for j in range(ALL)]
+    assert sorted((x["step"], x["sample_id"]) for x in found) == [
+        (i, j) for i in (1, 2, 3) for j in range(ALL)
+    ]
     for numbers in steps:
         of_step = [x for x in found if x["step"] == numbers["step"]]
         contributions = [total(x, "contribution") for x in of_step]
@@ -68,7 +103,9 @@ def test_contributions_of_all_samples_sum_to_the_loss(finished):
         assert sum(contributions) == pytest.approx(numbers["loss"], abs=1e-5 * scale)
         assert np.mean([x["reward"] for x in of_step]) == pytest.approx(numbers["reward"], rel=1e-5)
         lengths = sum(sum(x["loss_mask"]) for x in of_step)
-        assert sum(total(x, "kl") for x in of_step) / lengths == pytest.approx(numbers["kl"], rel=1e-4, abs=1e-7)
+        assert sum(total(x, "kl") for x in of_step) / lengths == pytest.approx(
+            numbers["kl"], rel=1e-4, abs=1e-7
+        )
 
 
 def test_lists_have_one_length_and_texts_are_those_of_the_sample(finished):
@@ -76,14 +113,28 @@ def test_lists_have_one_length_and_texts_are_those_of_the_sample(finished):
     found = tokens_of(finished)
     for record in found:
         lists = {name: x for name, x in record.items() if isinstance(x, list)}
-        assert {*lists} >= {"text", "ratio", "advantages", "weight", "loss/policy", "loss/kl", "loss/entropy"}
+        assert {*lists} >= {
+            "text",
+            "ratio",
+            "advantages",
+            "weight",
+            "loss/policy",
+            "loss/kl",
+            "loss/entropy",
+        }
         assert {len(x) for x in lists.values()} == {len(record["tokens"])}
         lost = [reason == "masked" for reason in record["reason"]]
         assert lost == [mask == 0 for mask in record["loss_mask"]]
     for step in texts:
-        kept = {x["before"] + "".join(x["text"]): x["reward"] for x in found if x["step"] == step["step"]}
+        kept = {
+            x["before"] + "".join(x["text"]): x["reward"]
+            for x in found
+            if x["step"] == step["step"]
+        }
         for sample in step["samples"]:
-            assert kept[sample["prompt"] + sample["completion"]] == pytest.approx(sample["reward"], rel=1e-5)
+            assert kept[sample["prompt"] + sample["completion"]] == pytest.approx(
+                sample["reward"], rel=1e-5
+            )
 
 
 def explained_step(folder, *options):
@@ -97,7 +148,9 @@ def explained_step(folder, *options):
 TREES = ["--share-prefixes", "--loss", "clip_cov"]
 
 
-@pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.nightly), TREES], ids=["rows", "trees"])
+@pytest.mark.parametrize(
+    "options", [pytest.param([], marks=pytest.mark.nightly), TREES], ids=["rows", "trees"]
+)
 def test_sums_over_a_sample_are_those_of_by_sample(tmp_path, options):
     run, found, _ = explained_step(tmp_path, "--explain", "5", *options)
     chosen = run.explained
@@ -127,8 +180,15 @@ def check_same(found, expected):
 def test_tokens_do_not_depend_on_mesh_and_layout(tmp_path):
     options = ["--explain", str(ALL)]
     _, whole, numbers = explained_step(tmp_path / "a", *options)
-    _, other, _ = explained_step(tmp_path / "b", *options, "--mesh", "dp=1,cp=4,tp=2", "--context-layout", "zigzag")
-    ratios = [x for sample in whole for x, mask in zip(sample["ratio"], sample["loss_mask"], strict=True) if mask]
+    _, other, _ = explained_step(
+        tmp_path / "b", *options, "--mesh", "dp=1,cp=4,tp=2", "--context-layout", "zigzag"
+    )
+    ratios = [
+        x
+        for sample in whole
+        for x, mask in zip(sample["ratio"], sample["loss_mask"], strict=True)
+        if mask
+    ]
     for of, name in ((max, "ratio_max_last_update"), (np.mean, "ratio_mean_last_update")):
         assert abs(numbers[name] - 1) > 1e-3  # as it is in the first of two updates
         assert of(ratios) == pytest.approx(numbers[name], rel=1e-5)
@@ -142,23 +202,42 @@ def test_two_processes_keep_what_one_keeps(tmp_path):
     options = [*RUN, "--sft-steps", "0", "--mesh", "dp=8", "--steps", "1"]
     command = [sys.executable, "-m", "examples.trainer.train_grpo", *options, "--processes", "2"]
     root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(quick=True)}
-    subprocess.run([*command, "--out", str(tmp_path / "two")], env=environment, cwd=root, check=True, timeout=300)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": root,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla_flags(quick=True),
+    }
+    subprocess.run(
+        [*command, "--out", str(tmp_path / "two")],
+        env=environment,
+        cwd=root,
+        check=True,
+        timeout=300,
+    )
     assert train([*options, "--out", str(tmp_path / "one")]) == 0
     check_same(tokens_of(tmp_path / "two"), tokens_of(tmp_path / "one"))
 
 
 @pytest.mark.parametrize(
-    ("count", "step", "expected"), [(3, 0, [0, 3, 6]), (3, 8, [8, 2, 5]), (9, 1, [1, 2, 3, 4, 5, 6, 7, 8, 0])]
+    ("count", "step", "expected"),
+    [(3, 0, [0, 3, 6]), (3, 8, [8, 2, 5]), (9, 1, [1, 2, 3, 4, 5, 6, 7, 8, 0])],
 )
 def test_other_samples_at_each_step(count, step, expected):
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
-    samples = [Sample([i // 3, 10 + i, 20 + i], 1, sample_id=i, group_id=i // 3, reward=float(i)) for i in range(9)]
-    batch = RolloutBatch.from_samples(samples, row_length=8, rows=6, parallel=parallel).put(parallel)
+    samples = [
+        Sample([i // 3, 10 + i, 20 + i], 1, sample_id=i, group_id=i // 3, reward=float(i))
+        for i in range(9)
+    ]
+    batch = RolloutBatch.from_samples(samples, row_length=8, rows=6, parallel=parallel).put(
+        parallel
+    )
     reason = jnp.where(batch.loss_mask > 0, 0, 2)
     found = ExplainedTokens({"twice": 2.0 * batch.targets}, reason, ("", "padding", "masked"))
     choose = partial(explained.choose, count=count, parallel=parallel)
-    chosen = jax.jit(lambda found, batch, step: choose(found, batch, step=step))(found, batch, jnp.int32(step))
+    chosen = jax.jit(lambda found, batch, step: choose(found, batch, step=step))(
+        found, batch, jnp.int32(step)
+    )
     made = explained.records(chosen, step, Tokenizer("", ""))
     assert [x["sample_id"] for x in made] == expected
     for record, i in zip(made, expected, strict=True):
@@ -190,7 +269,17 @@ def test_a_run_that_goes_on_has_each_line_once(finished, tmp_path, torn):
     shutil.rmtree(tmp_path / "checkpoints" / "3")
     lines = (tmp_path / "tokens.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "tokens.jsonl").write_text("".join(lines[: 2 * ALL + 5]) + torn)
-    options = ["--updates", "1", "--explain", str(ALL), "--kl-coef", "0.1", "--out", str(tmp_path), "--resume"]
+    options = [
+        "--updates",
+        "1",
+        "--explain",
+        str(ALL),
+        "--kl-coef",
+        "0.1",
+        "--out",
+        str(tmp_path),
+        "--resume",
+    ]
     assert train([*RUN, *options]) == 0
     assert (tmp_path / "tokens.jsonl").read_text() == "".join(lines)
 
@@ -212,7 +301,14 @@ def test_later_steps_are_forgotten(tmp_path, explains):
 
 
 def record(step=1, sample=0, **more):
-    fields = {"step": step, "sample_id": sample, "group_id": 0, "reward": 0.5, "before": "ask", "text": ["a", "b"]}
+    fields = {
+        "step": step,
+        "sample_id": sample,
+        "group_id": 0,
+        "reward": 0.5,
+        "before": "ask",
+        "text": ["a", "b"],
+    }
     fields |= {"tokens": [7, 8], "loss_mask": [0, 1], "reason": ["masked", ""], "ratio": [0.0, 1.5]}
     return fields | {"contribution": [0.0, -0.25]} | more
 
@@ -221,14 +317,20 @@ def page_of(folder, *lines):
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
     if lines:
-        (folder / "tokens.jsonl").write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
+        (folder / "tokens.jsonl").write_text(
+            "\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines)
+        )
     assert main([str(folder)]) == 0
     return (folder / "tokens.html").read_text()
 
 
 def test_a_browser_runs_the_pages_own_script_alone(tmp_path):
     read = Read(page_of(tmp_path, record(before=EVIL)))
-    assert set(browser_rules(read)) == {"default-src 'none'", "base-uri 'none'", "form-action 'none'"}
+    assert set(browser_rules(read)) == {
+        "default-src 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+    }
     assert len(read.inline["script"]) == 1
 
 
@@ -253,35 +355,77 @@ def test_the_pages_data_are_those_of_the_file(tmp_path):
     assert (second["step"], second["id"], second["reward"]) == (2, 3, None)
     assert first["values"] == {"ratio": [0.0, 1.5], "contribution": [0.0, -0.25]}
     assert columns == [["contribution", "contribution to the loss"], ["ratio", "ratio"]]
-    assert "a few samples of 2 of 2 steps; all that were explained are in tokens.jsonl" in read.texts
+    assert (
+        "a few samples of 2 of 2 steps; all that were explained are in tokens.jsonl" in read.texts
+    )
 
 
 def test_pages_link_to_each_other_and_load_nothing(tmp_path):
     page = page_of(tmp_path, record())
     assert Data(page).loaded == ["report.html"]
     assert Read((tmp_path / "report.html").read_text()).loaded == ["tokens.html"]
-    for call in ("fetch(", "XMLHttpRequest", "import(", "innerHTML", "insertAdjacentHTML", "document.write", "eval("):
+    for call in (
+        "fetch(",
+        "XMLHttpRequest",
+        "import(",
+        "innerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+    ):
         assert call not in page, call
 
 
 def test_no_text_of_a_run_becomes_markup(tmp_path):
     plain = Data(page_of(tmp_path / "plain", record()))
-    hostile = record(before=EVIL, text=[EVIL, EVIL], reason=["masked", EVIL], **{EVIL: [1.0, 2.0], "__proto__": [1, 2]})
+    hostile = record(
+        before=EVIL,
+        text=[EVIL, EVIL],
+        reason=["masked", EVIL],
+        **{EVIL: [1.0, 2.0], "__proto__": [1, 2]},
+    )
     evil = Data(page_of(tmp_path / "evil", hostile))
     assert evil.tags == plain.tags
     (sample,) = evil.data["samples"]
-    assert (sample["before"], sample["text"], sample["reasons"]) == (EVIL, [EVIL] * 2, ["masked", EVIL])
+    assert (sample["before"], sample["text"], sample["reasons"]) == (
+        EVIL,
+        [EVIL] * 2,
+        ["masked", EVIL],
+    )
     assert sample["values"][EVIL] == [1.0, 2.0]
     assert all("<" not in script for script in evil.scripts[:1])
 
 
 def test_lines_that_are_none_are_counted(tmp_path):
     spoilt = [
-        *("null", "[" * 200_000, '{"step', '{"step": 1}', '{"step": 1, "sample_id": 0, "tokens": 5}'),
-        *(record(tokens=["a", "b"]), record(reason=["masked"]), record(text=["a", 5]), record(loss_mask=[0, None])),
-        *(record(sample_id=True), record(step=10**400), record(reason=[1, 2]), record(tokens=[1, 1 << 60])),
+        *(
+            "null",
+            "[" * 200_000,
+            '{"step',
+            '{"step": 1}',
+            '{"step": 1, "sample_id": 0, "tokens": 5}',
+        ),
+        *(
+            record(tokens=["a", "b"]),
+            record(reason=["masked"]),
+            record(text=["a", 5]),
+            record(loss_mask=[0, None]),
+        ),
+        *(
+            record(sample_id=True),
+            record(step=10**400),
+            record(reason=[1, 2]),
+            record(tokens=[1, 1 << 60]),
+        ),
     ]
-    kept = record(more=[1.0], words=["x", "y"], huge=[10**400, 0], bad=[None, 1.0], reward="much", group_id=None)
+    kept = record(
+        more=[1.0],
+        words=["x", "y"],
+        huge=[10**400, 0],
+        bad=[None, 1.0],
+        reward="much",
+        group_id=None,
+    )
     read = Data(page_of(tmp_path, *spoilt, kept))
     assert read.data["samples"][0]["values"].keys() == {"ratio", "contribution", "bad"}
     assert (read.data["samples"][0]["reward"], read.data["samples"][0]["group"]) == (None, None)
@@ -298,7 +442,9 @@ def test_a_long_run_has_a_page_of_some_steps(tmp_path, monkeypatch):
     read = Data(page_of(tmp_path, *(record(i) for i in range(1, 61))))  # of six numbers each
     steps = [sample["step"] for sample in read.data["samples"]]
     assert (steps[0], steps[-1], len(steps)) == (1, 60, 16)
-    assert "a few samples of 16 of 60 steps; all that were explained are in tokens.jsonl" in read.texts
+    assert (
+        "a few samples of 16 of 60 steps; all that were explained are in tokens.jsonl" in read.texts
+    )
 
 
 def test_no_page_is_written_through_a_link(tmp_path):
@@ -308,7 +454,9 @@ def test_no_page_is_written_through_a_link(tmp_path):
         (tmp_path / name).write_text("mine")
         (run / name).symlink_to(tmp_path / name)
     page_of(run, record())
-    assert {(tmp_path / name).read_text() for name in ("tokens.html", "tokens.html.new")} == {"mine"}
+    assert {(tmp_path / name).read_text() for name in ("tokens.html", "tokens.html.new")} == {
+        "mine"
+    }
     assert not (run / "tokens.html").is_symlink()
 
 
@@ -316,14 +464,20 @@ def test_a_runs_page_has_its_samples(finished, tmp_path):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     assert main([str(tmp_path)]) == 0
     read = Data((tmp_path / "tokens.html").read_text())
-    assert [(x["step"], x["id"]) for x in read.data["samples"]] == [(i, j) for i in (1, 2, 3) for j in range(ALL)]
+    assert [(x["step"], x["id"]) for x in read.data["samples"]] == [
+        (i, j) for i in (1, 2, 3) for j in range(ALL)
+    ]
     assert [name for name, _ in read.data["columns"]][:9] == [*tokens_page.LABELS]
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium"
+)
 def test_chromium_shows_the_tokens(tmp_path):
-    clipped = record(1, 1, text=["a", EVIL], reason=["masked", "clipped above"], contribution=[0.0, 0.5])
+    clipped = record(
+        1, 1, text=["a", EVIL], reason=["masked", "clipped above"], contribution=[0.0, 0.5]
+    )
     page_of(tmp_path, record(), clipped, record(1, 2, ratio=[0.0, None]))
     address = f"file://{tmp_path / 'tokens.html'}#step=1&column=ratio&off=clipped+above"
     page = chromium(tmp_path, address, "--dump-dom")
@@ -332,7 +486,13 @@ def test_chromium_shows_the_tokens(tmp_path):
     assert "<img" not in drawn
     assert html.escape(EVIL[:50], quote=False) in drawn
     assert "⟨U+202e⟩" in drawn
-    for text in ("b, ratio 1.5, trained", "a, no loss, masked", 'class="off"', "clipped above (1)", "trained (2)"):
+    for text in (
+        "b, ratio 1.5, trained",
+        "a, no loss, masked",
+        'class="off"',
+        "clipped above (1)",
+        "trained (2)",
+    ):
         assert text in drawn, text
     assert "contributions sum to −0.25" in drawn
     assert 'class="bad" aria-label="b, ratio not finite, trained"' in drawn

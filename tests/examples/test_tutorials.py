@@ -1,4 +1,6 @@
-"""The examples of the tutorials: each learns, and has the same numbers on eight devices as on one."""
+"""The examples of the tutorials: each learns, and has the same numbers on eight devices as on
+one.
+"""
 
 from functools import partial
 
@@ -11,7 +13,11 @@ from jaxppo import make_parallel_mesh
 
 LEARNS = {  # after so many updates
     "dpo": (dpo.train, 12, lambda first, last: last["loss"] < 0.6 * first["loss"]),
-    "distillation": (distillation.train, 12, lambda first, last: last["reverse_kl"] < 0.85 * first["reverse_kl"]),
+    "distillation": (
+        distillation.train,
+        12,
+        lambda first, last: last["reverse_kl"] < 0.85 * first["reverse_kl"],
+    ),
     "distillation of whole distributions": (
         partial(distillation.train, update=distillation.update_whole),
         12,
@@ -22,7 +28,9 @@ LEARNS = {  # after so many updates
     "critic": (
         critic.train,
         40,
-        lambda first, last: last["explained_variance"] > 0.2 and last["reward"] > 2 * first["reward"],
+        lambda first, last: (
+            last["explained_variance"] > 0.2 and last["reward"] > 2 * first["reward"]
+        ),
     ),
 }
 
@@ -34,14 +42,18 @@ def test_an_example_learns_on_any_mesh(example):
     several = list(train(make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag"), updates=2))
     for step, (here, there) in enumerate(zip(one, several, strict=False)):
         assert {*here} == {*there}
-        for metric in {*here} - ({"accuracy"} if step == 0 else set()):  # before the first update all margins are 0
+        # before the first update all margins are 0
+        for metric in {*here} - ({"accuracy"} if step == 0 else set()):
             assert there[metric] == pytest.approx(here[metric], rel=2e-3, abs=2e-5), metric
     assert learns(one[0], one[-1]), (one[0], one[-1])
     assert all(metrics["broken_rules"] == 0 for metrics in one)
 
 
 def test_the_balance_of_experts_is_that_of_the_whole_step():
-    """In f64, over all tokens of the step. A mean of the micro-batches' balances is 1.3185 for 1.2859."""
+    """In f64, over all tokens of the step.
+
+    A mean of the micro-batches' balances is 1.3185 for 1.2859.
+    """
     mesh = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
     state = jax.jit(partial(moe.create, mesh))()
     batches = moe.rollouts(mesh, state["model"], 0)
@@ -65,8 +77,12 @@ def test_the_balance_of_experts_is_that_of_the_whole_step():
 
 
 def test_replay_closes_the_gap_between_sampler_and_trainer():
-    """On a mesh whose layout moves tokens: rows of experts that went to other tokens would leave the gap."""
-    for metrics in moe.train(make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag"), updates=2):
+    """On a mesh whose layout moves tokens: rows of experts that went to other tokens would leave
+    the gap.
+    """
+    for metrics in moe.train(
+        make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag"), updates=2
+    ):
         assert metrics["choices_differ"] > 0.01
         assert metrics["log_prob_gap"] > 1e-4
         assert metrics["log_prob_gap_replayed"] < 2e-6

@@ -1,4 +1,6 @@
-"""Zero mismatch: a sampler with a cache and a trainer of packed rows give a log-prob the same bits, in bfloat16."""
+"""Zero mismatch: a sampler with a cache and a trainer of packed rows give a log-prob the same
+bits, in bfloat16.
+"""
 
 import dataclasses
 import functools
@@ -47,7 +49,9 @@ def model_on(folder, parallel, **changes):
 
 @functools.cache
 def sampled(folder, mesh, count, copies=1, common=0, **changes):
-    """Samples of so many prompts, and of as many rows that are decoded together as there are copies of them."""
+    """Samples of so many prompts, and of as many rows that are decoded together as there are
+    copies of them.
+    """
     parallel = mesh_of(mesh)
     config, graphdef, params = model_on(folder, parallel, **ROUNDED | changes)
     sample = make_sampler(graphdef, config, parallel, PROMPT, RESPONSE, ENDS, common)
@@ -55,11 +59,17 @@ def sampled(folder, mesh, count, copies=1, common=0, **changes):
     prompts = rng.integers(0, 250, (count, PROMPT)).astype(np.int32)
     prompts[:, :common] = prompts[0, :common]
     lengths = rng.integers(common + 1, PROMPT + 1, count).astype(np.int32)
-    found = jax.device_get(sample((params,), prompts, lengths, jax.random.key(count), np.float32(1), copies))
+    found = jax.device_get(
+        sample((params,), prompts, lengths, jax.random.key(count), np.float32(1), copies)
+    )
     samples = []
     for i, (tokens, log_probs, on) in enumerate(zip(*found, strict=True)):
         prompt = prompts[i // copies][: lengths[i // copies]]
-        samples.append(Sample([*prompt, *tokens[on]], response_start=len(prompt), rollout_log_probs=log_probs[on]))
+        samples.append(
+            Sample(
+                [*prompt, *tokens[on]], response_start=len(prompt), rollout_log_probs=log_probs[on]
+            )
+        )
     return samples
 
 
@@ -94,7 +104,10 @@ TRAINERS = [
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_cached_decoding_and_packed_rows(folder, dtype):
-    """On other meshes, in other shapes: 8 tokens at once beside rows of 96. In f32 no rounding hides another order."""
+    """On other meshes, in other shapes: 8 tokens at once beside rows of 96.
+
+    In f32 no rounding hides another order.
+    """
     dtypes = {"dtype": dtype, "logits_dtype": dtype}
     samples = sampled(folder, "dp=2,tp=4", SAMPLERS["dp=2,tp=4"], **dtypes)
     mesh, layout, packing = TRAINERS[0]
@@ -107,14 +120,20 @@ def test_cached_decoding_and_packed_rows(folder, dtype):
 def test_every_sampler_beside_every_trainer(folder, dtype, mesh, layout, packing):
     """tp = 1, 2, 4 and 8 on both sides, five batch sizes and six packings."""
     dtypes = {"dtype": dtype, "logits_dtype": dtype}
-    samples = [sample for name, count in SAMPLERS.items() for sample in sampled(folder, name, count, **dtypes)]
+    samples = [
+        sample
+        for name, count in SAMPLERS.items()
+        for sample in sampled(folder, name, count, **dtypes)
+    ]
     assert_no_mismatch(*log_probs(folder, mesh, layout, samples, packing, **dtypes))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_rows_packed_as_trees(folder, dtype):
-    """Prompts are read once for four copies, and their common start once for all; rows hold them once."""
+    """Prompts are read once for four copies, and their common start once for all; rows hold them
+    once.
+    """
     dtypes = {"dtype": dtype, "logits_dtype": dtype}
     samples = sampled(folder, "dp=2,tp=4", 4, copies=4, common=3, **dtypes)
     packing = {"row_length": 96, "share_prefixes": True}
@@ -124,7 +143,9 @@ def test_rows_packed_as_trees(folder, dtype):
 def test_without_chunks_bits_differ(folder):
     """A sixth of them, by up to 0.04: logits between 4 and 8 have steps of 1/32 in bfloat16."""
     samples = sampled(folder, "dp=1", 9, slots=None)
-    trained, rollout = log_probs(folder, "dp=1", "contiguous", samples, {"row_length": 96}, slots=None)
+    trained, rollout = log_probs(
+        folder, "dp=1", "contiguous", samples, {"row_length": 96}, slots=None
+    )
     distance = np.abs(trained - rollout)
     assert (distance > 0).mean() > 0.05
     assert 0.01 < distance.max() < 0.1
@@ -136,7 +157,9 @@ def test_values_and_gradients_are_those_of_all_tokens_at_once(tmp_path, kind):
     tiny_llama.write(tmp_path, **(SIZES if kind == "qwen3" else tiny_llama.GEMMA))
     parallel = mesh_of("dp=4,cp=2", "zigzag")
     rng = np.random.default_rng(0)
-    samples = [Sample(rng.integers(0, 250, n), response_start=2) for n in rng.integers(5, SLOTS, 12)]
+    samples = [
+        Sample(rng.integers(0, 250, n), response_start=2) for n in rng.integers(5, SLOTS, 12)
+    ]
     batch = RolloutBatch.from_samples(samples, parallel=parallel, row_length=48).put(parallel)
     weights = jnp.asarray(rng.normal(size=batch.tokens.shape), jnp.float32)
 
@@ -151,19 +174,32 @@ def test_values_and_gradients_are_those_of_all_tokens_at_once(tmp_path, kind):
         (_, found), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
         return jax.device_get((found, jax.tree.leaves(gradients)))
 
-    for got, want in zip(*map(jax.tree.leaves, (values_and_gradients(SLOTS), values_and_gradients(None))), strict=True):
+    for got, want in zip(
+        *map(jax.tree.leaves, (values_and_gradients(SLOTS), values_and_gradients(None))),
+        strict=True,
+    ):
         assert np.abs(want).max() > 0
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
 def test_a_query_of_more_keys_than_slots_is_nan():
-    """A sample of 19 tokens with 16 slots: the last three have none left. Padding has no such limit."""
+    """A sample of 19 tokens with 16 slots: the last three have none left.
+
+    Padding has no such limit.
+    """
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 40, 2, 4)), jnp.float32) for _ in range(3))
-    paths = Paths(jnp.tile(jnp.arange(40) < 19, (2, 1)).astype(jnp.int32), jnp.tile(jnp.arange(40) % 19, (2, 1)))
-    found = np.asarray(ordered_attention(paths, paths, 16, make_parallel_mesh("dp=2,tp=4"))(q, k, v))
+    paths = Paths(
+        jnp.tile(jnp.arange(40) < 19, (2, 1)).astype(jnp.int32),
+        jnp.tile(jnp.arange(40) % 19, (2, 1)),
+    )
+    found = np.asarray(
+        ordered_attention(paths, paths, 16, make_parallel_mesh("dp=2,tp=4"))(q, k, v)
+    )
     assert np.isnan(found[:, 16:19]).all()
-    np.testing.assert_allclose(found[:, :16], attention(q, k, v, paths, paths)[:, :16], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        found[:, :16], attention(q, k, v, paths, paths)[:, :16], rtol=0, atol=1e-6
+    )
     assert np.isfinite(found[:, 19:]).all()
 
 

@@ -1,4 +1,6 @@
-"""The tiles that accelerators use, made small for CPUs: chunks of tokens times a device's part of the vocabulary."""
+"""The tiles that accelerators use, made small for CPUs: chunks of tokens times a device's part
+of the vocabulary.
+"""
 
 import dataclasses
 import functools
@@ -34,25 +36,47 @@ SOME = ("plain", "softcap", "vh", "where", "keep, where", "padding", "lora", "te
 
 
 @pytest.mark.every(21)
-@pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.nightly) for n in OPTIONS])
+@pytest.mark.parametrize(
+    "name", [n if n in SOME else pytest.param(n, marks=pytest.mark.nightly) for n in OPTIONS]
+)
 def test_two_passes(name):
     of_arrays, options = OPTIONS[name]
     meshes = [None, mesh_of("mixed")]
-    check_head(meshes, head_arrays(1026, **of_arrays), entropy="bonus", **TOLERANCES, **{**options, "device": "wide"})
+    check_head(
+        meshes,
+        head_arrays(1026, **of_arrays),
+        entropy="bonus",
+        **TOLERANCES,
+        **{**options, "device": "wide"},
+    )
 
 
 @pytest.mark.parametrize("layout", ["hv", "vh"])
 def test_two_passes_where_each_device_has_a_window_of_the_columns(layout):
-    check_head([mesh_of("mixed")], head_arrays(1003, layout=layout), entropy="bonus", layout=layout, device="wide")
+    check_head(
+        [mesh_of("mixed")],
+        head_arrays(1003, layout=layout),
+        entropy="bonus",
+        layout=layout,
+        device="wide",
+    )
 
 
 WAYS = {
     "all tokens": ({"follow_mask": False}, "wide", "one pass, 8 tokens x 1003 columns"),
     "the tokens that count": ({}, "wide", "one pass, 8 tokens x 1003 columns"),
-    "sums in the parameter's dtype": ({"gradient_sum_dtype": "parameter"}, "wide", "one pass, 8 tokens x 1003 columns"),
+    "sums in the parameter's dtype": (
+        {"gradient_sum_dtype": "parameter"},
+        "wide",
+        "one pass, 8 tokens x 1003 columns",
+    ),
     "a GPU": ({}, "like a GPU", "one pass, 8 tokens x 1003 columns"),
     "groups": ({}, "groups", "one pass, 4 tokens x 1003 columns, groups of 48 tokens"),
-    "groups of all": ({"follow_mask": False}, "groups", "one pass, 4 tokens x 1003 columns, groups of 48 tokens"),
+    "groups of all": (
+        {"follow_mask": False},
+        "groups",
+        "one pass, 4 tokens x 1003 columns, groups of 48 tokens",
+    ),
 }
 
 
@@ -63,7 +87,8 @@ def on_one_cpu():
 
 @pytest.mark.every(4)
 @pytest.mark.parametrize(
-    "mesh", [None, "mixed", *(pytest.param(m, marks=pytest.mark.nightly) for m in ("tensor", "fsdp"))]
+    "mesh",
+    [None, "mixed", *(pytest.param(m, marks=pytest.mark.nightly) for m in ("tensor", "fsdp"))],
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_one_pass(mesh, way):
@@ -94,7 +119,10 @@ def test_one_pass_beside_float64(device, layout, mesh):
 # 600 tokens: the last chunk of each walk has padding
 PADDED = {
     "wide": ({"follow_mask": False}, r"one pass, \d+ tokens x 1024 columns"),
-    "groups": ({"follow_mask": False}, r"one pass, \d+ tokens x 1024 columns, groups of \d+ tokens"),
+    "groups": (
+        {"follow_mask": False},
+        r"one pass, \d+ tokens x 1024 columns, groups of \d+ tokens",
+    ),
     "small": ({"memory": 2**21}, r"gradients, \d+ tokens x \d+ columns"),
 }
 
@@ -107,7 +135,9 @@ def test_padded_tiles_beside_float64(device):
 @pytest.mark.parametrize("T", [12, 77, 301])
 @pytest.mark.parametrize("device", ["wide", "groups", "like a GPU", "small"])
 def test_any_number_of_tokens_beside_float64(device, T):
-    """A chunk that does not divide what is padded for it would count tokens twice: gradients off by 40 to 100%."""
+    """A chunk that does not divide what is padded for it would count tokens twice: gradients off
+    by 40 to 100%.
+    """
     check_beside_float64(device, "hv", None, T, {}, ONE_PASS)
 
 
@@ -119,7 +149,9 @@ def test_bf16_beside_float64(layout, mesh, monkeypatch):
 
 
 def check_beside_float64(device, layout, mesh, T, options, tiles, dtype="float32"):
-    """REINFORCE with an entropy bonus, whose gradient is written out in numpy; with rings wherever there is a mesh."""
+    """REINFORCE with an entropy bonus, whose gradient is written out in numpy; with rings
+    wherever there is a mesh.
+    """
     rng = np.random.default_rng(0)
     R, H, V, coef = 8, 512, 1024, 0.1
     hidden, kernel = rng.normal(size=(R, T, H)), rng.normal(size=(H, V)) / 22
@@ -130,7 +162,15 @@ def check_beside_float64(device, layout, mesh, T, options, tiles, dtype="float32
     ids = jnp.ones((R, T), jnp.int32)
     places = jnp.tile(jnp.arange(T, dtype=jnp.int32), (R, 1))
     segments, given_mask = jnp.arange(R, dtype=jnp.int32)[:, None], jnp.asarray(mask, jnp.float32)
-    batch = RolloutBatch(ids, jnp.asarray(targets, jnp.int32), ids, places, given_mask, segments, advantages=advantages)
+    batch = RolloutBatch(
+        ids,
+        jnp.asarray(targets, jnp.int32),
+        ids,
+        places,
+        given_mask,
+        segments,
+        advantages=advantages,
+    )
     config = PolicyLossConfig(policy_losses.Reinforce(), entropy_coef=coef, ratio_to="current")
     parallel = mesh and make_parallel_mesh(mesh)
 
@@ -147,7 +187,11 @@ def check_beside_float64(device, layout, mesh, T, options, tiles, dtype="float32
     assert any(re.fullmatch(tiles, note) for note in notes), notes
     h, k = hidden.astype(np.float64).reshape(-1, H), kernel.astype(np.float64)
     z = h @ k
-    log_p = z - z.max(1, keepdims=True) - np.log(np.exp(z - z.max(1, keepdims=True)).sum(1, keepdims=True))
+    log_p = (
+        z
+        - z.max(1, keepdims=True)
+        - np.log(np.exp(z - z.max(1, keepdims=True)).sum(1, keepdims=True))
+    )
     p, counts = np.exp(log_p), mask.astype(np.float64).reshape(-1, 1)
     dz = -advantages.reshape(-1, 1) * (np.eye(V)[targets.reshape(-1)] - p)
     dz = (dz + coef * p * (log_p - (p * log_p).sum(1, keepdims=True))) * counts / counts.sum()
@@ -155,8 +199,11 @@ def check_beside_float64(device, layout, mesh, T, options, tiles, dtype="float32
     expected = (dz @ k.T).reshape(R, T, H), dkernel if layout == "hv" else dkernel.T
     if dtype == "float32":
         return assert_trees_close(found, expected, rtol=2e-5, atol=3e-6)
-    for x, y in zip(found, expected, strict=True):  # gradients of logits and of arrays are rounded to 8 bits
-        np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=2**-7, atol=2**-9 * np.abs(y).max())
+    # gradients of logits and of arrays are rounded to 8 bits
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(x, np.float64), y, rtol=2**-7, atol=2**-9 * np.abs(y).max()
+        )
 
 
 def test_work_follows_the_tokens_that_count():
@@ -176,7 +223,9 @@ def test_products_behind_the_loop_are_of_the_chunks_that_count():
 
     def on(device):
         with tiles_of(device):
-            program = jax.jit(lambda mask: step(None, HIDDEN, KERNEL, make_batch(mask), memory=None))
+            program = jax.jit(
+                lambda mask: step(None, HIDDEN, KERNEL, make_batch(mask), memory=None)
+            )
             return program.lower(mask_of(0)).compile()
 
     by_device = {device: on(device) for device in ("wide", "groups", "like a GPU", "small")}
@@ -200,16 +249,23 @@ def test_one_pass_with_adapters(way, layout, mesh):
 
     expected = jax.jit(lambda k, lora: run(None, k, lora))(kernel, ADAPTERS)
     with tiles_of(device):
-        got = jax.jit(lambda k, lora: run(parallel, k, lora, **{"memory": None, **options}))(kernel, ADAPTERS)
+        got = jax.jit(lambda k, lora: run(parallel, k, lora, **{"memory": None, **options}))(
+            kernel, ADAPTERS
+        )
     assert_trees_close(got, expected, rtol=2e-5, atol=3e-6)
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("device", ["small", "wide"])
 def test_a_kernel_that_varies_before_a_scan_is_summed_once_a_step(device):
-    """In a caller's own `shard_map`: each device adds up its micro-batches' gradients, and devices are summed once."""
+    """In a caller's own `shard_map`: each device adds up its micro-batches' gradients, and
+    devices are summed once.
+    """
     mesh, config = make_parallel_mesh("dp=2,cp=2,tp=2"), bonus_and_kl()
-    kernel, batch = KERNEL[:, :1000], dataclasses.replace(BATCH, targets=jnp.minimum(BATCH.targets, 999))
+    kernel, batch = (
+        KERNEL[:, :1000],
+        dataclasses.replace(BATCH, targets=jnp.minimum(BATCH.targets, 999)),
+    )
 
     def local(hidden, kernel, batch):
         kernel = jax.lax.pcast(kernel, ("dp", "cp"), to="varying")
@@ -220,7 +276,9 @@ def test_a_kernel_that_varies_before_a_scan_is_summed_once_a_step(device):
 
             return total + jax.grad(loss)(kernel), None
 
-        return jax.lax.psum(jax.lax.scan(add, jnp.zeros_like(kernel), None, length=3)[0], ("dp", "cp"))
+        return jax.lax.psum(
+            jax.lax.scan(add, jnp.zeros_like(kernel), None, length=3)[0], ("dp", "cp")
+        )
 
     specs = (mesh.hidden_spec, mesh.kernel_spec(), batch.specs(mesh))
     step = jax.shard_map(local, mesh=mesh.mesh, in_specs=specs, out_specs=mesh.kernel_spec())
@@ -232,7 +290,9 @@ def test_a_kernel_that_varies_before_a_scan_is_summed_once_a_step(device):
     with tiles_of(device):
         found = audit(step, *arrays)
         got = jax.jit(step)(*arrays)
-    of_kernel = [c for c in found.collectives if c.bytes >= 4 * 16 * 100 and set(c.axes) & {"dp", "cp"}]
+    of_kernel = [
+        c for c in found.collectives if c.bytes >= 4 * 16 * 100 and set(c.axes) & {"dp", "cp"}
+    ]
     assert [c.in_loop for c in of_kernel] == [False]
     alone = jax.grad(lambda k: policy_loss_from_hidden(HIDDEN, k, batch, config)[0])
     assert_trees_close(got, 3 * jax.jit(alone)(kernel), rtol=2e-5, atol=1e-5)
@@ -240,18 +300,24 @@ def test_a_kernel_that_varies_before_a_scan_is_summed_once_a_step(device):
 
 @pytest.mark.parametrize("count", [1, 90, 130])
 def test_gradients_of_rows_behind_the_last_written_chunk(count):
-    """Chunks are 8 tokens, and quarters of them 120: rows that nothing has written are beside rows that count."""
+    """Chunks are 8 tokens, and quarters of them 120: rows that nothing has written are beside
+    rows that count.
+    """
     N, H, V = 480, 16, 256
     keys = jax.random.split(jax.random.key(0), 3)
     hidden, kernel = jax.random.normal(keys[0], (1, N, H)), jax.random.normal(keys[1], (H, V))
     ids, ones = jax.random.randint(keys[2], (1, N), 0, V), jnp.ones((1, N))
     mask = (jnp.arange(N) % (N // count) == 0)[None].astype(jnp.float32)
-    batch = RolloutBatch(ids, ids, ids * 0 + 1, jnp.arange(N)[None], mask, ids[:, :1] * 0, advantages=ones)
+    batch = RolloutBatch(
+        ids, ids, ids * 0 + 1, jnp.arange(N)[None], mask, ids[:, :1] * 0, advantages=ones
+    )
     batch = dataclasses.replace(batch, old_log_probs=-5 * ones, real_last_targets=True)
 
     def gradients(parallel):
         def loss(hidden, kernel):
-            return policy_loss_from_hidden(hidden, kernel, batch, PolicyLossConfig(), parallel=parallel)[0]
+            return policy_loss_from_hidden(
+                hidden, kernel, batch, PolicyLossConfig(), parallel=parallel
+            )[0]
 
         return jax.jit(jax.grad(loss, (0, 1)))(hidden, kernel)
 

@@ -1,4 +1,6 @@
-"""Adapters by row: values and gradients of each row are those of a head with that adapter merged into its kernel."""
+"""Adapters by row: values and gradients of each row are those of a head with that adapter merged
+into its kernel.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +38,9 @@ PARAMS = {
 }
 TARGETS = jax.random.randint(KEYS[4], (R, T), 0, V)
 ADVANTAGES = jax.random.normal(KEYS[6], (R, T))
-CONFIG = PolicyLossConfig(Reinforce(), ratio_to="current", entropy_coef=0.1, aggregation="token_sum")
+CONFIG = PolicyLossConfig(
+    Reinforce(), ratio_to="current", entropy_coef=0.1, aggregation="token_sum"
+)
 
 
 def make_batch():
@@ -56,11 +60,15 @@ def head_of(params, layout="hv"):
 
 def loss_of(params, batch, ids, parallel=None, layout="hv", **options):
     head = head_of(params, layout)
-    return policy_loss_from_hidden(params["hidden"], head, batch, CONFIG, parallel=parallel, adapter_ids=ids, **options)
+    return policy_loss_from_hidden(
+        params["hidden"], head, batch, CONFIG, parallel=parallel, adapter_ids=ids, **options
+    )
 
 
 def merged(params):
-    """-A log p - 0.1 entropy, summed over the loss tokens; each row has a kernel with its adapter merged in."""
+    """-A log p - 0.1 entropy, summed over the loss tokens; each row has a kernel with its
+    adapter merged in.
+    """
     total = 0.0
     for row, k in enumerate(IDS.tolist()):
         kernel = params["kernel"] + (SCALE * params["a"][k] @ params["b"][k] if k >= 0 else 0)
@@ -96,7 +104,9 @@ def test_each_row_has_its_adapter(way):
     np.testing.assert_allclose(loss, EXPECTED[0], rtol=1e-5)
     scale = {k: float(jnp.nanmax(jnp.abs(x))) for k, x in EXPECTED[1].items()}
     for name, x in EXPECTED[1].items():
-        np.testing.assert_allclose(gradient[name], x, rtol=2e-5, atol=4e-6 * scale[name], err_msg=name)
+        np.testing.assert_allclose(
+            gradient[name], x, rtol=2e-5, atol=4e-6 * scale[name], err_msg=name
+        )
     assert not np.any(gradient["a"][1])  # no row has this adapter
     assert not np.any(gradient["b"][1])
 
@@ -109,7 +119,9 @@ def test_the_ways_are_what_they_say():
 
 def test_micro_batches_on_a_mesh():
     parallel = make_parallel_mesh("dp=2,tp=2", devices=jax.devices()[:4])
-    halves = jax.tree.map(lambda x: x.reshape(2, R // 2, *x.shape[1:]), (BATCH, IDS, PARAMS["hidden"]))
+    halves = jax.tree.map(
+        lambda x: x.reshape(2, R // 2, *x.shape[1:]), (BATCH, IDS, PARAMS["hidden"])
+    )
     rest = {k: x for k, x in PARAMS.items() if k != "hidden"}
 
     def part(params, given):
@@ -135,7 +147,11 @@ def test_the_other_ways_in():
 def test_an_id_of_no_adapter_is_nan_in_its_row_alone():
     for bad in (A, -2):
         stats = log_probs_from_hidden(
-            PARAMS["hidden"], head_of(PARAMS), TARGETS, where=MASK > 0, adapter_ids=IDS.at[1].set(bad)
+            PARAMS["hidden"],
+            head_of(PARAMS),
+            TARGETS,
+            where=MASK > 0,
+            adapter_ids=IDS.at[1].set(bad),
         )
         assert np.isnan(stats.log_probs[1][MASK[1] > 0]).all()
         assert np.isfinite(stats.log_probs[np.array([0, 2, 3])]).all()
@@ -143,20 +159,34 @@ def test_an_id_of_no_adapter_is_nan_in_its_row_alone():
 
 
 def test_bad_input():
-    hidden, one = PARAMS["hidden"], Head(PARAMS["kernel"], lora=LoRA(PARAMS["a"][0], PARAMS["b"][0], 1.0))
+    hidden, one = (
+        PARAMS["hidden"],
+        Head(PARAMS["kernel"], lora=LoRA(PARAMS["a"][0], PARAMS["b"][0], 1.0)),
+    )
 
     def call(head, ids):
         return log_probs_from_hidden(hidden, head, TARGETS, adapter_ids=ids)
 
-    with pytest.raises(ValueError, match=r"adapter_ids: got None, expected i32\[R\] for the 3 adapters of head.lora"):
+    with pytest.raises(
+        ValueError,
+        match=r"adapter_ids: got None, expected i32\[R\] for the 3 adapters of head.lora",
+    ):
         call(head_of(PARAMS), None)
-    with pytest.raises(ValueError, match="adapter_ids: got an array, expected None without several adapters in head"):
+    with pytest.raises(
+        ValueError,
+        match="adapter_ids: got an array, expected None without several adapters in head",
+    ):
         call(one, IDS)
-    with pytest.raises(ValueError, match=r"adapter_ids: got shape \(3,\), expected \(4,\), one per row"):
+    with pytest.raises(
+        ValueError, match=r"adapter_ids: got shape \(3,\), expected \(4,\), one per row"
+    ):
         call(head_of(PARAMS), IDS[:3])
     with pytest.raises(TypeError, match="adapter_ids: got dtype float32, expected integers"):
         call(head_of(PARAMS), IDS.astype(jnp.float32))
-    with pytest.raises(ValueError, match=r"lora.b: got shape \(2, 2, 101\), expected \(3, 2, 101\), \[A, r, V\]"):
+    with pytest.raises(
+        ValueError, match=r"lora.b: got shape \(2, 2, 101\), expected \(3, 2, 101\), \[A, r, V\]"
+    ):
         call(Head(PARAMS["kernel"], lora=LoRA(PARAMS["a"], PARAMS["b"][:2], 1.0)), IDS)
-    with pytest.raises(ValueError, match="adapter_ids: got None, expected"):  # these functions cannot take them yet
+    # these functions cannot take them yet
+    with pytest.raises(ValueError, match="adapter_ids: got None, expected"):
         distillation_loss(hidden, head_of(PARAMS), hidden, PARAMS["kernel"], BATCH)

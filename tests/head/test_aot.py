@@ -1,4 +1,6 @@
-"""Real heads compiled for TPU topologies with no TPU present: memory and collectives of each device."""
+"""Real heads compiled for TPU topologies with no TPU present: memory and collectives of each
+device.
+"""
 
 import functools
 import re
@@ -13,7 +15,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from examples.planner.pod_head import plain_stats
-from jaxppo import Head, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
+from jaxppo import (
+    Head,
+    PolicyLossConfig,
+    RolloutBatch,
+    log_probs_from_hidden,
+    policy_loss_from_hidden,
+)
 from sharding import ParallelMesh
 from sharding.audit import audit
 
@@ -29,7 +37,9 @@ def sixteen(sizes, names, chips="v5p:2x2x4", **roles):
 
 
 def arguments(parallel, tokens, *, with_where=False, hidden_size=H, columns=V, dtype=jnp.bfloat16):
-    """The arguments of a loss, `tokens` a device: hidden states, kernel, targets, weights, on request a mask."""
+    """The arguments of a loss, `tokens` a device: hidden states, kernel, targets, weights, on
+    request a mask.
+    """
     R = parallel.data_size
     T = tokens * parallel.context_size
 
@@ -47,7 +57,9 @@ def arguments(parallel, tokens, *, with_where=False, hidden_size=H, columns=V, d
 def head(parallel, **options):
     def loss(hidden, kernel, targets, weights, where=None):
         options.setdefault("entropy", "bonus")
-        stats = log_probs_from_hidden(hidden, kernel, targets, parallel=parallel, where=where, **options)
+        stats = log_probs_from_hidden(
+            hidden, kernel, targets, parallel=parallel, where=where, **options
+        )
         return (stats.log_probs * weights).sum() + (stats.entropy * weights).sum()
 
     return loss
@@ -55,7 +67,9 @@ def head(parallel, **options):
 
 def plain(parallel):
     def loss(hidden, kernel, targets, weights):
-        logits = jax.lax.with_sharding_constraint(hidden @ kernel, parallel.sharding(parallel.logits_spec))
+        logits = jax.lax.with_sharding_constraint(
+            hidden @ kernel, parallel.sharding(parallel.logits_spec)
+        )
         log_probs, entropy = plain_stats(logits.astype(jnp.float32), targets)
         return ((log_probs + entropy) * weights).sum()
 
@@ -68,11 +82,16 @@ def sums(found):
 
 
 def large(found, op, axis):
-    return [(c.bytes, c.in_loop) for c in found.collectives if (c.op, c.axes) == (op, (axis,)) and c.bytes >= 2**20]
+    return [
+        (c.bytes, c.in_loop)
+        for c in found.collectives
+        if (c.op, c.axes) == (op, (axis,)) and c.bytes >= 2**20
+    ]
 
 
 def assert_goes_around(found, axis, numbers, gathered=True, in_loop=True):
-    """A sum over four devices goes around a ring in f32, a fourth of `numbers` at a time, half of that each way.
+    """A sum over four devices goes around a ring in f32, a fourth of `numbers` at a time, half of
+    that each way.
 
     Shares are rounded to bf16 and gathered. No other collective over the axis is as large.
     """
@@ -106,7 +125,9 @@ def test_qwen3_8b_on_16_chips():
 
 
 def test_a_sum_that_devices_do_not_share_is_in_f32_too():
-    """40 rows of 100 features cannot be cut into shares, so there is one sum, which is rounded afterwards."""
+    """40 rows of 100 features cannot be cut into shares, so there is one sum, which is rounded
+    afterwards.
+    """
     parallel = sixteen(*CP4_TP4)
     args = arguments(parallel, 40, hidden_size=100, columns=160)
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *args)
@@ -117,9 +138,13 @@ def test_a_sum_that_devices_do_not_share_is_in_f32_too():
 def test_the_forward_is_one_maximum_and_one_sum():
     parallel = sixteen(*CP4_TP4)
     found = audit(
-        lambda *a: log_probs_from_hidden(*a, parallel=parallel, entropy="metric"), *arguments(parallel, 8192)[:3]
+        lambda *a: log_probs_from_hidden(*a, parallel=parallel, entropy="metric"),
+        *arguments(parallel, 8192)[:3],
     )
-    assert sums(found) == [("all-reduce", ("tp",), False, 4 * 8192), ("all-reduce", ("tp",), False, 3 * 4 * 8192)]
+    assert sums(found) == [
+        ("all-reduce", ("tp",), False, 4 * 8192),
+        ("all-reduce", ("tp",), False, 3 * 4 * 8192),
+    ]
     assert found.temp_bytes <= 0.15 * GIB
 
 
@@ -129,7 +154,8 @@ def test_a_forward_copies_no_kernel(chips, gib):
     """A kernel [H, V] whose V 128 divides is not turned: that would be a copy of 1.16 GiB."""
     parallel = sixteen((16, 1), ("cp", "tp"), chips=chips)
     found = audit(
-        lambda *a: log_probs_from_hidden(*a, parallel=parallel, entropy="metric"), *arguments(parallel, 8192)[:3]
+        lambda *a: log_probs_from_hidden(*a, parallel=parallel, entropy="metric"),
+        *arguments(parallel, 8192)[:3],
     )
     assert found.temp_bytes <= gib * GIB
 
@@ -137,7 +163,9 @@ def test_a_forward_copies_no_kernel(chips, gib):
 @pytest.mark.nightly
 def test_a_mask_costs_little_memory():
     parallel = sixteen(*CP4_TP4)
-    found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192, with_where=True))
+    found = audit(
+        jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192, with_where=True)
+    )
     assert found.temp_bytes <= 0.4 * GIB
     assert found.flops.low == 0
     assert np.isfinite(found.flops.high)
@@ -145,7 +173,9 @@ def test_a_mask_costs_little_memory():
 
 @pytest.mark.nightly
 def test_the_plain_version_of_a_small_head_gathers_no_logits_either():
-    """The plain version is partitioned well, so the comparison is fair: it only needs more memory."""
+    """The plain version is partitioned well, so the comparison is fair: it only needs more
+    memory.
+    """
     parallel = sixteen(*CP4_TP4)
     args = arguments(parallel, 4096, hidden_size=256, columns=131072)
     plainly = audit(jax.value_and_grad(plain(parallel), (0, 1)), *args)
@@ -157,13 +187,18 @@ def test_the_plain_version_of_a_small_head_gathers_no_logits_either():
 @pytest.mark.nightly
 def test_the_plain_version():
     parallel = sixteen(*CP4_TP4)
-    assert audit(jax.value_and_grad(plain(parallel), (0, 1)), *arguments(parallel, 8192)).temp_bytes >= 2 * GIB
+    assert (
+        audit(jax.value_and_grad(plain(parallel), (0, 1)), *arguments(parallel, 8192)).temp_bytes
+        >= 2 * GIB
+    )
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("with_where", "gib"), [(False, 1.0), (True, 1.3)])
 def test_32768_tokens_a_device(with_where, gib):
-    """In GiB, dhidden in f32 takes 0.5, and the hidden states that a mask brings to the front take 0.25."""
+    """In GiB, dhidden in f32 takes 0.5, and the hidden states that a mask brings to the front
+    take 0.25.
+    """
     parallel = sixteen(*CP4_TP4)
     args = arguments(parallel, 32768, with_where=with_where)
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *args)
@@ -193,7 +228,9 @@ def test_two_passes_gather_an_fsdp_kernel_once():
 @pytest.mark.nightly
 @pytest.mark.parametrize("spec", [None, P(None, "fsdp")], ids=["H", "V"])
 def test_a_sum_scattered_over_all_devices_is_in_f32(spec):
-    """XLA makes one sum of such a scatter, in bf16 where all that it sees of the result is a conversion."""
+    """XLA makes one sum of such a scatter, in bf16 where all that it sees of the result is a
+    conversion.
+    """
     parallel = sixteen((16,), ("fsdp",), data="fsdp", fsdp="fsdp")
     hidden, kernel, *per_token = arguments(parallel, 2048, columns=131072)
     if spec is not None:
@@ -210,7 +247,9 @@ def test_a_sum_scattered_over_all_devices_is_in_f32(spec):
 def test_sequence_sharded_hidden_states_are_gathered_once_and_scattered_back():
     parallel = sixteen(*CP4_TP4, sequence_parallel=True)
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192))
-    moved = {(c.op, c.in_loop) for c in found.collectives if c.axes == ("tp",) and c.bytes >= 8192 * H}
+    moved = {
+        (c.op, c.in_loop) for c in found.collectives if c.axes == ("tp",) and c.bytes >= 8192 * H
+    }
     assert moved == {("all-gather", False), ("reduce-scatter", False)}
     assert found.temp_bytes <= 0.5 * GIB
 
@@ -219,12 +258,19 @@ def test_sequence_sharded_hidden_states_are_gathered_once_and_scattered_back():
 @pytest.mark.parametrize("columns", [128256, 50257 - 1, 262144])
 def test_other_vocabularies(columns):
     parallel = sixteen(*CP4_TP4)
-    found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192, columns=columns))
+    found = audit(
+        jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192, columns=columns)
+    )
     assert found.temp_bytes <= 0.25 * GIB
 
 
 @pytest.mark.parametrize(
-    "tokens", [2000, pytest.param(1990, marks=pytest.mark.nightly), pytest.param(1000, marks=pytest.mark.nightly)]
+    "tokens",
+    [
+        2000,
+        pytest.param(1990, marks=pytest.mark.nightly),
+        pytest.param(1000, marks=pytest.mark.nightly),
+    ],
 )
 def test_any_number_of_tokens_compiles_for_a_v6e(tokens):
     """XLA for a v6e could not compile `rows[places] @ kernel` with 15 to 16 MiB of rows."""
@@ -236,24 +282,37 @@ def test_any_number_of_tokens_compiles_for_a_v6e(tokens):
 
 @pytest.mark.nightly
 def test_dkernel_is_laid_out_as_the_kernel():
-    """If V is a multiple of 128, a kernel stays `[H, V]`. A copy of its gradient in that layout would be 0.25 GiB."""
+    """If V is a multiple of 128, a kernel stays `[H, V]`.
+
+    A copy of its gradient in that layout would be 0.25 GiB.
+    """
     parallel = sixteen(*CP4_TP4, chips="v6e:4x4")
-    found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192, columns=131072))
+    found = audit(
+        jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192, columns=131072)
+    )
     assert found.temp_bytes <= 0.3 * GIB
 
 
 def policy_arguments(parallel, tokens, **sizes):
     """Hidden states, kernel and a batch, with a loss mask."""
     hidden, kernel, targets, weights = arguments(parallel, tokens, **sizes)
-    one = jax.ShapeDtypeStruct((parallel.data_size, 1), jnp.int32, sharding=parallel.sharding(parallel.rows_spec))
-    return hidden, kernel, RolloutBatch(*[targets] * 4, weights, one, advantages=weights, old_log_probs=weights)
+    one = jax.ShapeDtypeStruct(
+        (parallel.data_size, 1), jnp.int32, sharding=parallel.sharding(parallel.rows_spec)
+    )
+    return (
+        hidden,
+        kernel,
+        RolloutBatch(*[targets] * 4, weights, one, advantages=weights, old_log_probs=weights),
+    )
 
 
 def policy(parallel, **options):
     config = PolicyLossConfig(entropy_coef=0.01)
 
     def loss(hidden, kernel, batch):
-        return policy_loss_from_hidden(hidden, kernel, batch, config, parallel=parallel, **options)[0]
+        return policy_loss_from_hidden(hidden, kernel, batch, config, parallel=parallel, **options)[
+            0
+        ]
 
     return jax.value_and_grad(loss, (0, 1))
 
@@ -261,9 +320,12 @@ def policy(parallel, **options):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("memory", "chunk"), [(None, 2048), (int(1.3 * GIB), 2048)])
 def test_one_pass_in_its_bytes(memory, chunk):
-    """By default one pass takes an eighth of the chip's memory. Chunks of at most 2048 tokens follow a mask.
+    """By default one pass takes an eighth of the chip's memory.
 
-    In GiB, the gradients of logits take 0.58, the logits of a chunk 0.29, hidden states and their gradient 0.12.
+    Chunks of at most 2048 tokens follow a mask.
+
+    In GiB, the gradients of logits take 0.58, the logits of a chunk 0.29, hidden states and their
+    gradient 0.12.
     """
     parallel = sixteen(*CP4_TP4)
     found = audit(policy(parallel, memory=memory), *policy_arguments(parallel, 8192))
@@ -285,7 +347,10 @@ def test_a_memory_that_the_messages_of_a_ring_do_not_fit():
 @pytest.mark.nightly
 @pytest.mark.parametrize(("with_where", "tokens"), [(False, 8192), (True, 2048)])
 def test_kept_logits_in_their_bytes(with_where, tokens):
-    """In GiB, f32 logits take 1.16, their gradients 0.58, and rows in order 0.12. Three products, no sum in a loop."""
+    """In GiB, f32 logits take 1.16, their gradients 0.58, and rows in order 0.12.
+
+    Three products, no sum in a loop.
+    """
     parallel = sixteen(*CP4_TP4)
     args = arguments(parallel, 8192, with_where=with_where)
     found = audit(jax.value_and_grad(head(parallel, memory=4 * GIB), (0, 1)), *args)
@@ -302,7 +367,9 @@ def test_kept_logits_in_their_bytes(with_where, tokens):
 @pytest.mark.nightly
 def test_kept_logits_that_do_not_fit_are_computed_again():
     parallel = sixteen(*CP4_TP4)
-    found = audit(jax.value_and_grad(head(parallel, memory=GIB), (0, 1)), *arguments(parallel, 8192))
+    found = audit(
+        jax.value_and_grad(head(parallel, memory=GIB), (0, 1)), *arguments(parallel, 8192)
+    )
     assert [note.split(",")[0] for note in found.notes] == ["forward", "gradients"]
     assert found.temp_bytes <= GIB
 
@@ -316,7 +383,10 @@ def test_a_sum_over_sixteen_devices_is_a_collective():
 
 @pytest.mark.nightly
 def test_several_groups_add_to_one_gradient():
-    """A product adds to the gradient of the kernel, 0.58 GiB in f32. A sum of its own would be as large once more."""
+    """A product adds to the gradient of the kernel, 0.58 GiB in f32.
+
+    A sum of its own would be as large once more.
+    """
     parallel = sixteen(*CP4_TP4)
     found = audit(policy(parallel, follow_mask=False), *policy_arguments(parallel, 32768))
     assert found.notes == (f"one pass, 1024 tokens x {V // 4} columns, groups of 4096 tokens",)
@@ -341,7 +411,9 @@ def test_one_pass_gathers_an_fsdp_kernel_once_and_scatters_its_gradient_once():
 
 @pytest.mark.nightly
 def test_one_pass_gathers_sequence_sharded_hidden_states_once():
-    """They are gathered before the loop over chunks, and their gradient is scattered once after it."""
+    """They are gathered before the loop over chunks, and their gradient is scattered once after
+    it.
+    """
     parallel = sixteen(*CP4_TP4, sequence_parallel=True)
     found = audit(policy(parallel), *policy_arguments(parallel, 8192))
     assert large(found, "all-gather", "tp") == [(2 * 8192 * H, False)]

@@ -1,4 +1,6 @@
-"""One table of options and meshes, each two of them together: values and every gradient against float64 numpy."""
+"""One table of options and meshes, each two of them together: values and every gradient against
+float64 numpy.
+"""
 
 import itertools
 
@@ -39,15 +41,26 @@ OPTIONS = {
 
 
 def pairwise(most=None):
-    """A few cases in which each two options of OPTIONS occur together; those with most new pairs come first."""
+    """A few cases in which each two options of OPTIONS occur together; those with most new pairs
+    come first.
+    """
     rng = np.random.default_rng(0)
     pairs = itertools.combinations(OPTIONS, 2)
-    todo = {((a, i), (b, j)) for a, b in pairs for i in range(len(OPTIONS[a])) for j in range(len(OPTIONS[b]))}
-    todo.remove((("dtype", 1), ("lora", 1)))  # left out: hidden @ lora.a is rounded there, which float64 does not do
+    todo = {
+        ((a, i), (b, j))
+        for a, b in pairs
+        for i in range(len(OPTIONS[a]))
+        for j in range(len(OPTIONS[b]))
+    }
+    # left out: hidden @ lora.a is rounded there, which float64 does not do
+    todo.remove((("dtype", 1), ("lora", 1)))
     found = []
     while todo and len(found) < (most or 10**6):
         must = dict(min(todo))  # so that each case has at least one new pair
-        tries = [{name: int(rng.integers(len(x))) for name, x in OPTIONS.items()} | must for _ in range(50)]
+        tries = [
+            {name: int(rng.integers(len(x))) for name, x in OPTIONS.items()} | must
+            for _ in range(50)
+        ]
         met = [
             {pair for pair in todo if all(case[name] == i for name, i in pair)}
             for case in tries
@@ -79,11 +92,15 @@ def arrays_of(case, **more):
 
 def truth(arrays, case):
     """`with_gradients` in float64, one token at a time."""
-    wide = {k: np.asarray(x, np.float64 if x.dtype.kind in "fV" else None) for k, x in arrays.items()}
+    wide = {
+        k: np.asarray(x, np.float64 if x.dtype.kind in "fV" else None) for k, x in arrays.items()
+    }
     rows = wide.get("where", np.ones((R, T), bool))
     kernel = wide["kernel"] if case["layout"] == "hv" else wide["kernel"].T
     adapters = {"a": wide.get("lora_a"), "b": wide.get("lora_b"), "lora_scale": 0.5}
-    head = OracleHead(kernel, wide.get("bias"), **adapters, softcap=case["softcap"], vocab_size=case["vocab_size"])
+    head = OracleHead(
+        kernel, wide.get("bias"), **adapters, softcap=case["softcap"], vocab_size=case["vocab_size"]
+    )
     hidden, targets, g, e = (wide[name][rows] for name in ("hidden", "targets", "g", "e"))
     temperature = wide["temperature"][rows] if "temperature" in wide else case["temperature"] or 1.0
     z = logits(hidden, head, temperature)
@@ -106,7 +123,9 @@ def check(case, arrays):
     mesh, how = case["mesh"]
     parallel = None if mesh is None else make_parallel_mesh(mesh, **how)
     wrt = ("hidden",) if case["frozen"] else PARAMETERS
-    options = {name: case[name] for name in ("entropy", "layout", "softcap", "vocab_size", "device")}
+    options = {
+        name: case[name] for name in ("entropy", "layout", "softcap", "vocab_size", "device")
+    }
     if isinstance(case["temperature"], float):
         options["temperature"] = case["temperature"]
 

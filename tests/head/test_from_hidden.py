@@ -1,4 +1,6 @@
-"""log_probs_from_hidden: values and gradients against float64 logits, on any mesh, with every option."""
+"""log_probs_from_hidden: values and gradients against float64 logits, on any mesh, with every
+option.
+"""
 
 import itertools
 
@@ -6,7 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from head_cases import BF16, F32, OPTIONS, PARAMETERS, R, T, call_head, check_head, head_arrays, truth, with_gradients
+from head_cases import (
+    BF16,
+    F32,
+    OPTIONS,
+    PARAMETERS,
+    R,
+    T,
+    call_head,
+    check_head,
+    head_arrays,
+    truth,
+    with_gradients,
+)
 
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close, factorings
@@ -29,10 +43,12 @@ def test_everything_at_once():
     check_head(meshes(names), arrays, entropy="bonus", device="five", **options)
 
 
-# columns of a device: less than a block, a block, a block and a column, the same with windows that overlap
+# columns of a device: less than a block, a block, a block and a column, the same with windows that
+# overlap
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
-    ("V", "mesh"), [(1000, MIXED), (1024, MIXED), (1026, MIXED), (1025, MIXED), (4096, "tp=8"), (4097, "tp=8")]
+    ("V", "mesh"),
+    [(1000, MIXED), (1024, MIXED), (1026, MIXED), (1025, MIXED), (4096, "tp=8"), (4097, "tp=8")],
 )
 def test_vocabularies_and_blocks(V, mesh):
     check_head(meshes([mesh]), head_arrays(V, bias=False), entropy="bonus")
@@ -97,7 +113,9 @@ def test_some_of_the_gradients(wrt):
 
 @pytest.mark.parametrize(("with_where", "mesh"), [(False, MIXED), (True, None), (True, "dp=8")])
 def test_tokens_outermost(with_where, mesh):
-    """With fewer columns than tokens, dkernel is the smaller accumulator, and the loop over tokens is the outer one."""
+    """With fewer columns than tokens, dkernel is the smaller accumulator, and the loop over
+    tokens is the outer one.
+    """
     arrays = head_arrays(10, with_where=with_where, bias=False)
     if mesh == "dp=8":
         arrays = head_arrays(6, with_where=with_where)
@@ -105,7 +123,9 @@ def test_tokens_outermost(with_where, mesh):
 
 
 def without_row(row):
-    """A call whose loss leaves out the row, as a loss mask would: the cotangents of the row are zero."""
+    """A call whose loss leaves out the row, as a loss mask would: the cotangents of the row are
+    zero.
+    """
 
     def call(parallel, arrays, **options):
         stats = call_head(parallel, arrays, **options)
@@ -131,18 +151,25 @@ def test_nothing_in_a_row_without_cotangent_matters(mesh, V):
 def test_no_token_counts(mesh):
     arrays = head_arrays(97)
     arrays |= {"where": jnp.zeros((R, T), bool), "hidden": jnp.full_like(arrays["hidden"], jnp.nan)}
-    found = jax.jit(lambda a: with_gradients(call_head, meshes([mesh])[0], a, entropy="bonus"))(arrays)
+    found = jax.jit(lambda a: with_gradients(call_head, meshes([mesh])[0], a, entropy="bonus"))(
+        arrays
+    )
     for leaf in jax.tree.leaves(found):
         np.testing.assert_array_equal(leaf, 0)
 
 
 def test_a_device_without_a_token_that_counts_does_no_product():
-    """With a kernel of NaN, each product leaves NaN: in the row of the device with such tokens, and in no other."""
+    """With a kernel of NaN, each product leaves NaN: in the row of the device with such tokens,
+    and in no other.
+    """
     arrays = head_arrays(97, bias=False)
-    arrays |= {"where": jnp.zeros((R, T), bool).at[4].set(True), "kernel": jnp.full_like(arrays["kernel"], jnp.nan)}
-    _, found = jax.jit(lambda a: with_gradients(call_head, meshes(["dp=8"])[0], a, entropy="bonus", device="five"))(
-        arrays
-    )
+    arrays |= {
+        "where": jnp.zeros((R, T), bool).at[4].set(True),
+        "kernel": jnp.full_like(arrays["kernel"], jnp.nan),
+    }
+    _, found = jax.jit(
+        lambda a: with_gradients(call_head, meshes(["dp=8"])[0], a, entropy="bonus", device="five")
+    )(arrays)
     np.testing.assert_array_equal(found["hidden"][4], np.nan, equal_nan=True)
     np.testing.assert_array_equal(np.delete(found["hidden"], 4, axis=0), 0)
 
@@ -150,7 +177,9 @@ def test_a_device_without_a_token_that_counts_does_no_product():
 @pytest.mark.parametrize("mesh", [None, MIXED, "tp=8"])
 def test_padded_columns_hold_anything(mesh):
     arrays = head_arrays(104, last=97)
-    run = jax.jit(lambda a: with_gradients(call_head, meshes([mesh])[0], a, entropy="bonus", vocab_size=97))
+    run = jax.jit(
+        lambda a: with_gradients(call_head, meshes([mesh])[0], a, entropy="bonus", vocab_size=97)
+    )
     clean = run(arrays)
     for name in ("kernel", "bias"):
         np.testing.assert_array_equal(clean[1][name][..., 97:], 0)
@@ -163,7 +192,9 @@ def test_padded_columns_hold_anything(mesh):
 def test_a_target_outside_the_vocabulary_is_nan(mesh):
     """Its log-prob and gradient are NaN; its entropy and every other token are as they were."""
     arrays = head_arrays(104, last=97)
-    run = jax.jit(lambda a: with_gradients(call_head, meshes([mesh])[0], a, entropy="bonus", vocab_size=97))
+    run = jax.jit(
+        lambda a: with_gradients(call_head, meshes([mesh])[0], a, entropy="bonus", vocab_size=97)
+    )
     clean, clean_gradients = run(arrays)
     others = np.ones((R, T), bool)
     others[4, 3] = False
@@ -197,9 +228,13 @@ FULL = itertools.product([None, *factorings(8)], [97, 1000, 1024, 4097], ["float
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("mesh", "V", "dtype", "explicit"), [(*case, i % 3 == 0) for i, case in enumerate(FULL)])
+@pytest.mark.parametrize(
+    ("mesh", "V", "dtype", "explicit"), [(*case, i % 3 == 0) for i, case in enumerate(FULL)]
+)
 def test_full_table(mesh, V, dtype, explicit):
-    """All options; every third case with Explicit axes, so that each mesh, size and dtype has both kinds."""
+    """All options; every third case with Explicit axes, so that each mesh, size and dtype has
+    both kinds.
+    """
     tolerance = BF16 if dtype == "bfloat16" else F32
     for name, (of_arrays, options) in OPTIONS.items():
         options = {k: min(v, V - 7) if k == "vocab_size" else v for k, v in options.items()}

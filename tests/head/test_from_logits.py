@@ -16,8 +16,12 @@ R, T = 8, 8
 MIXED = "dp=2,cp=2,tp=2"
 
 
-def logits_arrays(V, *, dtype="float32", with_where=False, nucleus=False, temperatures=False, last=None):
-    """The arrays of a call by argument name, and the weights of its results; masked positions hold NaN and -100."""
+def logits_arrays(
+    V, *, dtype="float32", with_where=False, nucleus=False, temperatures=False, last=None
+):
+    """The arrays of a call by argument name, and the weights of its results; masked positions
+    hold NaN and -100.
+    """
     rng = np.random.default_rng(V)
     arrays = {
         "logits": jnp.asarray(3 * rng.normal(size=(R, T, V)), dtype),
@@ -27,7 +31,8 @@ def logits_arrays(V, *, dtype="float32", with_where=False, nucleus=False, temper
     }
     if with_where:
         where = rng.random((R, T)) < 0.4
-        where[3], where[:, 5] = False, False  # devices with no token at all, however the tokens are split
+        # devices with no token at all, however the tokens are split
+        where[3], where[:, 5] = False, False
         arrays["where"] = jnp.asarray(where)
         arrays["logits"] = jnp.where(where[..., None], arrays["logits"], jnp.nan)
         arrays["targets"] = jnp.where(where, arrays["targets"], -100)
@@ -39,7 +44,9 @@ def logits_arrays(V, *, dtype="float32", with_where=False, nucleus=False, temper
 
 
 def call_logits(parallel, arrays, **options):
-    options |= {name: arrays[name] for name in ("where", "nucleus_ids", "temperature") if name in arrays}
+    options |= {
+        name: arrays[name] for name in ("where", "nucleus_ids", "temperature") if name in arrays
+    }
     if parallel == "reference":
         return reference_from_logits(arrays["logits"], arrays["targets"], **options)
     return log_probs_from_logits(arrays["logits"], arrays["targets"], parallel=parallel, **options)
@@ -92,7 +99,10 @@ def test_bf16(name):
 @pytest.mark.parametrize("name", ["plain", "nucleus, where", "padding", "temperatures"])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_vocabulary_that_the_tensor_axis_does_not_divide(name, explicit):
-    """Such logits cannot be sharded over the axis. Each device works on a window of columns; the last one overlaps."""
+    """Such logits cannot be sharded over the axis.
+
+    Each device works on a window of columns; the last one overlaps.
+    """
     of_arrays, options = OPTIONS[name]
     meshes = [make_parallel_mesh(mesh, explicit=explicit) for mesh in ("dp=2,cp=4", MIXED, "tp=8")]
     check(meshes, logits_arrays(97, **of_arrays), **options)
@@ -100,12 +110,16 @@ def test_a_vocabulary_that_the_tensor_axis_does_not_divide(name, explicit):
 
 @pytest.mark.parametrize("V", [3, 9, 49])
 def test_fewer_columns_than_fill_all_windows(V):
-    """Windows of ceil(V / tp) columns may end before the last device, whose columns are all another's."""
+    """Windows of ceil(V / tp) columns may end before the last device, whose columns are all
+    another's.
+    """
     check([make_parallel_mesh(mesh) for mesh in ("dp=2,tp=4", "tp=8")], logits_arrays(V))
 
 
 def test_minus_zero_is_as_likely_as_zero():
-    stats = log_probs_from_logits(jnp.array([[[0.0, -0.0]] * 2]), jnp.array([[0, 1]]), logit_stats=("accuracy",))
+    stats = log_probs_from_logits(
+        jnp.array([[[0.0, -0.0]] * 2]), jnp.array([[0, 1]]), logit_stats=("accuracy",)
+    )
     assert stats.accuracy.tolist() == [[1, 1]]
 
 
@@ -132,7 +146,10 @@ def test_explicit_axes(name):
     arrays = logits_arrays(104, **of_arrays)
     parallel = make_parallel_mesh(MIXED, explicit=True)
     check([parallel], arrays, **options)
-    sharded = {**arrays, "logits": jax.device_put(arrays["logits"], parallel.sharding(parallel.logits_spec))}
+    sharded = {
+        **arrays,
+        "logits": jax.device_put(arrays["logits"], parallel.sharding(parallel.logits_spec)),
+    }
     check([parallel], sharded, **options)
 
 
@@ -149,9 +166,13 @@ def test_inside_a_users_shard_map():
         return jax.lax.psum((stats.log_probs * g + stats.entropy * e).sum(), axes.tokens)
 
     def mapped(fn, out_specs):
-        return jax.shard_map(fn, mesh=parallel.mesh, in_specs=(logits, tokens, tokens, tokens), out_specs=out_specs)
+        return jax.shard_map(
+            fn, mesh=parallel.mesh, in_specs=(logits, tokens, tokens, tokens), out_specs=out_specs
+        )
 
-    expected = jax.jit(lambda a: with_gradients(call_logits, None, a, ("logits",), entropy="bonus"))(arrays)[1]
+    expected = jax.jit(
+        lambda a: with_gradients(call_logits, None, a, ("logits",), entropy="bonus")
+    )(arrays)[1]
     outside = jax.jit(jax.grad(mapped(total, P())))(*args)
     inside = jax.jit(mapped(jax.grad(total), logits))(*args)
     assert_trees_close([outside, inside], [expected["logits"]] * 2, **F32)
@@ -160,7 +181,11 @@ def test_inside_a_users_shard_map():
 def test_other_axis_names():
     """MaxText's: tokens over data and fsdp, two axes for the vocabulary."""
     mesh = jax.make_mesh((2, 1, 1, 2, 2), ("data", "fsdp", "context", "tensor", "tensor_transpose"))
-    roles = {"data": ("data", "fsdp"), "context": "context", "tensor": ("tensor", "tensor_transpose")}
+    roles = {
+        "data": ("data", "fsdp"),
+        "context": "context",
+        "tensor": ("tensor", "tensor_transpose"),
+    }
     check([ParallelMesh(mesh, **roles)], logits_arrays(104, with_where=True))
 
 
@@ -168,7 +193,11 @@ def test_other_axis_names():
 def test_nothing_in_masked_positions_or_padded_columns_matters(mesh):
     arrays = logits_arrays(104, with_where=True, last=97)
     parallel = mesh and make_parallel_mesh(mesh)
-    run = jax.jit(lambda a: with_gradients(call_logits, parallel, a, ("logits",), entropy="bonus", vocab_size=97))
+    run = jax.jit(
+        lambda a: with_gradients(
+            call_logits, parallel, a, ("logits",), entropy="bonus", vocab_size=97
+        )
+    )
     clean = run({**arrays, "logits": jnp.where(arrays["where"][..., None], arrays["logits"], 0)})
     masked = ~np.asarray(arrays["where"])
     for spoiler in (np.nan, -np.inf, np.inf, 1e38):
@@ -200,8 +229,15 @@ def test_nothing_in_a_row_without_cotangent_matters(mesh):
 @pytest.mark.parametrize("nucleus", [False, True])
 def test_a_target_outside_the_vocabulary_is_nan(mesh, nucleus):
     """Its log-prob and gradient are NaN; its entropy and every other token are as they were."""
-    parallel, arrays = mesh and make_parallel_mesh(mesh), logits_arrays(104, last=97, nucleus=nucleus)
-    run = jax.jit(lambda a: with_gradients(call_logits, parallel, a, ("logits",), entropy="bonus", vocab_size=97))
+    parallel, arrays = (
+        mesh and make_parallel_mesh(mesh),
+        logits_arrays(104, last=97, nucleus=nucleus),
+    )
+    run = jax.jit(
+        lambda a: with_gradients(
+            call_logits, parallel, a, ("logits",), entropy="bonus", vocab_size=97
+        )
+    )
     clean, clean_gradients = run(arrays)
     others = np.ones((R, T), bool)
     others[4, 3] = False

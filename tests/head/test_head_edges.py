@@ -1,4 +1,6 @@
-"""Heads where numbers are at an edge: soft-caps that saturate, masked columns, float16, against float64 numpy."""
+"""Heads where numbers are at an edge: soft-caps that saturate, masked columns, float16, against
+float64 numpy.
+"""
 
 import math
 
@@ -38,7 +40,12 @@ def batch_of(rows=R, length=T, seed=1):
     """A batch with one sample a row. All its tokens but the first have loss."""
     rng = np.random.default_rng(seed)
     samples = [
-        Sample(rng.integers(0, V, length), response_start=1, advantages=rng.normal(size=length - 1), old_log_probs=old)
+        Sample(
+            rng.integers(0, V, length),
+            response_start=1,
+            advantages=rng.normal(size=length - 1),
+            old_log_probs=old,
+        )
         for old in -rng.exponential(size=(rows, length - 1)) - 1
     ]
     return RolloutBatch.from_samples(samples, row_length=length, rows=rows)
@@ -48,7 +55,9 @@ def batch_of(rows=R, length=T, seed=1):
 
 
 def assert_near(got, expected, size):
-    assert (np.abs(np.asarray(got) - expected) < 1e-4 * size).all(), np.max(np.abs(got - expected) / size)
+    assert (np.abs(np.asarray(got) - expected) < 1e-4 * size).all(), np.max(
+        np.abs(got - expected) / size
+    )
 
 
 @pytest.mark.every(3)
@@ -109,13 +118,19 @@ def masked_case(share=0.3):
 
 
 def smoothed_truth(hidden, kernel, bias, batch, softcap=None):
-    """The loss of label smoothing and a z-loss, and its gradients by hidden states, kernel and bias."""
+    """The loss of label smoothing and a z-loss, and its gradients by hidden states, kernel and
+    bias.
+    """
     here = np.asarray(batch.loss_mask) > 0
     rows, targets = np.asarray(hidden)[here], np.asarray(batch.targets)[here]
     head = OracleHead(np.asarray(kernel), np.asarray(bias), softcap=softcap)
     z = oracle.logits(rows, head)
     stats, s, weight = oracle.token_stats(z, targets), SMOOTH["label_smoothing"], 1 / here.sum()
-    each = -(1 - s) * stats.log_probs + s * (stats.log_z - stats.mean_logit) + SMOOTH["z_loss"] * stats.log_z**2
+    each = (
+        -(1 - s) * stats.log_probs
+        + s * (stats.log_z - stats.mean_logit)
+        + SMOOTH["z_loss"] * stats.log_z**2
+    )
     dz = oracle.logit_gradient(
         z,
         targets,
@@ -130,8 +145,14 @@ def smoothed_truth(hidden, kernel, bias, batch, softcap=None):
 
 
 def from_logits(hidden, head, batch, parallel=None, memory=None, **options):
-    logits = jnp.einsum("rth,hv->rtv", hidden, head.kernel, precision="highest") + head.bias[None, None]
-    asked = {"logit_stats": ("log_z", "mean_logit"), "entropy": "metric", "where": batch.loss_mask > 0}
+    logits = (
+        jnp.einsum("rth,hv->rtv", hidden, head.kernel, precision="highest") + head.bias[None, None]
+    )
+    asked = {
+        "logit_stats": ("log_z", "mean_logit"),
+        "entropy": "metric",
+        "where": batch.loss_mask > 0,
+    }
     stats = log_probs_from_logits(logits, batch.targets, parallel=parallel, **asked)
     return loss_from_stats(stats, batch, SFT(**options), parallel=parallel)
 
@@ -144,7 +165,10 @@ def from_hidden(hidden, head, batch, parallel=None, memory=None, **options):
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2", "fsdp=2,tp=4"])
 @pytest.mark.parametrize("path", ["one pass", "two passes", "logits"])
 def test_label_smoothing_beside_masked_columns(path, mesh):
-    """The mean is over finite logits. Divided by the number of all columns, the loss was 0.2 * 0.3 of the mean off."""
+    """The mean is over finite logits.
+
+    Divided by the number of all columns, the loss was 0.2 * 0.3 of the mean off.
+    """
     hidden, kernel, bias, batch = masked_case()
     parallel = mesh and make_parallel_mesh(mesh)
     loss = from_logits if path == "logits" else from_hidden
@@ -172,7 +196,9 @@ def test_the_mean_logit_of_each_token_is_over_its_finite_columns(path):
         )
     else:
         logits = jnp.einsum("rth,hv->rtv", hidden, kernel, precision="highest") + bias[None, None]
-        found = log_probs_from_logits(logits, batch.targets, logit_stats=("mean_logit",), where=where)
+        found = log_probs_from_logits(
+            logits, batch.targets, logit_stats=("mean_logit",), where=where
+        )
     here = np.asarray(where)
     z = np.asarray(hidden, np.float64)[here] @ np.asarray(kernel, np.float64)[:, np.isfinite(bias)]
     z = z + np.asarray(bias, np.float64)[np.isfinite(bias)]
@@ -190,7 +216,9 @@ def test_masked_columns_under_logits_rounded_to_bf16():
     def call(head, targets):
         return log_probs_from_hidden(hidden, head, targets, where=batch.loss_mask > 0).log_probs
 
-    np.testing.assert_allclose(call(head, batch.targets), call(narrow, places[batch.targets]), rtol=1e-6)
+    np.testing.assert_allclose(
+        call(head, batch.targets), call(narrow, places[batch.targets]), rtol=1e-6
+    )
     gradient = jax.grad(lambda head: call(head, batch.targets).sum())(head)
     expected = jax.grad(lambda head: call(head, places[batch.targets]).sum())(narrow)
     np.testing.assert_allclose(gradient.kernel[:, keep], expected.kernel, rtol=1e-5, atol=1e-5)
@@ -207,10 +235,20 @@ def half_case(names):
     if not float16_compiles():
         pytest.skip("XLA compiles no float16 for this processor")
     rng = np.random.default_rng(3)
-    shapes = {"hidden": (8, 8, H), "kernel": (H, V), "bias": (V,), "lora_a": (H, 2), "lora_b": (2, V)}
+    shapes = {
+        "hidden": (8, 8, H),
+        "kernel": (H, V),
+        "bias": (V,),
+        "lora_a": (H, 2),
+        "lora_b": (2, V),
+    }
     lora = any(name.startswith("lora") for name in names)
-    arrays = {k: rng.normal(size=shape) for k, shape in shapes.items() if lora or not k.startswith("lora")}
-    return {k: jnp.asarray(x, jnp.float16 if k in names else jnp.float32) for k, x in arrays.items()}
+    arrays = {
+        k: rng.normal(size=shape) for k, shape in shapes.items() if lora or not k.startswith("lora")
+    }
+    return {
+        k: jnp.asarray(x, jnp.float16 if k in names else jnp.float32) for k, x in arrays.items()
+    }
 
 
 def head_of(arrays):
@@ -219,16 +257,22 @@ def head_of(arrays):
 
 
 def half_loss(batch, arrays, parallel=None, memory=2**30, scale=1.0, norm=2.0**15):
-    """Each token has the weight 1 / (8 norm), by default 1 / 262144, which float16 holds with few digits."""
-    config = PolicyLossConfig(PPO(), aggregation="sequence_mean_token_sum_norm", aggregation_norm=norm)
-    loss = policy_loss_from_hidden(arrays["hidden"], head_of(arrays), batch, config, parallel=parallel, memory=memory)[
-        0
-    ]
+    """Each token has the weight 1 / (8 norm), by default 1 / 262144, which float16 holds with
+    few digits.
+    """
+    config = PolicyLossConfig(
+        PPO(), aggregation="sequence_mean_token_sum_norm", aggregation_norm=norm
+    )
+    loss = policy_loss_from_hidden(
+        arrays["hidden"], head_of(arrays), batch, config, parallel=parallel, memory=memory
+    )[0]
     return scale * loss
 
 
 def half_truth(batch, arrays, scale):
-    """The gradients of `half_loss` in closed form: no ratio is clipped, so a token's is -advantage * ratio."""
+    """The gradients of `half_loss` in closed form: no ratio is clipped, so a token's is
+    -advantage * ratio.
+    """
     here = np.asarray(batch.loss_mask) > 0
 
     def get(name):
@@ -244,7 +288,13 @@ def half_truth(batch, arrays, scale):
     dh, of_head = oracle.head_gradient(rows, head, oracle.logit_gradient(z, targets, by_log_prob=g))
     hidden = np.zeros(arrays["hidden"].shape)
     hidden[here] = dh
-    found = {"hidden": hidden, "kernel": of_head.kernel, "bias": of_head.bias, "lora_a": of_head.a, "lora_b": of_head.b}
+    found = {
+        "hidden": hidden,
+        "kernel": of_head.kernel,
+        "bias": of_head.bias,
+        "lora_a": of_head.a,
+        "lora_b": of_head.b,
+    }
     return {name: found[name] for name in arrays}
 
 
@@ -272,7 +322,10 @@ HALVES = [*((name,) for name in FIELDS), ("hidden", "kernel"), FIELDS]
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 @pytest.mark.parametrize("names", HALVES, ids="+".join)
 def test_gradients_under_a_loss_scale_where_anything_is_float16(names, mesh):
-    """One pass once rounded them before the scale, and dhidden was 4.6% off. Now float16 rounds three times at most."""
+    """One pass once rounded them before the scale, and dhidden was 4.6% off.
+
+    Now float16 rounds three times at most.
+    """
     arrays = half_case(names)
     batch = on_policy(batch_of(8, 8), arrays)
     parallel = mesh and make_parallel_mesh(mesh)
@@ -291,13 +344,18 @@ def test_the_audit_says_that_float16_takes_two_passes(names):
     assert "two passes: float16" in notes
     assert not any(line.startswith("one pass") for line in notes)
     wide = {k: x.astype(jnp.float32) for k, x in arrays.items()}
-    assert any(line.startswith("one pass, ") for line in audit(jax.grad(lambda a: half_loss(batch, a)), wide).notes)
+    assert any(
+        line.startswith("one pass, ")
+        for line in audit(jax.grad(lambda a: half_loss(batch, a)), wide).notes
+    )
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 @pytest.mark.parametrize(("norm", "lost"), [(2.0**40, 0), (2.0**-25, np.inf)])
 def test_a_float16_bias_takes_one_pass(norm, lost, mesh):
-    """The head adds it in f32, so its gradient is rounded once, behind the loss scale; before it, it would be lost."""
+    """The head adds it in f32, so its gradient is rounded once, behind the loss scale; before
+    it, it would be lost.
+    """
     arrays = half_case(("bias",))
     batch, parallel = on_policy(batch_of(8, 8), arrays), mesh and make_parallel_mesh(mesh)
     wide = {k: x.astype(jnp.float32) for k, x in arrays.items()}
@@ -309,7 +367,8 @@ def test_a_float16_bias_takes_one_pass(norm, lost, mesh):
     assert any(line.startswith("one pass, ") for line in notes)
     assert not any(line.startswith("two passes") for line in notes)
     half, exact, unscaled = (
-        jax.jit(gradient)(given, scale)["bias"] for given, scale in ((arrays, norm), (wide, norm), (wide, 1.0))
+        jax.jit(gradient)(given, scale)["bias"]
+        for given, scale in ((arrays, norm), (wide, norm), (wide, 1.0))
     )
     assert half.dtype == jnp.float16
     assert np.isfinite(half).all()
@@ -319,15 +378,24 @@ def test_a_float16_bias_takes_one_pass(norm, lost, mesh):
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}])
 def test_a_temperature_where_tokens_fill_a_chunk(options):
-    """What fills it had the temperature 0, and the gradient of every parameter was NaN: 56 tokens in chunks of 5."""
+    """What fills it had the temperature 0, and the gradient of every parameter was NaN: 56
+    tokens in chunks of 5.
+    """
     arrays = head_arrays(1000, temperatures=True)
     arrays = {name: x[:, :7] if x.shape[:2] == (8, 8) else x for name, x in arrays.items()}
     check_head([None], arrays, device="five", **options)
 
 
 def test_memory_without_room_for_a_tile_of_fixed_size():
-    hidden, kernel, targets = jnp.ones((1, 300, 8)), jnp.ones((8, 1024)), jnp.zeros((1, 300), jnp.int32)
-    with pytest.raises(ValueError, match=r"memory: got 100000 bytes, expected at least 131072 for this head and batch"):
+    hidden, kernel, targets = (
+        jnp.ones((1, 300, 8)),
+        jnp.ones((8, 1024)),
+        jnp.zeros((1, 300), jnp.int32),
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"memory: got 100000 bytes, expected at least 131072 for this head and batch",
+    ):
         log_probs_from_hidden(hidden, kernel, targets, deterministic=True, memory=100_000)
 
 
@@ -340,7 +408,11 @@ def test_memory_without_room_for_a_tile_of_two_heads():
 
 def test_memory_that_tokens_in_order_would_fill():
     """They take 2 MiB: chunks get half of the memory then, where they were of 8 tokens."""
-    hidden, kernel, targets = jnp.ones((1, 2048, 256)), jnp.ones((256, 1024)), jnp.zeros((1, 2048), jnp.int32)
+    hidden, kernel, targets = (
+        jnp.ones((1, 2048, 256)),
+        jnp.ones((256, 1024)),
+        jnp.zeros((1, 2048), jnp.int32),
+    )
 
     def log_probs(hidden, where):
         return log_probs_from_hidden(hidden, kernel, targets, where=where, memory=2**21).log_probs
@@ -370,7 +442,9 @@ def test_the_profile_of_a_kind_of_device(kind, like):
 def test_scalar_arrays_are_numbers(scalar):
     """A jax scalar as scale= gave "Non-hashable static arguments", without a name."""
     rng = np.random.default_rng(0)
-    hidden, kernel = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((R, T, H), (H, V)))
+    hidden, kernel = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((R, T, H), (H, V))
+    )
     a, b = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((H, 2), (2, V)))
     targets = jnp.zeros((R, T), jnp.int32)
 
@@ -386,7 +460,9 @@ def test_scalar_arrays_are_numbers(scalar):
 @pytest.mark.parametrize("name", ["scale", "softcap", "lora.scale"])
 def test_traced_numbers_are_refused_by_name(name):
     def head(value):
-        lora = LoRA(jnp.ones((H, 2)), jnp.ones((2, V)), scale=value if name == "lora.scale" else 1.0)
+        lora = LoRA(
+            jnp.ones((H, 2)), jnp.ones((2, V)), scale=value if name == "lora.scale" else 1.0
+        )
         return Head(jnp.ones((H, V)), lora=lora, **({} if name == "lora.scale" else {name: value}))
 
     with pytest.raises(TypeError, match=f"^{name}: got a traced array, expected a number"):
@@ -403,7 +479,9 @@ def test_what_the_refusal_of_second_derivatives_sends_to_works():
 
     # d^2 log p_0 / dz_1 dz_j = p_1 (p_j - [j = 1])
     p = np.exp(np.asarray(z[0, 0], np.float64)) / np.exp(np.asarray(z[0, 0], np.float64)).sum()
-    np.testing.assert_allclose(jax.grad(slope)(z)[0, 0], p[1] * (p - np.eye(5)[1]), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        jax.grad(slope)(z)[0, 0], p[1] * (p - np.eye(5)[1]), rtol=1e-5, atol=1e-7
+    )
 
     def from_hidden(h):
         return log_probs_from_hidden(h, z[0].T, targets).log_probs.sum()

@@ -1,4 +1,6 @@
-"""Heads taken from other libraries' modules: a head computes the values and gradients that its module computes."""
+"""Heads taken from other libraries' modules: a head computes the values and gradients that its
+module computes.
+"""
 
 import dataclasses
 import subprocess
@@ -64,7 +66,11 @@ NNX = {
         lambda p, x: x @ p[...],
         {},
     ),
-    "Param of a table": (lambda: nnx.Embed(V, H, rngs=rngs()).embedding, lambda p, x: x @ p[...].T, {"layout": "vh"}),
+    "Param of a table": (
+        lambda: nnx.Embed(V, H, rngs=rngs()).embedding,
+        lambda p, x: x @ p[...].T,
+        {"layout": "vh"},
+    ),
     "Linear": (lambda: noisy_bias(nnx.Linear(H, V, rngs=rngs())), call, {}),
     "Linear without bias": (lambda: nnx.Linear(H, V, use_bias=False, rngs=rngs()), call, {}),
     "square Linear": (lambda: nnx.Linear(H, H, use_bias=False, rngs=rngs()), call, {}),
@@ -73,7 +79,11 @@ NNX = {
     "Einsum of a table": (lambda: nnx.Einsum("...d,vd->...v", (V, H), rngs=rngs()), call, {}),
     "LoRALinear": (lora_linear, call, {}),
     "LoRA around Linear": (lora_around, call, {}),
-    "Qwix on Linear": (qwix_linear, lambda m, x: tunix.adapted(m, "kernel", x, 2.0), {"lora_scale": 2.0}),
+    "Qwix on Linear": (
+        qwix_linear,
+        lambda m, x: tunix.adapted(m, "kernel", x, 2.0),
+        {"lora_scale": 2.0},
+    ),
     "Tunix lm_head": (lambda: tunix.Einsum("BTD,DV->BTV", (H, V), rngs=rngs()), call, {}),
     "Tunix embedder": (lambda: tunix.Embedder(V, H, rngs=rngs()), decode, {}),
     "Gemma embedder": (lambda: tunix.GemmaEmbedder(V, H, rngs=rngs()), decode, {}),
@@ -107,8 +117,12 @@ def test_nnx_and_tunix(name):
     make, logits, options = NNX[name]
     graph, params = nnx.split(make())
     assert_same(
-        lambda p, x, y: loss_of_head(Head.of(nnx.merge(graph, p), **options), x, y % (H if "square" in name else V)),
-        lambda p, x, y: loss_of_logits(logits(nnx.merge(graph, p), x), y % (H if "square" in name else V)),
+        lambda p, x, y: loss_of_head(
+            Head.of(nnx.merge(graph, p), **options), x, y % (H if "square" in name else V)
+        ),
+        lambda p, x, y: loss_of_logits(
+            logits(nnx.merge(graph, p), x), y % (H if "square" in name else V)
+        ),
         params,
     )
 
@@ -118,8 +132,21 @@ def test_nnx_and_tunix(name):
     [
         (linen.Dense(V), linen.Dense.__call__),
         (linen.Embed(V, H), linen.Embed.attend),
-        (linen.Dense(V, kernel_init=linen.with_partitioning(linen.initializers.normal(), (None, "tp"))), None),
-        (linen.Dense(V, kernel_init=linen.with_logical_partitioning(linen.initializers.normal(), ("d", "v"))), None),
+        (
+            linen.Dense(
+                V, kernel_init=linen.with_partitioning(linen.initializers.normal(), (None, "tp"))
+            ),
+            None,
+        ),
+        (
+            linen.Dense(
+                V,
+                kernel_init=linen.with_logical_partitioning(
+                    linen.initializers.normal(), ("d", "v")
+                ),
+            ),
+            None,
+        ),
     ],
     ids=["Dense", "Embed", "Partitioned", "LogicallyPartitioned"],
 )
@@ -149,6 +176,7 @@ def test_equinox(kind):
 
         def logits(m, x):
             return jax.vmap(jax.vmap(m))(x)
+
     else:
         module = eqx.nn.Embedding(V, H, key=jax.random.key(0))
 
@@ -156,14 +184,23 @@ def test_equinox(kind):
             return x @ m.weight.T
 
     assert Head.of(module).layout == "vh"
-    assert_same(lambda m, x, y: loss_of_head(Head.of(m), x, y), lambda m, x, y: loss_of_logits(logits(m, x), y), module)
+    assert_same(
+        lambda m, x, y: loss_of_head(Head.of(m), x, y),
+        lambda m, x, y: loss_of_logits(logits(m, x), y),
+        module,
+    )
 
 
 def test_equinox_shared_is_asked_for_what_it_shares():
     eqx = pytest.importorskip("equinox", reason="Equinox is not installed")
-    pair = (eqx.nn.Embedding(V, H, key=jax.random.key(0)), eqx.nn.Linear(H, V, key=jax.random.key(0)))
+    pair = (
+        eqx.nn.Embedding(V, H, key=jax.random.key(0)),
+        eqx.nn.Linear(H, V, key=jax.random.key(0)),
+    )
     shared = eqx.nn.Shared(pair, lambda p: p[1].weight, lambda p: p[0].weight)
-    with pytest.raises(TypeError, match=r"module: got equinox.*Shared, expected one of the modules that calling it"):
+    with pytest.raises(
+        TypeError, match=r"module: got equinox.*Shared, expected one of the modules that calling it"
+    ):
         Head.of(shared)
     np.testing.assert_array_equal(Head.of(shared()[1]).kernel, pair[0].weight)
 
@@ -184,19 +221,26 @@ def test_qwix_lora(at, layer):
     qwix = pytest.importorskip("qwix", reason="Qwix is not installed")
     provider = qwix.LoraProvider(module_path=".*", rank=RANK, alpha=6.0)
     model = qwix.apply_lora_to_model(Model(rngs()), provider, HIDDEN, rngs=rngs())
-    params = jax.tree.map(lambda x: x + jnp.sin(jnp.arange(x.size)).reshape(x.shape), nnx.state(model))  # b begins as 0
+    # b begins as 0
+    params = jax.tree.map(
+        lambda x: x + jnp.sin(jnp.arange(x.size)).reshape(x.shape), nnx.state(model)
+    )
     graph = nnx.graphdef(model)
 
     def head(p):
         return Head.of(getattr(nnx.merge(graph, p), layer), lora_scale=6.0 / RANK)
 
     ours = jax.jit(jax.value_and_grad(lambda p: loss_of_head(head(p), HIDDEN, TARGETS)))(params)
-    theirs = jax.jit(jax.value_and_grad(lambda p: loss_of_logits(nnx.merge(graph, p)(HIDDEN)[at], TARGETS)))(params)
+    theirs = jax.jit(
+        jax.value_and_grad(lambda p: loss_of_logits(nnx.merge(graph, p)(HIDDEN)[at], TARGETS))
+    )(params)
     assert_trees_close(ours, theirs, **CLOSE)
 
 
 class Headed(nnx.Module):
-    """A model that can be called when Qwix has quantised it, which one with Tunix's Einsum cannot."""
+    """A model that can be called when Qwix has quantised it, which one with Tunix's Einsum
+    cannot.
+    """
 
     def __init__(self, rngs):
         self.lm_head = noisy_bias(nnx.Linear(H, V, rngs=rngs))
@@ -213,12 +257,16 @@ def quantised_by_qwix(model, **rule):
         return qwix.quantize_model(model, provider, HIDDEN)
 
 
-# Qwix takes 127.5 for the largest number of int8. XLA for CPUs makes e4m3 of f32 by way of f16, which moves a few of
-# Qwix's numbers: so its hidden states are compared in int8, and the values of its e4m3 weights are taken as they are.
+# Qwix takes 127.5 for the largest number of int8. XLA for CPUs makes e4m3 of f32 by way of f16,
+# which moves a few of Qwix's numbers: so its hidden states are compared in int8, and the values of
+# its e4m3 weights are taken as they are.
 QWIX = {
     "int8 weights": ({"weight_qtype": jnp.int8}, None),
     "e4m3 weights in tiles": ({"weight_qtype": jnp.float8_e4m3fn, "tile_size": 4}, None),
-    "int8": ({"weight_qtype": jnp.int8, "act_qtype": jnp.int8}, Quantization("int8", largest=127.5)),
+    "int8": (
+        {"weight_qtype": jnp.int8, "act_qtype": jnp.int8},
+        Quantization("int8", largest=127.5),
+    ),
 }
 
 
@@ -236,7 +284,9 @@ def test_qwix_quantised_weights(name):
     if quantized is None:
         plain = head.kernel.dequantized(jnp.float32)
         gradient = jax.grad(lambda x: loss_of_head(head, x, TARGETS))(HIDDEN)
-        of_floats = jax.grad(lambda x: loss_of_head(Head(plain, bias=head.bias), x, TARGETS))(HIDDEN)
+        of_floats = jax.grad(lambda x: loss_of_head(Head(plain, bias=head.bias), x, TARGETS))(
+            HIDDEN
+        )
         assert_trees_close(gradient, of_floats, **CLOSE)
 
 
@@ -267,9 +317,14 @@ def test_a_quantised_array_of_qwix():
 def test_what_qwix_quantises_otherwise_is_refused():
     qwix = pytest.importorskip("qwix", reason="Qwix is not installed")
     kernel = jnp.ones((H, V))
-    with pytest.raises(TypeError, match=r"module: got qwix.*QArray, of int4, expected float8_e4m3fn or int8"):
+    with pytest.raises(
+        TypeError, match=r"module: got qwix.*QArray, of int4, expected float8_e4m3fn or int8"
+    ):
         Head.of(qwix.quantize(kernel, jnp.int4))
-    with pytest.raises(TypeError, match=r"module: got qwix.*QArray, with a zero point, expected one that is symmetric"):
+    with pytest.raises(
+        TypeError,
+        match=r"module: got qwix.*QArray, with a zero point, expected one that is symmetric",
+    ):
         Head.of(qwix.quantize(kernel, jnp.int8, calibration_method="minmax"))
     static = {"weight_qtype": jnp.int8, "act_qtype": jnp.int8, "act_static_scale": True}
     with pytest.raises(TypeError, match=r"module: got \w+_scale beside its kernel"):
@@ -286,11 +341,15 @@ def test_what_qwix_quantises_otherwise_is_refused():
     ],
     ids=["Linear", "Embed", "Tunix lm_head", "Tunix embedder"],
 )
-def test_f32_masters_of_a_bf16_module_are_rounded_as_it_rounds_them_and_get_gradients_in_f32(module):
+def test_f32_masters_of_a_bf16_module_are_rounded_as_it_rounds_them_and_get_gradients_in_f32(
+    module,
+):
     graph, params = nnx.split(module())
     hidden = HIDDEN.astype(jnp.bfloat16)
     assert Head.of(nnx.merge(graph, params)).kernel.dtype == jnp.bfloat16
-    gradient = jax.grad(lambda p: loss_of_head(Head.of(nnx.merge(graph, p)), hidden, TARGETS))(params)
+    gradient = jax.grad(lambda p: loss_of_head(Head.of(nnx.merge(graph, p)), hidden, TARGETS))(
+        params
+    )
     assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
     # dtype= sets another one, for models whose parameters do not say it
     assert Head.of(nnx.merge(graph, params), dtype=jnp.float32).kernel.dtype == jnp.float32
@@ -310,19 +369,30 @@ def test_options_reach_the_head():
 def test_a_module_of_shapes_alone_has_a_head_of_shapes():
     abstract = nnx.eval_shape(lambda: nnx.Linear(H, V, dtype=jnp.bfloat16, rngs=rngs()))
     head = Head.of(abstract)
-    assert (head.kernel.shape, head.kernel.dtype, head.bias.dtype) == ((H, V), jnp.bfloat16, jnp.bfloat16)
+    assert (head.kernel.shape, head.kernel.dtype, head.bias.dtype) == (
+        (H, V),
+        jnp.bfloat16,
+        jnp.bfloat16,
+    )
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["Auto", "Explicit"])
 def test_adapters_on_a_mesh_as_qwix_shards_them(explicit):
-    """Qwix gives an adapter's dimensions the sharding that they have in the kernel: H over fsdp, V over tp."""
+    """Qwix gives an adapter's dimensions the sharding that they have in the kernel: H over fsdp,
+    V over tp.
+    """
     parallel = make_parallel_mesh("fsdp=4,tp=2", explicit=explicit)
 
     def put(x, *spec):
         return jax.device_put(x, parallel.sharding(jax.P(*spec)))
 
     graph, params = nnx.split(qwix_linear())
-    specs = {"kernel": ("fsdp", "tp"), "bias": ("tp",), "kernel_lora_a": ("fsdp", None), "kernel_lora_b": (None, "tp")}
+    specs = {
+        "kernel": ("fsdp", "tp"),
+        "bias": ("tp",),
+        "kernel_lora_a": ("fsdp", None),
+        "kernel_lora_b": (None, "tp"),
+    }
 
     def loss(params, hidden, targets, parallel=None):
         head = Head.of(nnx.merge(graph, params), lora_scale=2.0)
@@ -339,7 +409,11 @@ def test_adapters_on_a_mesh_as_qwix_shards_them(explicit):
     assert_trees_close(got, expected, rtol=1e-5, atol=1e-5)
     if explicit:  # on explicit meshes, a gradient has the sharding of its parameter
         for name, spec in specs.items():
-            assert got[1][name].get_value().sharding.is_equivalent_to(parallel.sharding(jax.P(*spec)), len(spec))
+            assert (
+                got[1][name]
+                .get_value()
+                .sharding.is_equivalent_to(parallel.sharding(jax.P(*spec)), len(spec))
+            )
 
 
 class Scaled(nnx.Linear):
@@ -382,22 +456,46 @@ REFUSED = {
         lambda: Scaled(H, V, rngs=FAST),
         r"Scaled, a Linear with a __call__ of its own",
     ),
-    "unknown adapter": (lambda: Extra(rngs=FAST), r"module: got w_dora_m beside its kernel, expected w, w_lora_a"),
+    "unknown adapter": (
+        lambda: Extra(rngs=FAST),
+        r"module: got w_dora_m beside its kernel, expected w, w_lora_a",
+    ),
     "int8": (quantised, r"module.kernel: got int8, quantised weights, expected float32"),
-    "float8 array": (lambda: jnp.ones((H, V), jnp.float8_e4m3fn), r"module: got float8_e4m3fn, quantised weights"),
+    "float8 array": (
+        lambda: jnp.ones((H, V), jnp.float8_e4m3fn),
+        r"module: got float8_e4m3fn, quantised weights",
+    ),
     "half an adapter": (half_adapted, r"got one of kernel_lora_a and kernel_lora_b, expected both"),
     "adapter of a table": (adapted_table, r"module: got input_embedding_lora_a beside its kernel"),
     "another product": (
         lambda: nnx.Linear(H, V, dot_general=other_product, rngs=FAST),
         r"module: got flax.nnx.nn.linear.Linear, with dot_general .*other_product",
     ),
-    "LoRA around nothing": (lambda: nnx.LoRA(H, RANK, V, rngs=FAST), r"LoRA, around NoneType, expected one around"),
-    "einsum": (lambda: tunix.Einsum("BTD,DNV->BTNV", (H, 2, V), rngs=FAST), r"with einsum 'BTD,DNV->BTNV', expected"),
-    "norm": (lambda: nnx.RMSNorm(H, rngs=FAST), r"RMSNorm, expected an array, nnx.Param, nnx.Linear"),
-    "Linen module": (lambda: linen.Dense(V), r"Dense, which holds no parameters, expected those of its variables"),
-    "other parameters": (lambda: {"scale": jnp.ones(H)}, r"got a dict with keys 'scale', expected 'kernel' and 'bias'"),
+    "LoRA around nothing": (
+        lambda: nnx.LoRA(H, RANK, V, rngs=FAST),
+        r"LoRA, around NoneType, expected one around",
+    ),
+    "einsum": (
+        lambda: tunix.Einsum("BTD,DNV->BTNV", (H, 2, V), rngs=FAST),
+        r"with einsum 'BTD,DNV->BTNV', expected",
+    ),
+    "norm": (
+        lambda: nnx.RMSNorm(H, rngs=FAST),
+        r"RMSNorm, expected an array, nnx.Param, nnx.Linear",
+    ),
+    "Linen module": (
+        lambda: linen.Dense(V),
+        r"Dense, which holds no parameters, expected those of its variables",
+    ),
+    "other parameters": (
+        lambda: {"scale": jnp.ones(H)},
+        r"got a dict with keys 'scale', expected 'kernel' and 'bias'",
+    ),
     "variables": (lambda: {"params": {}}, r"got a dict with keys 'params', expected"),
-    "more parameters": (lambda: {"kernel": jnp.ones((H, V)), "scale": jnp.ones(V)}, r"got scale beside its kernel"),
+    "more parameters": (
+        lambda: {"kernel": jnp.ones((H, V)), "scale": jnp.ones(V)},
+        r"got scale beside its kernel",
+    ),
     "quantised parameters": (
         lambda: {"kernel": {"qvalue": 0}},
         r"module\['kernel'\]: got builtins.dict, expected an array",
@@ -414,11 +512,18 @@ def test_what_is_not_understood_is_refused_by_name(name):
 
 
 def test_scales_and_layouts_that_contradict_the_module_are_refused():
-    with pytest.raises(ValueError, match=r"lora_scale: got None for the adapter of the module, expected alpha / rank"):
+    with pytest.raises(
+        ValueError,
+        match=r"lora_scale: got None for the adapter of the module, expected alpha / rank",
+    ):
         Head.of(qwix_linear())
-    with pytest.raises(ValueError, match=r"lora_scale: got 2.0 for the adapter of the module, expected None"):
+    with pytest.raises(
+        ValueError, match=r"lora_scale: got 2.0 for the adapter of the module, expected None"
+    ):
         Head.of(lora_linear(), lora_scale=2.0)
-    with pytest.raises(ValueError, match=r"lora_scale: got 2.0 for a module without an adapter, expected None"):
+    with pytest.raises(
+        ValueError, match=r"lora_scale: got 2.0 for a module without an adapter, expected None"
+    ):
         Head.of(nnx.Linear(H, V, rngs=FAST), lora_scale=2.0)
     with pytest.raises(ValueError, match=r"layout: got 'hv' for Embed, expected 'vh'"):
         Head.of(nnx.Embed(V, H, rngs=FAST), layout="hv")
@@ -438,10 +543,13 @@ def test_a_frozen_kernel_under_an_adapter_gets_no_gradient_and_the_adapter_does(
     assert len(jax.tree.leaves(gradient)) == 2
     head = Head.of(nnx.merge(graph, adapters, rest))
     by_hand = jax.grad(
-        lambda a, b: loss_of_head(dataclasses.replace(head, lora=LoRA(a, b, 1.0)), HIDDEN, TARGETS), (0, 1)
+        lambda a, b: loss_of_head(dataclasses.replace(head, lora=LoRA(a, b, 1.0)), HIDDEN, TARGETS),
+        (0, 1),
     )
     expected = by_hand(head.lora.a, head.lora.b)
-    assert_trees_close((gradient["lora"]["lora_a"][...], gradient["lora"]["lora_b"][...]), expected, **CLOSE)
+    assert_trees_close(
+        (gradient["lora"]["lora_a"][...], gradient["lora"]["lora_b"][...]), expected, **CLOSE
+    )
 
 
 def test_no_framework_is_imported():

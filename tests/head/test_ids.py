@@ -1,4 +1,6 @@
-"""Log-probs of several ids at each position, from hidden states and from logits, against float64 numpy, on any mesh."""
+"""Log-probs of several ids at each position, from hidden states and from logits, against float64
+numpy, on any mesh.
+"""
 
 import dataclasses
 
@@ -21,8 +23,12 @@ IDS_ONLY = {"g": jnp.zeros((R, T)), "e": jnp.zeros((R, T))}
 
 
 def truth(arrays):
-    """Log-probs of the ids, and the gradients of their weighted sum by logits, hidden states and kernel."""
-    wide = {k: np.asarray(x, np.float64 if x.dtype.kind == "f" else None) for k, x in arrays.items()}
+    """Log-probs of the ids, and the gradients of their weighted sum by logits, hidden states and
+    kernel.
+    """
+    wide = {
+        k: np.asarray(x, np.float64 if x.dtype.kind == "f" else None) for k, x in arrays.items()
+    }
     rows = wide.get("where", np.ones((R, T), bool))
     head = OracleHead(wide["kernel"], wide.get("bias"), softcap=OPTIONS["softcap"])
     hidden, ids, g = (wide[name][rows] for name in ("hidden", "ids", "i"))
@@ -49,11 +55,16 @@ def test_values_and_gradients(mesh, with_where):
 
 
 def in_logits(parallel, arrays, **options):
-    logits = jnp.matmul(arrays["hidden"], arrays["kernel"], precision="highest") + arrays["bias"][None, None]
+    logits = (
+        jnp.matmul(arrays["hidden"], arrays["kernel"], precision="highest")
+        + arrays["bias"][None, None]
+    )
     logits = OPTIONS["softcap"] * jnp.tanh(logits / OPTIONS["softcap"])
     rest = {name: arrays[name] for name in ("ids", "where") if name in arrays}
     temperature = OPTIONS["temperature"]
-    return log_probs_from_logits(logits, arrays["targets"], parallel=parallel, temperature=temperature, **rest)
+    return log_probs_from_logits(
+        logits, arrays["targets"], parallel=parallel, temperature=temperature, **rest
+    )
 
 
 @pytest.mark.parametrize("mesh", [None, MIXED, "tp=8"])
@@ -129,7 +140,9 @@ def test_ids_of_other_dtypes():
     expected = call_head(None, arrays).id_log_probs
     with jax.enable_x64(True):
         wide = call_head(None, {**arrays, "ids": arrays["ids"].astype(jnp.int64)}).id_log_probs
-        lost = call_head(None, {**arrays, "ids": arrays["ids"].astype(jnp.int64) + 2**32}).id_log_probs
+        lost = call_head(
+            None, {**arrays, "ids": arrays["ids"].astype(jnp.int64) + 2**32}
+        ).id_log_probs
     assert_trees_close(wide, expected, 0, 0)
     assert np.isnan(lost).all()
     narrow = call_head(None, {**arrays, "ids": arrays["ids"].astype(jnp.int8)}).id_log_probs
@@ -137,9 +150,17 @@ def test_ids_of_other_dtypes():
 
 
 def test_the_audit_tells_of_them_and_no_mask_is_made():
-    """No array of the program has both K and the columns as dimensions, and each schedule scatters once per tile."""
-    hidden, kernel = jax.ShapeDtypeStruct((1, 64, 16), jnp.float32), jax.ShapeDtypeStruct((16, 640), jnp.float32)
-    targets, ids = jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((1, 64, 200), jnp.int32)
+    """No array of the program has both K and the columns as dimensions, and each schedule
+    scatters once per tile.
+    """
+    hidden, kernel = (
+        jax.ShapeDtypeStruct((1, 64, 16), jnp.float32),
+        jax.ShapeDtypeStruct((16, 640), jnp.float32),
+    )
+    targets, ids = (
+        jax.ShapeDtypeStruct((1, 64), jnp.int32),
+        jax.ShapeDtypeStruct((1, 64, 200), jnp.int32),
+    )
 
     def loss(hidden, kernel, targets, ids):
         return log_probs_from_hidden(hidden, Head(kernel), targets, ids=ids).id_log_probs.sum()

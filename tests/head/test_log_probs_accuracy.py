@@ -1,4 +1,6 @@
-"""Log-probs, entropies and gradients within 2e-6 * max(1, |value|) of float64 in numpy, however hard the logits."""
+"""Log-probs, entropies and gradients within 2e-6 * max(1, |value|) of float64 in numpy, however
+hard the logits.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,9 @@ MESHES = [None, "dp=2,cp=2,tp=2", "tp=8"]
 
 
 def softmax_in_f64(z, y, nucleus=None):
-    """The log-prob of y, renormalised over `nucleus` and y if there is one, and the entropy, from logits `[..., V]`."""
+    """The log-prob of y, renormalised over `nucleus` and y if there is one, and the entropy,
+    from logits `[..., V]`.
+    """
     found = token_stats(flat(z), y.reshape(-1), nucleus if nucleus is None else flat(nucleus))
     return found.log_probs.reshape(y.shape), found.entropy.reshape(y.shape)
 
@@ -26,7 +30,9 @@ def ids_of(nucleus):
 
 
 def gradients_in_f64(z, y, g, e, nucleus=None):
-    """d (sum g log_prob + e entropy) / d z, by the formula; the finite differences below check the formula too."""
+    """d (sum g log_prob + e entropy) / d z, by the formula; the finite differences below check
+    the formula too.
+    """
     weights = {"by_log_prob": g.reshape(-1), "by_entropy": e.reshape(-1)}
     nucleus = None if nucleus is None else flat(nucleus)
     return logit_gradient(flat(z), y.reshape(-1), **weights, nucleus=nucleus).reshape(z.shape)
@@ -40,7 +46,11 @@ def assert_accurate(got, expected):
     got, expected = (np.asarray(x, np.float64) for x in (got, expected))
     error = np.abs(got - expected) / np.maximum(1, np.abs(expected))
     assert np.isfinite(got).all()
-    assert error.max() <= 2e-6, (error.max(), got.flat[error.argmax()], expected.flat[error.argmax()])
+    assert error.max() <= 2e-6, (
+        error.max(),
+        got.flat[error.argmax()],
+        expected.flat[error.argmax()],
+    )
 
 
 def hard_logits():
@@ -73,7 +83,11 @@ def hard_logits():
 HARD = hard_logits()
 
 
-@pytest.fixture(scope="module", params=[(mesh, dtype) for mesh in MESHES for dtype in ("float32", "bfloat16")], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[(mesh, dtype) for mesh in MESHES for dtype in ("float32", "bfloat16")],
+    ids=str,
+)
 def of_logits(request):
     """One compiled program for all of the hard logits: stats and gradients."""
     mesh, dtype = request.param
@@ -106,7 +120,8 @@ def test_hard_logits(of_logits, name):
     expected = gradients_in_f64(z, y, g, e)
     rounding = 2**-8 * np.abs(expected) if dtype == "bfloat16" else 0
     assert (
-        np.abs(np.asarray(gradient, np.float64) - expected) <= 2e-6 * np.maximum(1, np.abs(expected)) + rounding
+        np.abs(np.asarray(gradient, np.float64) - expected)
+        <= 2e-6 * np.maximum(1, np.abs(expected)) + rounding
     ).all()
 
 
@@ -114,7 +129,11 @@ def test_hard_logits(of_logits, name):
 def test_a_nucleus_of_hard_logits(mesh):
     rng = np.random.default_rng(1)
     parallel = mesh and make_parallel_mesh(mesh)
-    run = jax.jit(lambda z, y, ids: log_probs_from_logits(z, y, parallel=parallel, entropy="metric", nucleus_ids=ids))
+    run = jax.jit(
+        lambda z, y, ids: log_probs_from_logits(
+            z, y, parallel=parallel, entropy="metric", nucleus_ids=ids
+        )
+    )
     for name in ("normal", "+-1e4", "90% -inf", "all equal", "far apart"):
         z, y = HARD[name]
         nucleus = rng.random((R, T, V)) < 0.05
@@ -125,7 +144,9 @@ def test_a_nucleus_of_hard_logits(mesh):
 
 
 def test_gradients_against_finite_differences():
-    """In float64, of the values that the hidden path and the logits path must have, along random directions."""
+    """In float64, of the values that the hidden path and the logits path must have, along random
+    directions.
+    """
     rng = np.random.default_rng(1)
     H = 6
     hidden, kernel = rng.normal(size=(R, T, H)), rng.normal(size=(H, 97))
@@ -141,7 +162,9 @@ def test_gradients_against_finite_differences():
 
     def loss(hidden, kernel):
         head = Head(kernel, softcap=cap)
-        stats = log_probs_from_hidden(hidden, head, jnp.asarray(y), temperature=temperature, entropy="bonus")
+        stats = log_probs_from_hidden(
+            hidden, head, jnp.asarray(y), temperature=temperature, entropy="bonus"
+        )
         return (stats.log_probs * g + stats.entropy * e).sum()
 
     gradients = jax.jit(jax.grad(loss, (0, 1)))(hidden, kernel)
@@ -150,7 +173,10 @@ def test_gradients_against_finite_differences():
         for _ in range(5):
             direction = rng.normal(size=wide[which].shape)
             step = 1e-5
-            moved = [[x + s * direction if i == which else x for i, x in enumerate(wide)] for s in (step, -step)]
+            moved = [
+                [x + s * direction if i == which else x for i, x in enumerate(wide)]
+                for s in (step, -step)
+            ]
             ends = [in_f64(*arrays) for arrays in moved]
             slope = (ends[0] - ends[1]) / (2 * step)
             got = (np.asarray(gradients[which], np.float64) * direction).sum()
@@ -164,7 +190,9 @@ def test_gradients_against_finite_differences():
     assert abs((expected * direction).sum() - slope) <= 1e-7 * np.abs(expected * direction).sum()
 
     def of_logits(z):
-        stats = log_probs_from_logits(z, jnp.asarray(y), nucleus_ids=ids_of(nucleus), entropy="bonus")
+        stats = log_probs_from_logits(
+            z, jnp.asarray(y), nucleus_ids=ids_of(nucleus), entropy="bonus"
+        )
         return (stats.log_probs * g + stats.entropy * e).sum()
 
     np.testing.assert_allclose(jax.jit(jax.grad(of_logits))(z), expected, rtol=0, atol=2e-6)
@@ -174,7 +202,9 @@ def test_gradients_against_finite_differences():
 
 
 @pytest.fixture(
-    scope="module", params=[(mesh, dtype) for mesh in MESHES[:2] for dtype in ("float32", "bfloat16")], ids=str
+    scope="module",
+    params=[(mesh, dtype) for mesh in MESHES[:2] for dtype in ("float32", "bfloat16")],
+    ids=str,
 )
 def of_hidden(request):
     mesh, dtype = request.param
@@ -209,7 +239,8 @@ def test_hard_logits_from_hidden_states(of_hidden, name):
     """One-hot hidden states pick rows of a kernel that holds the logits."""
     run, dtype = of_hidden
     z, y = HARD[name]
-    z = np.maximum(np.asarray(jnp.asarray(z, dtype), np.float32), -1e30)  # 0 * -inf is NaN, in any product
+    # 0 * -inf is NaN, in any product
+    z = np.maximum(np.asarray(jnp.asarray(z, dtype), np.float32), -1e30)
     hidden, kernel = np.eye(R * T).reshape(R, T, R * T), z.reshape(R * T, V)
     stats = run(jnp.asarray(hidden, dtype), jnp.asarray(kernel, dtype), jnp.asarray(y, jnp.int32))
     log_probs, entropy = softmax_in_f64(z, y)
@@ -231,7 +262,9 @@ def test_a_bias_of_minus_infinity():
         def run(hidden, kernel, bias, parallel=parallel):
             def loss(*parameters):
                 head = Head(parameters[1], bias=parameters[2])
-                stats = log_probs_from_hidden(parameters[0], head, jnp.asarray(y), parallel=parallel, entropy="bonus")
+                stats = log_probs_from_hidden(
+                    parameters[0], head, jnp.asarray(y), parallel=parallel, entropy="bonus"
+                )
                 return (stats.log_probs + stats.entropy).sum(), stats
 
             return jax.grad(loss, (0, 1, 2), has_aux=True)(hidden, kernel, bias)
@@ -243,5 +276,7 @@ def test_a_bias_of_minus_infinity():
         assert_accurate(stats.entropy, entropy)
         dz = gradients_in_f64(z, y, np.ones((R, T)), np.ones((R, T)))
         np.testing.assert_allclose(gradients[0], dz @ kernel.T, rtol=2e-6, atol=2e-6)
-        np.testing.assert_allclose(gradients[1], np.einsum("rth,rtv->hv", hidden, dz), rtol=2e-6, atol=1e-5)
+        np.testing.assert_allclose(
+            gradients[1], np.einsum("rth,rtv->hv", hidden, dz), rtol=2e-6, atol=1e-5
+        )
         np.testing.assert_array_equal(gradients[2][bias < 0], 0)

@@ -1,4 +1,6 @@
-"""The compiled programs of log-probs: only a chunk of tokens meets all columns, and each collective is counted."""
+"""The compiled programs of log-probs: only a chunk of tokens meets all columns, and each
+collective is counted.
+"""
 
 import dataclasses
 import math
@@ -32,20 +34,33 @@ CHUNK = 5  # tokens, on the device "five"
 
 def described(parallel, arrays, **specs):
     """The shapes and shardings of a call's arrays."""
-    specs = {"hidden": parallel.hidden_spec, "kernel": parallel.kernel_spec(), "logits": parallel.logits_spec} | specs
+    specs = {
+        "hidden": parallel.hidden_spec,
+        "kernel": parallel.kernel_spec(),
+        "logits": parallel.logits_spec,
+    } | specs
 
     def sharding(name):
         return parallel.sharding(specs.get(name, parallel.tokens_spec))
 
-    return {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(k)) for k, x in arrays.items()}
+    return {
+        k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(k)) for k, x in arrays.items()
+    }
 
 
 def forward_and_backward(call, parallel, wrt, **options):
-    """Statistics, and the cotangents of `wrt` for cotangents g of log-probs and, with a bonus, e of entropies."""
+    """Statistics, and the cotangents of `wrt` for cotangents g of log-probs and, with a bonus, e
+    of entropies.
+    """
 
     def run(arrays):
-        stats, pull = jax.vjp(lambda w: call(parallel, {**arrays, **w}, **options), {n: arrays[n] for n in wrt})
-        return stats, pull(type(stats)(arrays["g"], None if stats.entropy is None else arrays["e"]))[0]
+        stats, pull = jax.vjp(
+            lambda w: call(parallel, {**arrays, **w}, **options), {n: arrays[n] for n in wrt}
+        )
+        return (
+            stats,
+            pull(type(stats)(arrays["g"], None if stats.entropy is None else arrays["e"]))[0],
+        )
 
     return run
 
@@ -55,7 +70,10 @@ def call_logits(parallel, arrays, **options):
 
 
 def logits_arrays(columns, dtype=jnp.float32):
-    tokens = {name: jnp.ones((R, T), kind) for name, kind in (("targets", jnp.int32), ("g", dtype), ("e", dtype))}
+    tokens = {
+        name: jnp.ones((R, T), kind)
+        for name, kind in (("targets", jnp.int32), ("g", dtype), ("e", dtype))
+    }
     return {"logits": jax.random.normal(jax.random.key(0), (R, T, columns), dtype), **tokens}
 
 
@@ -69,16 +87,22 @@ def counted(found):
 
 def of_softmax(sums):
     """One max and one sum of per-token vectors over the tensor axis."""
-    return Counter([("all-reduce", ("tp",), TOKENS, False), ("all-reduce", ("tp",), sums * TOKENS, False)])
+    return Counter(
+        [("all-reduce", ("tp",), TOKENS, False), ("all-reduce", ("tp",), sums * TOKENS, False)]
+    )
 
 
 @pytest.mark.parametrize(("entropy", "sums"), [("none", 2), ("metric", 3), ("bonus", 3)])
 @pytest.mark.parametrize("with_where", [False, True])
 def test_the_forward_is_one_max_and_one_sum(entropy, sums, with_where):
     arrays = described(MIXED, head_arrays(V, bias=False, with_where=with_where))
-    assert counted(audit(lambda a: call_head(MIXED, a, entropy=entropy), arrays)) == of_softmax(sums)
+    assert counted(audit(lambda a: call_head(MIXED, a, entropy=entropy), arrays)) == of_softmax(
+        sums
+    )
     arrays = described(MIXED, logits_arrays(64))
-    assert counted(audit(lambda a: call_logits(MIXED, a, entropy=entropy), arrays)) == of_softmax(sums)
+    assert counted(audit(lambda a: call_logits(MIXED, a, entropy=entropy), arrays)) == of_softmax(
+        sums
+    )
 
 
 BOTH = ("hidden", "kernel")
@@ -97,7 +121,13 @@ CASES = {  # (mesh, V, where, gradients): collectives beside those of the softma
         BOTH,
         [("all-reduce", ("dp", "cp"), 4 * H * 384, True), DHIDDEN_SUM],
     ),
-    "few columns": (MIXED, 24, False, BOTH, [("all-reduce", ("dp", "cp"), 4 * H * 12, False), DHIDDEN_SUM]),
+    "few columns": (
+        MIXED,
+        24,
+        False,
+        BOTH,
+        [("all-reduce", ("dp", "cp"), 4 * H * 12, False), DHIDDEN_SUM],
+    ),
     "frozen head": (MIXED, V, False, ("hidden",), [DHIDDEN_SUM]),
     "kernel only": (MIXED, V, False, ("kernel",), [DKERNEL]),
     "hidden states gathered once and scattered back": (
@@ -105,7 +135,11 @@ CASES = {  # (mesh, V, where, gradients): collectives beside those of the softma
         V,
         False,
         BOTH,
-        [DKERNEL, ("all-gather", ("tp",), DHIDDEN, False), ("reduce-scatter", ("tp",), DHIDDEN, False)],
+        [
+            DKERNEL,
+            ("all-gather", ("tp",), DHIDDEN, False),
+            ("reduce-scatter", ("tp",), DHIDDEN, False),
+        ],
     ),
     "fsdp, gathered once for both passes and scattered back": (
         FSDP,
@@ -128,13 +162,17 @@ def test_collectives_of_each_mesh(case):
 
 
 def test_fsdp_over_the_vocabulary():
-    """The kernel is gathered once, over fsdp alone if each tensor shard has columns beside one another."""
+    """The kernel is gathered once, over fsdp alone if each tensor shard has columns beside one
+    another.
+    """
     for axes, gathered in ((("tp", "fsdp"), ("fsdp",)), (("fsdp", "tp"), ("fsdp", "tp"))):
         spec = P(None, axes)
         arrays = described(FSDP, head_arrays(4 * V, bias=False), kernel=spec)
         run = forward_and_backward(call_head, FSDP, BOTH, entropy="bonus", spec=spec)
         found = audit(run, arrays)
-        assert [(c.axes, c.in_loop) for c in found.collectives if c.op == "all-gather"] == [(gathered, False)]
+        assert [(c.axes, c.in_loop) for c in found.collectives if c.op == "all-gather"] == [
+            (gathered, False)
+        ]
         assert {c.axes for c in found.collectives} <= {("fsdp",), ("tp",), ("fsdp", "tp")}
 
 
@@ -145,7 +183,9 @@ def test_the_gradient_of_logits_needs_no_collective():
 
 
 def test_unequal_windows_of_a_replicated_kernel():
-    """If the tensor axis does not divide the vocabulary, the whole gradient is summed over all axes, once."""
+    """If the tensor axis does not divide the vocabulary, the whole gradient is summed over all
+    axes, once.
+    """
     arrays = head_arrays(97, bias=False)
     arrays = described(MIXED, arrays, kernel=P())
     found = audit(forward_and_backward(call_head, MIXED, BOTH, entropy="bonus"), arrays)
@@ -168,18 +208,25 @@ def equations(jaxpr):
 
 
 def shapes(jaxpr):
-    return {getattr(v.aval, "shape", ()) for eqn in equations(jaxpr) for v in (*eqn.invars, *eqn.outvars)}
+    return {
+        getattr(v.aval, "shape", ())
+        for eqn in equations(jaxpr)
+        for v in (*eqn.invars, *eqn.outvars)
+    }
 
 
 def traced(parallel, arrays, wrt=BOTH, **options):
-    return jax.make_jaxpr(forward_and_backward(call_head, parallel, wrt, entropy="bonus", **options))(arrays)
+    return jax.make_jaxpr(
+        forward_and_backward(call_head, parallel, wrt, entropy="bonus", **options)
+    )(arrays)
 
 
 def over_the_vocabulary(jaxpr, columns, tokens):
-    """Shapes of more than so many tokens by all columns, or all of a device, without those of parameters.
+    """Shapes of more than so many tokens by all columns, or all of a device, without those of
+    parameters.
 
-    A bias is `[1, V]` and a kernel `[H, V]`, with FSDP less. Those of all tensor shards are stacked between forward and
-    backward.
+    A bias is `[1, V]` and a kernel `[H, V]`, with FSDP less. Those of all tensor shards are stacked
+    between forward and backward.
     """
     of_parameters = {rows * shards for rows in (1, H // 4, H // 2, H) for shards in (1, 2, 8)}
     vocabulary = {columns, -(-columns // 2), columns // 8}
@@ -212,15 +259,24 @@ def test_no_array_holds_the_vocabulary_of_more_tokens_than_a_chunk(name, columns
 
 @pytest.mark.parametrize("memory", [None, 1_300_000])
 def test_devices_that_have_other_numbers_of_tokens(memory):
-    """Devices have 0 to 600 tokens that count, in chunks of 256 or fewer, and a kernel that they share."""
+    """Devices have 0 to 600 tokens that count, in chunks of 256 or fewer, and a kernel that they
+    share.
+    """
     rng, parallel = np.random.default_rng(0), make_parallel_mesh("fsdp=8")
     where = jnp.arange(600)[None] < jnp.asarray([0, 1, 255, 256, 257, 400, 599, 600])[:, None]
-    hidden = jnp.where(where[..., None], jnp.asarray(rng.normal(size=(8, 600, 16)), jnp.float32), jnp.nan)
+    hidden = jnp.where(
+        where[..., None], jnp.asarray(rng.normal(size=(8, 600, 16)), jnp.float32), jnp.nan
+    )
     kernel = jnp.asarray(rng.normal(size=(16, 1024)), jnp.float32)
-    targets, weights = jnp.asarray(rng.integers(0, 1024, (8, 600)), jnp.int32), jnp.cos(jnp.arange(600.0))[None]
+    targets, weights = (
+        jnp.asarray(rng.integers(0, 1024, (8, 600)), jnp.int32),
+        jnp.cos(jnp.arange(600.0))[None],
+    )
 
     def on_devices(hidden, kernel):
-        found = log_probs_from_hidden(hidden, kernel, targets, where=where, parallel=parallel, memory=memory)
+        found = log_probs_from_hidden(
+            hidden, kernel, targets, where=where, parallel=parallel, memory=memory
+        )
         return (found.log_probs * weights).sum()
 
     def written_out(hidden, kernel):
@@ -242,7 +298,9 @@ def test_the_search_for_such_arrays_finds_them():
 
 @pytest.mark.parametrize("columns", [24, V])
 def test_gradients_that_nobody_asks_for_leave_no_product(columns):
-    """Both forward and backward compute logits; then dhidden and dkernel have one product each, if they are needed."""
+    """Both forward and backward compute logits; then dhidden and dkernel have one product each,
+    if they are needed.
+    """
     arrays = described(MIXED, head_arrays(columns, bias=False))
     product = 2 * N * H * (columns // 2)
     for wrt, count in ((BOTH, 4), (("hidden",), 3), (("kernel",), 3)):
@@ -250,14 +308,22 @@ def test_gradients_that_nobody_asks_for_leave_no_product(columns):
         assert found.flops.low == found.flops.high == count * product
         assert compiled_flops(found.text) == count * product
         kernel_gradient = f"f32[{H},{min(512, columns // 2)}]"
-        made = {f"f32[{a}]" for a in re.findall(r"f32\[([\d,]+)\]\S* (?:dot|all-reduce)\(", found.text)}
+        made = {
+            f"f32[{a}]" for a in re.findall(r"f32\[([\d,]+)\]\S* (?:dot|all-reduce)\(", found.text)
+        }
         assert (kernel_gradient in made) == ("kernel" in wrt)
 
 
 def test_tied_embeddings_are_never_transposed():
     jaxpr = traced(MIXED, head_arrays(V, layout="vh", bias=False), layout="vh")
-    assert not [e for e in equations(jaxpr) if e.primitive.name == "transpose" and H in e.outvars[0].aval.shape]
-    arrays = described(MIXED, head_arrays(V, layout="vh", bias=False), kernel=MIXED.kernel_spec("vh"))
+    assert not [
+        e
+        for e in equations(jaxpr)
+        if e.primitive.name == "transpose" and H in e.outvars[0].aval.shape
+    ]
+    arrays = described(
+        MIXED, head_arrays(V, layout="vh", bias=False), kernel=MIXED.kernel_spec("vh")
+    )
     run = forward_and_backward(call_head, MIXED, BOTH, entropy="bonus", layout="vh")
     assert f"f32[{H},{V // 2}]" not in audit(run, arrays).text
 
@@ -270,7 +336,9 @@ def test_tied_embeddings_are_never_transposed():
 def test_logits_keep_nothing_but_themselves(entropy, parallel):
     arrays = logits_arrays(128)
     pull = jax.eval_shape(
-        lambda z: jax.vjp(lambda z: call_logits(parallel, {**arrays, "logits": z}, entropy=entropy), z)[1],
+        lambda z: jax.vjp(
+            lambda z: call_logits(parallel, {**arrays, "logits": z}, entropy=entropy), z
+        )[1],
         arrays["logits"],
     )
     large = [x for x in jax.tree.leaves(pull) if math.prod(x.shape) > 8 * R * T]
@@ -282,7 +350,9 @@ def gradient_of_logits(entropy, parallel=MIXED):
         def loss(logits):
             stats = call_logits(parallel, {**arrays, "logits": logits}, entropy=entropy)
             total = (stats.log_probs * arrays["g"]).sum()
-            return (total + (stats.entropy * arrays["e"]).sum() if entropy == "bonus" else total), stats
+            return (
+                total + (stats.entropy * arrays["e"]).sum() if entropy == "bonus" else total
+            ), stats
 
         (loss, stats), dlogits = jax.value_and_grad(loss, has_aux=True)(arrays["logits"])
         return loss, stats, dlogits
@@ -294,7 +364,10 @@ def test_temporaries_of_logits():
     """The cotangent is the only array of the logits' size, and it is a result."""
     arrays = described(MIXED, logits_arrays(8192))
     logits_bytes = 4 * N * 4096
-    found = {entropy: audit(gradient_of_logits(entropy), arrays) for entropy in ("none", "metric", "bonus")}
+    found = {
+        entropy: audit(gradient_of_logits(entropy), arrays)
+        for entropy in ("none", "metric", "bonus")
+    }
     assert found["metric"].temp_bytes - found["none"].temp_bytes <= 0.01 * logits_bytes
     for entropy in found:
         assert found[entropy].temp_bytes <= 0.02 * logits_bytes
@@ -331,7 +404,9 @@ def test_no_device_can_be_left_waiting_at_the_logits():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("mesh", ["dp=8", "cp=8", "tp=8", "dp=2,cp=4", "dp=4,tp=2", "fsdp=2,cp=2,tp=2", "fsdp=4,cp=2"])
+@pytest.mark.parametrize(
+    "mesh", ["dp=8", "cp=8", "tp=8", "dp=2,cp=4", "dp=4,tp=2", "fsdp=2,cp=2,tp=2", "fsdp=4,cp=2"]
+)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_programs_of_other_meshes(mesh, sequence_parallel):
     parallel = dataclasses.replace(make_parallel_mesh(mesh), sequence_parallel=sequence_parallel)

@@ -1,4 +1,6 @@
-"""Adapters on the head: the merged kernel never exists, and the gradients of both are the oracle's."""
+"""Adapters on the head: the merged kernel never exists, and the gradients of both are the
+oracle's.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,15 @@ from random_heads import HeadShape
 from random_losses import BASE
 from random_steps import Drawn, Place, Step
 
-from jaxppo import KL, Head, LoRA, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
+from jaxppo import (
+    KL,
+    Head,
+    LoRA,
+    PolicyLossConfig,
+    RolloutBatch,
+    log_probs_from_hidden,
+    policy_loss_from_hidden,
+)
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 
@@ -25,10 +35,17 @@ def shapes(parallel, layout):
     P = jax.P
     tokens = [of((R, T), parallel.tokens_spec, jnp.int32)] * 4 + [of((R, T), parallel.tokens_spec)]
     ids = [of((R, 1), parallel.rows_spec, jnp.int32)] * 3
-    values = dict.fromkeys(("advantages", "old_log_probs", "ref_log_probs"), of((R, T), parallel.tokens_spec))
+    values = dict.fromkeys(
+        ("advantages", "old_log_probs", "ref_log_probs"), of((R, T), parallel.tokens_spec)
+    )
     kernel = of((H, V) if layout == "hv" else (V, H), parallel.kernel_spec(layout))
     adapters = of((H, RANK), P()), of((RANK, V), P(None, parallel.tensor))
-    return of((R, T, H), parallel.hidden_spec), kernel, adapters, RolloutBatch(*tokens, *ids, **values)
+    return (
+        of((R, T, H), parallel.hidden_spec),
+        kernel,
+        adapters,
+        RolloutBatch(*tokens, *ids, **values),
+    )
 
 
 def one_call(hidden, head, batch, parallel):
@@ -51,7 +68,9 @@ def test_a_scale_is_asked_for():
 @pytest.mark.parametrize("layout", ["hv", "vh"])
 @pytest.mark.parametrize("mesh", ["dp=2,cp=2,tp=2", "cp=2,tp=4"])
 def test_the_merged_kernel_never_exists(way, layout, mesh):
-    """All temporaries of a device together are half of its part of a kernel at most; with a merged one they are not."""
+    """All temporaries of a device together are half of its part of a kernel at most; with a
+    merged one they are not.
+    """
     parallel = make_parallel_mesh(mesh)
     hidden, kernel, adapters, batch = shapes(parallel, layout)
 
@@ -60,7 +79,12 @@ def test_the_merged_kernel_never_exists(way, layout, mesh):
 
     def merged(hidden, kernel, adapters, batch):
         whole = 0.5 * adapters[0] @ adapters[1]
-        return way(hidden, Head(kernel + (whole if layout == "hv" else whole.T), layout=layout), batch, parallel)
+        return way(
+            hidden,
+            Head(kernel + (whole if layout == "hv" else whole.T), layout=layout),
+            batch,
+            parallel,
+        )
 
     part = 4 * H * V // parallel.tensor_size
     for wrt in ((), (0, 2)):
@@ -86,5 +110,7 @@ def test_gradients_of_adapters_against_the_oracle(way, layout, mesh, dtype):
     shape = HeadShape(way, 530, 5, layout, dtype, True, True, True, 8.0, 0.5, "by token", False)
     drawn = [Drawn(2 + i % 2, (1, 1, 0, 1, 1, 1)[i % 3 :], i, 7 + i // 2, i) for i in range(6)]
     step = Step(tuple(drawn), 5, 0.3, "by token", float("nan"))
-    where = Place(mesh, False, "zigzag" if mesh == "dp=2,cp=2,tp=2" else "contiguous", False, 16, 8, 2, None)
+    where = Place(
+        mesh, False, "zigzag" if mesh == "dp=2,cp=2,tp=2" else "contiguous", False, 16, 8, 2, None
+    )
     check_policy_loss_from_hidden(BASE, where, shape, [step])

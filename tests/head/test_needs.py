@@ -1,4 +1,6 @@
-"""One traced function, different gradients in turns: each backward reads what its own forward left."""
+"""One traced function, different gradients in turns: each backward reads what its own forward
+left.
+"""
 
 import itertools
 
@@ -31,12 +33,36 @@ def normal(*shape):
     return jnp.asarray(RNG.normal(size=shape) / np.sqrt(shape[0]), jnp.float32)
 
 
-ARRAYS = {"hidden": normal(R, T, H), "kernel": normal(H, V), "bias": normal(V), "a": normal(H, 4), "b": normal(4, V)}
+ARRAYS = {
+    "hidden": normal(R, T, H),
+    "kernel": normal(H, V),
+    "bias": normal(V),
+    "a": normal(H, 4),
+    "b": normal(4, V),
+}
 TEACHER = normal(R, T, H), normal(H, V)
 IDS, ONE = jnp.asarray(RNG.integers(0, V, (R, T)), jnp.int32), jnp.zeros((R, 1), jnp.int32)
 ONES, NEAR = jnp.ones((R, T)), jnp.full((R, T), -np.log(V))
-BATCH = RolloutBatch(IDS, IDS, ONES.astype(int), IDS, ONES, ONE, ONE, ONE, advantages=normal(R, T), old_log_probs=NEAR)
-ASKED = [tuple(ARRAYS), ("hidden",), ("kernel", "bias"), ("hidden", "a", "b"), ("b",), ("hidden", "kernel")]
+BATCH = RolloutBatch(
+    IDS,
+    IDS,
+    ONES.astype(int),
+    IDS,
+    ONES,
+    ONE,
+    ONE,
+    ONE,
+    advantages=normal(R, T),
+    old_log_probs=NEAR,
+)
+ASKED = [
+    tuple(ARRAYS),
+    ("hidden",),
+    ("kernel", "bias"),
+    ("hidden", "a", "b"),
+    ("b",),
+    ("hidden", "kernel"),
+]
 
 
 def head_of(arrays):
@@ -58,15 +84,21 @@ def plain_log_probs(arrays):
 CONFIG = PolicyLossConfig()
 CALLS = {  # from hidden states, and from logits
     "two passes": (
-        lambda x, **options: log_probs_from_hidden(x["hidden"], head_of(x), IDS, **options).log_probs.sum(),
+        lambda x, **options: log_probs_from_hidden(
+            x["hidden"], head_of(x), IDS, **options
+        ).log_probs.sum(),
         plain_log_probs,
     ),
     "one pass": (
-        lambda x, **options: policy_loss_from_hidden(x["hidden"], head_of(x), BATCH, CONFIG, **options)[0],
+        lambda x, **options: policy_loss_from_hidden(
+            x["hidden"], head_of(x), BATCH, CONFIG, **options
+        )[0],
         lambda x: policy_loss(log_probs_from_logits(logits_of(x), IDS), BATCH, CONFIG)[0],
     ),
     "two heads": (
-        lambda x, **options: divergence_from_hidden(x["hidden"], head_of(x), *TEACHER, **options).sum(),
+        lambda x, **options: divergence_from_hidden(
+            x["hidden"], head_of(x), *TEACHER, **options
+        ).sum(),
         plain_divergence,
     ),
 }
@@ -76,9 +108,13 @@ MESHES = (None, "dp=2,cp=2,tp=2", "fsdp=4,tp=2")
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("name", "mesh"), sampled(itertools.product(CALLS, MESHES), lambda i, _: i % 4 == 0))
+@pytest.mark.parametrize(
+    ("name", "mesh"), sampled(itertools.product(CALLS, MESHES), lambda i, _: i % 4 == 0)
+)
 def test_forwards_first_and_then_backwards(name, mesh):
-    """A function under jit is traced once: what its gradients are asked for must not be remembered between calls."""
+    """A function under jit is traced once: what its gradients are asked for must not be
+    remembered between calls.
+    """
     call, plain = CALLS[name]
     parallel = mesh and make_parallel_mesh(mesh)
     traced = jax.jit(lambda x: call(x, parallel=parallel))
@@ -91,4 +127,6 @@ def test_forwards_first_and_then_backwards(name, mesh):
     assert_trees_close(value, expected_value, rtol=1e-5)
     for names, backward in zip(ASKED, backwards, strict=True):
         (got,) = backward(jnp.ones(()))
-        assert_trees_close(got, {n: expected[n] for n in names}, rtol=2e-5, atol=2e-6, context=str(names))
+        assert_trees_close(
+            got, {n: expected[n] for n in names}, rtol=2e-5, atol=2e-6, context=str(names)
+        )

@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxppo import RolloutBatch, Sample, TokenStats, compute_log_probs, log_probs_from_hidden, log_probs_from_logits
+from jaxppo import (
+    RolloutBatch,
+    Sample,
+    TokenStats,
+    compute_log_probs,
+    log_probs_from_hidden,
+    log_probs_from_logits,
+)
 from jaxppo.batch.nucleus import pack_nucleus_ids
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
@@ -73,8 +80,12 @@ def test_both_paths_renormalise_over_the_nucleus_and_the_sampled_token(mesh):
     def run(hidden, ids):
         options = {"where": where, "parallel": parallel}
         logits = jnp.matmul(hidden, kernel, precision="highest")
-        from_logits = log_probs_from_logits(logits, batch.targets, nucleus_ids=ids, **options).log_probs
-        from_hidden = log_probs_from_hidden(hidden, kernel, batch.targets, nucleus_ids=ids, **options).log_probs
+        from_logits = log_probs_from_logits(
+            logits, batch.targets, nucleus_ids=ids, **options
+        ).log_probs
+        from_hidden = log_probs_from_hidden(
+            hidden, kernel, batch.targets, nucleus_ids=ids, **options
+        ).log_probs
         return from_logits, from_hidden
 
     log_probs = list(run(hidden, pack_nucleus_ids(RECORDED, SAMPLES, batch)))
@@ -103,12 +114,16 @@ def test_compute_log_probs_of_micro_batches_is_that_of_the_batch():
     got = jax.jit(lambda table, batch: compute_log_probs(apply, table, batch))(table, stacked)
     assert_trees_close(jax.tree.map(lambda x: x.reshape(4, T), got), whole)
     assert len(calls) == 2  # traced once for all micro-batches
-    assert (jax.grad(lambda table: compute_log_probs(apply, table, batch).log_probs.sum())(table) == 0).all()
+    assert (
+        jax.grad(lambda table: compute_log_probs(apply, table, batch).log_probs.sum())(table) == 0
+    ).all()
 
 
 def test_bad_input():
     batch = RolloutBatch.from_samples(SAMPLES, row_length=T)
-    with pytest.raises(ValueError, match=r"recorded\[1\]: got 3 nuclei, expected 8, one a response token"):
+    with pytest.raises(
+        ValueError, match=r"recorded\[1\]: got 3 nuclei, expected 8, one a response token"
+    ):
         pack_nucleus_ids([RECORDED[0], RECORDED[1][:3], *RECORDED[2:]], SAMPLES, batch)
     with pytest.raises(ValueError, match="width: got 1, expected at least 5"):
         pack_nucleus_ids(RECORDED, SAMPLES, batch, width=1)
@@ -119,7 +134,9 @@ def test_bad_input():
     logits, targets = jnp.zeros((2, 4, 96)), jnp.zeros((2, 4), int)
     with pytest.raises(ValueError, match=r"nucleus_ids: got shape \(4, 1\), expected \[R, T, K\]"):
         log_probs_from_logits(logits, targets, nucleus_ids=jnp.zeros((4, 1), int))
-    with pytest.raises(TypeError, match="apply: got ndarray, expected a function that returns TokenStats"):
+    with pytest.raises(
+        TypeError, match="apply: got ndarray, expected a function that returns TokenStats"
+    ):
         compute_log_probs(lambda params, batch: batch.loss_mask, None, batch)
     with pytest.raises(ValueError, match="apply: got log-probs of shape"):
         compute_log_probs(lambda params, batch: TokenStats(jnp.zeros(3)), None, batch)

@@ -25,7 +25,12 @@ H, V, STEPS = 16, 64, 4
 MESHES = ["dp=8", "dp=2,cp=2,tp=2", "fsdp=8", "dp=2,fsdp=2,tp=2", "cp=8", "tp=8"]
 RNG = np.random.default_rng(0)
 SAMPLES = [
-    Sample(RNG.integers(0, V, 10), response_start=3, advantages=RNG.normal(size=7), old_log_probs=-np.ones(7))
+    Sample(
+        RNG.integers(0, V, 10),
+        response_start=3,
+        advantages=RNG.normal(size=7),
+        old_log_probs=-np.ones(7),
+    )
     for _ in range(12)
 ]
 
@@ -47,7 +52,9 @@ def compilations():
 
 
 def parameters(parallel, everywhere=False):
-    """A trunk and a head with all its parameters, sharded by `parallel.kernel_spec`, or replicated."""
+    """A trunk and a head with all its parameters, sharded by `parallel.kernel_spec`, or
+    replicated.
+    """
     h_names, v_names = (None, None) if everywhere else parallel.kernel_spec()
     shapes = {
         "embedding": ((V, H), P()),
@@ -59,7 +66,9 @@ def parameters(parallel, everywhere=False):
     rng = np.random.default_rng(1)
 
     def make(shape, spec):
-        return jax.device_put(jnp.asarray(rng.normal(size=shape), jnp.float32), parallel.sharding(spec))
+        return jax.device_put(
+            jnp.asarray(rng.normal(size=shape), jnp.float32), parallel.sharding(spec)
+        )
 
     return {name: make(shape, spec) for name, (shape, spec) in shapes.items()}
 
@@ -71,14 +80,18 @@ def step_of(parallel, spec=None, one_pass=True, **options):
     def loss(params, batch):
         embedding = params["embedding"]
         if parallel.is_explicit:
-            hidden = embedding.at[batch.tokens].get(out_sharding=parallel.sharding(parallel.hidden_spec))
+            hidden = embedding.at[batch.tokens].get(
+                out_sharding=parallel.sharding(parallel.hidden_spec)
+            )
         else:
             hidden = embedding[batch.tokens]
         lora = LoRA(params["lora_a"], params["lora_b"], 0.5)
         head = Head(params["kernel"], params["bias"], lora, spec=spec)
         if one_pass:
             return policy_loss_from_hidden(hidden, head, batch, config, parallel=parallel)[0]
-        found = log_probs_from_hidden(hidden, head, batch.targets, parallel=parallel, where=batch.loss_mask > 0)
+        found = log_probs_from_hidden(
+            hidden, head, batch.targets, parallel=parallel, where=batch.loss_mask > 0
+        )
         return -found.log_probs.mean()
 
     def step(params, batch):
@@ -106,7 +119,9 @@ ONCE = [1] + [0] * (STEPS - 1)
 @pytest.mark.parametrize("one_pass", [True, False])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_plain_loop_compiles_its_step_once(mesh, one_pass, explicit, compilations):
-    """With dp=8 the step's cache had two entries: `P(None, None)` went in, and its equal `P()` came back."""
+    """With dp=8 the step's cache had two entries: `P(None, None)` went in, and its equal `P()`
+    came back.
+    """
     parallel = make_parallel_mesh(mesh, explicit=explicit)
     step, batch = step_of(parallel, one_pass=one_pass)
     params = parameters(parallel)
@@ -116,17 +131,26 @@ def test_a_plain_loop_compiles_its_step_once(mesh, one_pass, explicit, compilati
         assert after[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
     if not explicit:
         assert step._cache_size() == 1
-        assert {k: x.sharding for k, x in after.items()} == {k: x.sharding for k, x in params.items()}
+        assert {k: x.sharding for k, x in after.items()} == {
+            k: x.sharding for k, x in params.items()
+        }
 
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("how", ["spec", "out_shardings", "explicit"])
 @pytest.mark.parametrize("mesh", ["dp=2,cp=2,tp=2", "fsdp=8"])
 def test_parameters_that_lie_otherwise_than_the_mesh_says(mesh, how, compilations):
-    """A kernel that is whole on each device. `Head(spec=)` says so, or its Explicit type, or the results are pinned."""
+    """A kernel that is whole on each device.
+
+    `Head(spec=)` says so, or its Explicit type, or the results are pinned.
+    """
     parallel = make_parallel_mesh(mesh, explicit=how == "explicit")
     params = parameters(parallel, everywhere=True)
-    options = {"out_shardings": jax.tree.map(lambda x: x.sharding, params)} if how == "out_shardings" else {}
+    options = (
+        {"out_shardings": jax.tree.map(lambda x: x.sharding, params)}
+        if how == "out_shardings"
+        else {}
+    )
     step, batch = step_of(parallel, spec=P() if how == "spec" else None, **options)
     counts, after = train(compilations, step, params, batch)
     assert counts == ONCE
@@ -135,7 +159,9 @@ def test_parameters_that_lie_otherwise_than_the_mesh_says(mesh, how, compilation
 
 
 def test_what_is_pinned_is_needed(compilations):
-    """Under `jit`, nothing says how an Auto array is sharded: without a pin the second step is another program."""
+    """Under `jit`, nothing says how an Auto array is sharded: without a pin the second step is
+    another program.
+    """
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
     step, batch = step_of(parallel)
     counts, after = train(compilations, step, parameters(parallel, everywhere=True), batch)
@@ -147,7 +173,9 @@ def test_what_is_pinned_is_needed(compilations):
 @pytest.mark.every(3)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_loop_with_an_optimiser(mesh, compilations):
-    """As in docs/head.md: the state is made from placed parameters, and its counters are put on the mesh too."""
+    """As in docs/head.md: the state is made from placed parameters, and its counters are put on
+    the mesh too.
+    """
     parallel = make_parallel_mesh(mesh)
     update, batch = step_of(parallel)
     optimizer = optax.adam(1e-2)
@@ -157,7 +185,9 @@ def test_a_loop_with_an_optimiser(mesh, compilations):
     def lies(x):
         return isinstance(x.sharding, NamedSharding)
 
-    state = jax.tree.map(lambda x: x if lies(x) else jax.device_put(x, parallel.sharding(P())), state)
+    state = jax.tree.map(
+        lambda x: x if lies(x) else jax.device_put(x, parallel.sharding(P())), state
+    )
 
     def step(carry, batch):
         params, state = carry

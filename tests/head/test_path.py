@@ -8,19 +8,33 @@ import pytest
 from traced_path import ROOT, gradient, traced, types_of
 
 PAGE = (ROOT / "docs" / "path_of_a_gradient.md").read_text()
-# run on accelerators, on meshes with FSDP, for losses that are not token-local, and for heads that are quantised
-ELSEWHERE = {"stats_with_kept_logits", "chunk_of_kept", "one_pass_in_groups", "sweep_in_eighths", "scattered"}
+# run on accelerators, on meshes with FSDP, for losses that are not token-local, and for heads that
+# are quantised
+ELSEWHERE = {
+    "stats_with_kept_logits",
+    "chunk_of_kept",
+    "one_pass_in_groups",
+    "sweep_in_eighths",
+    "scattered",
+}
 ELSEWHERE |= {"quantized_operands", "quantized_product"}
 
 
 def named():
-    """(file, name) of all names on the page. A file belongs to the names before it, back to the previous file."""
+    """(file, name) of all names on the page.
+
+    A file belongs to the names before it, back to the previous file.
+    """
     found, waiting = [], []
     for text in re.findall(r"`([^`]+)`", PAGE):
         if not text.endswith(".py"):
             waiting.append(text)
             continue
-        found += [(text, name) for name in waiting if re.fullmatch(r"[A-Za-z_][\w.]*", name) and name != "shard_map"]
+        found += [
+            (text, name)
+            for name in waiting
+            if re.fullmatch(r"[A-Za-z_][\w.]*", name) and name != "shard_map"
+        ]
         waiting = []
     return found
 
@@ -50,7 +64,9 @@ def test_each_name_exists_where_the_page_says():
 
 def test_a_gradient_runs_through_them(entered):
     names = {name for _, name in entered} | {name.removesuffix(".__init__") for _, name in entered}
-    functions = {name for _, name in named() if name.rsplit(".", 1)[-1][0].islower() or name.startswith("_")}
+    functions = {
+        name for _, name in named() if name.rsplit(".", 1)[-1][0].islower() or name.startswith("_")
+    }
     assert {name for name in functions if name not in names} <= ELSEWHERE
 
 

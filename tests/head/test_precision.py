@@ -1,4 +1,6 @@
-"""Every matrix product of a head's programs, lowered and compiled for TPUs and GPUs: operand dtypes and passes."""
+"""Every matrix product of a head's programs, lowered and compiled for TPUs and GPUs: operand
+dtypes and passes.
+"""
 
 import itertools
 import re
@@ -45,7 +47,9 @@ def mesh_of(platform):
 
 
 def compiled(platform, way, dtypes, sizes=(T, H, V), **options):
-    """The text of the gradients of a policy loss on described devices, and their bytes of temporaries."""
+    """The text of the gradients of a policy loss on described devices, and their bytes of
+    temporaries.
+    """
     parallel, (tokens, hidden_size, columns) = mesh_of(platform), sizes
 
     def put(shape, dtype, spec):
@@ -60,7 +64,9 @@ def compiled(platform, way, dtypes, sizes=(T, H, V), **options):
 
     def loss(hidden, kernel, batch):
         if way == "one pass":
-            return policy_loss_from_hidden(hidden, kernel, batch, config, parallel=parallel, **options)[0]
+            return policy_loss_from_hidden(
+                hidden, kernel, batch, config, parallel=parallel, **options
+            )[0]
         given = {"parallel": parallel, "entropy": "bonus", "where": batch.loss_mask > 0, **options}
         stats: TokenStats = log_probs_from_hidden(hidden, kernel, batch.targets, **given)
         return policy_loss(stats, batch, config, parallel=parallel)[0]
@@ -75,7 +81,9 @@ def compiled(platform, way, dtypes, sizes=(T, H, V), **options):
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 # the compiler may move the cast of one operand into the product, which has the passes of f32
-MIXED_EXACT = {(a, b, "f32", "highest") for a, b in (("bf16", "f32"), ("f32", "bf16"), ("f32", "f32"))}
+MIXED_EXACT = {
+    (a, b, "f32", "highest") for a, b in (("bf16", "f32"), ("f32", "bf16"), ("f32", "f32"))
+}
 ANY_FAST = {(a, b, "f32", "default") for a in ("bf16", "f32") for b in ("bf16", "f32")}
 ROUNDED = ("bf16", "bf16", "bf16", "default")
 CASES = {
@@ -92,10 +100,13 @@ ALL = itertools.product(CASES, ("tpu", "gpu"), ("one pass", "two passes"))
 
 
 @pytest.mark.parametrize(
-    ("case", "platform", "way"), [x if x in SOME else pytest.param(*x, marks=pytest.mark.nightly) for x in ALL]
+    ("case", "platform", "way"),
+    [x if x in SOME else pytest.param(*x, marks=pytest.mark.nightly) for x in ALL],
 )
 def test_operands_and_passes(case, platform, way):
-    """bf16 operands in one pass with f32 sums, which GPUs may round; f32 operands never silently in bf16."""
+    """bf16 operands in one pass with f32 sums, which GPUs may round; f32 operands never silently
+    in bf16.
+    """
     dtypes, options, expected = CASES[case]
     expected = expected | {ROUNDED} if (case, platform) == ("bf16", "gpu") else expected
     found = products(compiled(platform, way, dtypes, **options)[0])
@@ -124,7 +135,9 @@ WAYS = (*ONE_HEAD, "divergence", "mismatch")
 
 
 def head_program(way, name, parallel=None, **options):
-    """A program with the gradients of a head of that name where it has some, and the shapes of its arguments."""
+    """A program with the gradients of a head of that name where it has some, and the shapes of
+    its arguments.
+    """
     *dtypes, further = HEADS[name]
     tokens, hidden_size, columns = SMALL
     rows = 4 if parallel is None else parallel.data_size
@@ -137,9 +150,17 @@ def head_program(way, name, parallel=None, **options):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place(spec or P()))
 
     ids, x = (like(shape, dtype, of_tokens) for dtype in (jnp.int32, jnp.float32))
-    batch = RolloutBatch(*[ids] * 4, x, like((rows, 1), jnp.int32, of_rows), advantages=x, old_log_probs=x)
-    head = {"hidden": like((*shape, hidden_size), dtypes[0], None if parallel is None else parallel.hidden_spec)}
-    head["kernel"] = like((hidden_size, columns), dtypes[1], None if parallel is None else parallel.kernel_spec())
+    batch = RolloutBatch(
+        *[ids] * 4, x, like((rows, 1), jnp.int32, of_rows), advantages=x, old_log_probs=x
+    )
+    head = {
+        "hidden": like(
+            (*shape, hidden_size), dtypes[0], None if parallel is None else parallel.hidden_spec
+        )
+    }
+    head["kernel"] = like(
+        (hidden_size, columns), dtypes[1], None if parallel is None else parallel.kernel_spec()
+    )
     head |= {k: like(size, dtypes[2]) for k, size in further.items()}
 
     def program(head, batch):
@@ -155,12 +176,16 @@ def head_program(way, name, parallel=None, **options):
             if further is BY_ROW:
                 more["adapter_ids"] = ids
             if way == "policy loss":
-                return policy_loss_from_hidden(hidden, here, batch, PolicyLossConfig(entropy_coef=0.01), **more)[0]
+                return policy_loss_from_hidden(
+                    hidden, here, batch, PolicyLossConfig(entropy_coef=0.01), **more
+                )[0]
             stats = log_probs_from_hidden(hidden, here, batch.targets, entropy="bonus", **more)
             return (stats.log_probs + stats.entropy).sum()
 
         if way == "mismatch":
-            return token_mismatch(*head_of(head), *head_of(head), batch.targets, parallel=parallel, **options)
+            return token_mismatch(
+                *head_of(head), *head_of(head), batch.targets, parallel=parallel, **options
+            )
         return jax.value_and_grad(loss)(head, batch.segment_ids[:, 0])
 
     return jax.jit(program), (head, batch)
@@ -169,10 +194,11 @@ def head_program(way, name, parallel=None, **options):
 def lowered_products(text):
     """(lhs, rhs, result, precision) of each product of a lowered program.
 
-    An f32 operand of a fast product that is a converted bf16 array counts as that: nothing is rounded. JAX makes such
-    products when it transposes one of bf16 operands with an f32 result.
+    An f32 operand of a fast product that is a converted bf16 array counts as that: nothing is
+    rounded. JAX makes such products when it transposes one of bf16 operands with an f32 result.
     """
-    found, narrow = set(), set()  # names of f32 arrays that hold bf16 values; a name is defined before its use
+    # names of f32 arrays that hold bf16 values; a name is defined before its use
+    found, narrow = set(), set()
     for line in text.splitlines():
         if defined := re.match(r"\s*(%\w+)(?::\d+)? = (?:stablehlo.convert (\S+) : (.*))?", line):
             name, source, types = defined.groups("")
@@ -185,13 +211,17 @@ def lowered_products(text):
             precision = precision[1].lower() if precision else "default"
             if precision == "default":
                 operands = re.search(r"dot_general (\S+), (\S+),", line).groups()
-                dtypes[:2] = ["bf16" if x in narrow else d for x, d in zip(operands, dtypes[:2], strict=True)]
+                dtypes[:2] = [
+                    "bf16" if x in narrow else d for x, d in zip(operands, dtypes[:2], strict=True)
+                ]
             found.add((*dtypes, precision))
     return found
 
 
 def check_precision(found, asked, exact=()):
-    """A product takes the precision that was asked for; else "highest" if one of its operands is f32."""
+    """A product takes the precision that was asked for; else "highest" if one of its operands is
+    f32.
+    """
     assert found
     for product in found - set(exact):
         lhs, rhs, _, precision = product
@@ -199,7 +229,9 @@ def check_precision(found, asked, exact=()):
 
 
 def has_way(way, name):
-    """Whether a head of that name can be used so: two heads are compared with one adapter at most."""
+    """Whether a head of that name can be used so: two heads are compared with one adapter at
+    most.
+    """
     return HEADS[name][3] is not BY_ROW or way in ONE_HEAD
 
 
@@ -220,7 +252,10 @@ PROGRAMS = pytest.mark.parametrize(
 
 @PROGRAMS
 def test_every_product_has_the_precision(way, name):
-    """As lowered, for each schedule without a mesh. On GPUs a product of bf16 may round its f32 sums itself."""
+    """As lowered, for each schedule without a mesh.
+
+    On GPUs a product of bf16 may round its f32 sums itself.
+    """
     cases = [(device, {}) for device in ("small", "wide", "like a GPU")]
     cases += [("small", {"precision": "high"}), ("small", {"deterministic": True})]
     for device, options in cases:
@@ -237,13 +272,19 @@ def test_every_product_has_the_precision_on_a_tpu(way, name):
     """As lowered and as compiled, with rings and gathers."""
     program, arguments = head_program(way, name, mesh_of("tpu"))
     check_precision(lowered_products(program.lower(*arguments).as_text()), None)
-    # of a bf16 head the lowered program has shown that f32 operands of fast products hold bf16 values
-    exact = {(a, b, "f32", "default") for a, b in (("bf16", "f32"), ("f32", "bf16"))} if name == "bf16" else ()
+    # of a bf16 head the lowered program has shown that f32 operands of fast products hold bf16
+    # values
+    exact = (
+        {(a, b, "f32", "default") for a, b in (("bf16", "f32"), ("f32", "bf16"))}
+        if name == "bf16"
+        else ()
+    )
     check_precision(products(audit(program, *arguments).text), None, exact)
 
 
 def tile_turns(module, name):
-    """How often the innermost loops turn, all in all; a loop whose turns depend on data counts once.
+    """How often the innermost loops turn, all in all; a loop whose turns depend on data counts
+    once.
 
     As in an audit's time, a `cond` under a note that it is rare takes its shorter branch.
     """
@@ -258,7 +299,9 @@ def tile_turns(module, name):
 
 @pytest.mark.nightly
 def test_a_real_head_on_a_gpu_host():
-    """Qwen3-8B's, 8192 tokens per device: temporaries, and all turns of its loops, which are starts of kernels."""
+    """Qwen3-8B's, 8192 tokens per device: temporaries, and all turns of its loops, which are
+    starts of kernels.
+    """
     for way, options, gib, turns in (
         ("two passes", {"where": None}, 0.36, 30),
         (

@@ -1,4 +1,6 @@
-"""Heads of 8 bits: values and gradients of the plain float64 head of the numbers that the oracle reads."""
+"""Heads of 8 bits: values and gradients of the plain float64 head of the numbers that the oracle
+reads.
+"""
 
 import dataclasses
 
@@ -7,7 +9,19 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from head_cases import F32, OPTIONS, PARAMETERS, H, R, T, call_head, head_arrays, logit_rounding, tiles_of, truth
+from head_cases import (
+    F32,
+    OPTIONS,
+    PARAMETERS,
+    H,
+    R,
+    T,
+    call_head,
+    head_arrays,
+    logit_rounding,
+    tiles_of,
+    truth,
+)
 from head_cases import with_gradients as gradients_of
 from hidden_loss_cases import BATCH, HIDDEN, KERNEL
 from jax.sharding import PartitionSpec as P
@@ -51,21 +65,32 @@ def read_kernel(kernel, rule, layout="hv"):
 
 
 def read_hidden(hidden, rule):
-    """The hidden states as a head reads them, float64; 0 where they are NaN, which no token that counts is."""
+    """The hidden states as a head reads them, float64; 0 where they are NaN, which no token that
+    counts is.
+    """
     hidden = np.nan_to_num(np.asarray(hidden, np.float32))
     if not rule.hidden:
         return hidden.astype(np.float64)
-    return oracle.rounded(hidden.reshape(-1, hidden.shape[-1]), 1, **how(rule)).reshape(hidden.shape)
+    return oracle.rounded(hidden.reshape(-1, hidden.shape[-1]), 1, **how(rule)).reshape(
+        hidden.shape
+    )
 
 
 def as_read(arrays, rule, layout="hv"):
-    """The arrays of a call with hidden states and kernel as a head of this rule reads them, in float64."""
-    read = {"hidden": read_hidden(arrays["hidden"], rule), "kernel": read_kernel(arrays["kernel"], rule, layout)}
+    """The arrays of a call with hidden states and kernel as a head of this rule reads them, in
+    float64.
+    """
+    read = {
+        "hidden": read_hidden(arrays["hidden"], rule),
+        "kernel": read_kernel(arrays["kernel"], rule, layout),
+    }
     return {**arrays, **read}
 
 
 def check(parallels, arrays, rule, wrt=PARAMETERS, tolerance=F32, plain=None, **options):
-    """A head of this rule has the values and gradients of a plain one of the numbers that it reads, on each mesh."""
+    """A head of this rule has the values and gradients of a plain one of the numbers that it
+    reads, on each mesh.
+    """
     plain = as_read(arrays, rule, options.get("layout", "hv")) if plain is None else plain
     stats, gradients = truth(call_head, plain, wrt, **options)
     rounding = logit_rounding(plain, options)
@@ -73,7 +98,9 @@ def check(parallels, arrays, rule, wrt=PARAMETERS, tolerance=F32, plain=None, **
         got_stats, got = jax.jit(
             lambda a, p=mesh: gradients_of(call_head, p, a, wrt, quantized=rule, **options),
         )(arrays)
-        assert_trees_close(got_stats, stats, F32["rtol"], F32["atol"] + rounding, context=f"values on {mesh}")
+        assert_trees_close(
+            got_stats, stats, F32["rtol"], F32["atol"] + rounding, context=f"values on {mesh}"
+        )
         assert {k: x.dtype for k, x in got.items()} == {k: arrays[k].dtype for k in got}
         close = (tolerance["rtol"], tolerance["atol"] + rounding)
         assert_trees_close(got, gradients, *close, context=f"gradients on {mesh}")
@@ -83,7 +110,9 @@ def check(parallels, arrays, rule, wrt=PARAMETERS, tolerance=F32, plain=None, **
 
 
 def test_e4m3_is_that_of_ml_dtypes():
-    """All numbers of the format, those in the middle of two, and others, some below the smallest, some too large."""
+    """All numbers of the format, those in the middle of two, and others, some below the
+    smallest, some too large.
+    """
     of_format = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     of_format = np.sort(of_format[np.isfinite(of_format)])
     middles = (of_format[1:] + of_format[:-1]) / 2
@@ -97,17 +126,27 @@ def test_e4m3_is_that_of_ml_dtypes():
 
 def test_numbers_by_hand():
     """0.3 of 1 is 134.4 of 448, between 128 and 144; 84.67 of 127 is 85."""
-    np.testing.assert_allclose(oracle.rounded([[1, 0.3]], 1, "float8_e4m3fn"), [[1, 128 / 448]], rtol=2e-7)
-    np.testing.assert_allclose(oracle.rounded([[3.0], [2.0]], 0, "int8"), [[3], [3 * 85 / 127]], rtol=2e-7)
+    np.testing.assert_allclose(
+        oracle.rounded([[1, 0.3]], 1, "float8_e4m3fn"), [[1, 128 / 448]], rtol=2e-7
+    )
+    np.testing.assert_allclose(
+        oracle.rounded([[3.0], [2.0]], 0, "int8"), [[3], [3 * 85 / 127]], rtol=2e-7
+    )
     hidden, kernel = jnp.array([[[1, 0.3]]]), jnp.array([[3.0, 0.0], [2.0, 0.0]])
     targets = jnp.zeros((1, 1), jnp.int32)
     z = 3 + 128 / 448 * (3 * 288 / 448)  # 2 of 3 is 298.67 of 448, between 288 and 320
-    found = log_probs_from_hidden(hidden, Head(kernel, layout="hv", quantized=Quantization()), targets).log_probs
-    np.testing.assert_allclose(found, -np.log1p(np.exp(-z)), atol=2e-7)  # the rounding of a sum of 1.03
+    found = log_probs_from_hidden(
+        hidden, Head(kernel, layout="hv", quantized=Quantization()), targets
+    ).log_probs
+    # the rounding of a sum of 1.03
+    np.testing.assert_allclose(found, -np.log1p(np.exp(-z)), atol=2e-7)
 
 
 def test_values_and_scales():
-    """As in a program, where XLA may divide in other ways than numpy. A column of zeros stays so."""
+    """As in a program, where XLA may divide in other ways than numpy.
+
+    A column of zeros stays so.
+    """
     numbers = np.random.default_rng(0).normal(size=(24, 500)).astype(np.float32)
     numbers[:, 7] = 0
     for rule in RULES.values():
@@ -128,13 +167,26 @@ def test_values_and_scales():
 
 @pytest.mark.parametrize("name", RULES)
 def test_rules(name):
-    check(meshes(MIXED), head_arrays(97, with_where=True), RULES[name], entropy="bonus", device="five")
+    check(
+        meshes(MIXED), head_arrays(97, with_where=True), RULES[name], entropy="bonus", device="five"
+    )
 
 
 @pytest.mark.every(5)
 @pytest.mark.parametrize("rule", ["e4m3 in blocks", "int8"])
 @pytest.mark.parametrize(
-    "name", ["softcap", "vh", "where", "nucleus", "ids", "ids, where", "padding", "temperatures", "no bias"]
+    "name",
+    [
+        "softcap",
+        "vh",
+        "where",
+        "nucleus",
+        "ids",
+        "ids, where",
+        "padding",
+        "temperatures",
+        "no bias",
+    ],
 )
 def test_options(name, rule):
     of_arrays, options = OPTIONS[name]
@@ -146,7 +198,12 @@ def test_options(name, rule):
 @pytest.mark.parametrize("mesh", ["tp=8", "fsdp=4,tp=2", "fsdp=2,cp=2,tp=2"])
 def test_meshes(mesh, kept):
     """The largest number of a column is that of all rows that FSDP holds."""
-    options = {"logit_stats": ("log_z", "accuracy"), "top_k": 2, "vocab_size": 1020, "device": "wide"}
+    options = {
+        "logit_stats": ("log_z", "accuracy"),
+        "top_k": 2,
+        "vocab_size": 1020,
+        "device": "wide",
+    }
     if kept:
         options["memory"] = 2**30
     check(meshes(mesh), head_arrays(1026, last=1020), RULES["e4m3"], entropy="bonus", **options)
@@ -163,7 +220,9 @@ def test_sequence_parallel(explicit):
 @pytest.mark.parametrize("device", ["wide", "small", "like a GPU"])
 @pytest.mark.parametrize("rule", ["e4m3", "int8 kernels in blocks"])
 def test_bf16(rule, device):
-    """A gradient's factors are each rounded once, the dequantised one too, and so is the gradient."""
+    """A gradient's factors are each rounded once, the dequantised one too, and so is the
+    gradient.
+    """
     arrays = head_arrays(1026, dtype="bfloat16", bias=False)
     tolerance = {"rtol": 1.5 * 2**-8, "atol": 1.5 * 2**-8}
     check(meshes(MIXED), arrays, RULES[rule], tolerance=tolerance, entropy="bonus", device=device)
@@ -183,8 +242,16 @@ def test_an_f32_kernel_under_bf16_hidden_states():
 def test_adapters_multiply_hidden_states_as_they_are(mesh, layout):
     rule, parallel = RULES["e4m3 in blocks"], meshes(mesh)[0]
     arrays = head_arrays(104, layout=layout, lora=True, last=97)
-    options = {"layout": layout, "softcap": 5.0, "vocab_size": 97, "temperature": 0.7, "entropy": "bonus"}
-    stats, got = jax.jit(lambda a: gradients_of(call_head, parallel, a, quantized=rule, **options))(arrays)
+    options = {
+        "layout": layout,
+        "softcap": 5.0,
+        "vocab_size": 97,
+        "temperature": 0.7,
+        "entropy": "bonus",
+    }
+    stats, got = jax.jit(lambda a: gradients_of(call_head, parallel, a, quantized=rule, **options))(
+        arrays
+    )
     wide = {name: np.asarray(x, np.float64) for name, x in arrays.items() if name != "targets"}
     kernel = wide["kernel"] if layout == "hv" else wide["kernel"].T
     adapters = {"a": wide["lora_a"], "b": wide["lora_b"], "lora_scale": 0.5}
@@ -218,7 +285,9 @@ def quantized_kernel(kind, columns=104, layout="hv"):
     scale = rng.uniform(0.01, 0.03, shape).astype(np.float32)
     if layout == "vh":
         values, scale = values.T, scale.T
-    return QuantizedArray(jnp.asarray(values, dtype), jnp.asarray(scale)), oracle.dequantized(values, scale)
+    return QuantizedArray(jnp.asarray(values, dtype), jnp.asarray(scale)), oracle.dequantized(
+        values, scale
+    )
 
 
 KINDS = ("by column", "in blocks", "one scale", "blocks of both")
@@ -242,7 +311,14 @@ def test_a_kernel_that_is_quantised_already(kind, rounds, mesh):
 def test_a_vocabulary_that_the_tensor_axis_does_not_divide():
     kernel, numbers = quantized_kernel("in blocks", columns=97)
     arrays = {**head_arrays(97), "kernel": kernel}
-    check(meshes(MIXED), arrays, None, ("hidden",), plain={**arrays, "kernel": numbers}, entropy="bonus")
+    check(
+        meshes(MIXED),
+        arrays,
+        None,
+        ("hidden",),
+        plain={**arrays, "kernel": numbers},
+        entropy="bonus",
+    )
 
 
 def test_no_gradient_flows_to_a_quantised_kernel():
@@ -280,16 +356,23 @@ WAYS = {
 
 
 def policy_loss(hidden, kernel, config, rule=None, **options):
-    return policy_loss_from_hidden(hidden, Head(kernel, quantized=rule), BATCH, config, **options)[0]
+    return policy_loss_from_hidden(hidden, Head(kernel, quantized=rule), BATCH, config, **options)[
+        0
+    ]
 
 
 @pytest.mark.every(7)
 @pytest.mark.parametrize("mesh", [None, MIXED, "fsdp=4,tp=2"])
-@pytest.mark.parametrize("rule", [Quantization(block=8), Quantization("int8")], ids=["e4m3 in blocks", "int8"])
+@pytest.mark.parametrize(
+    "rule", [Quantization(block=8), Quantization("int8")], ids=["e4m3 in blocks", "int8"]
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_ways(way, rule, mesh):
     device, options, config = WAYS[way]
-    read = (read_hidden(HIDDEN, rule).astype(np.float32), read_kernel(KERNEL, rule).astype(np.float32))
+    read = (
+        read_hidden(HIDDEN, rule).astype(np.float32),
+        read_kernel(KERNEL, rule).astype(np.float32),
+    )
     expected = jax.jit(jax.value_and_grad(lambda h, k: policy_loss(h, k, config), (0, 1)))(*read)
     options = {"parallel": meshes(mesh)[0], **options}
     with tiles_of(device):
@@ -313,7 +396,9 @@ def test_a_quantised_kernel_by_each_way(way):
     expected = jax.jit(jax.value_and_grad(lambda h: policy_loss(h, plain, config)))(HIDDEN)
     with tiles_of(device):
         parallel = make_parallel_mesh(MIXED)
-        run = jax.value_and_grad(lambda h: policy_loss(h, kernel, config, parallel=parallel, **options))
+        run = jax.value_and_grad(
+            lambda h: policy_loss(h, kernel, config, parallel=parallel, **options)
+        )
         got = jax.jit(run)(HIDDEN)
     assert_trees_close(got, expected, rtol=2e-5, atol=5e-6)
 
@@ -321,7 +406,9 @@ def test_a_quantised_kernel_by_each_way(way):
 @pytest.mark.every(2)
 @pytest.mark.parametrize("mesh", [MIXED, None])
 def test_divergences_and_mismatch_of_two_heads(mesh):
-    """A student of e4m3 and a teacher of int8; and what a sampler's rounding alone does to its policy."""
+    """A student of e4m3 and a teacher of int8; and what a sampler's rounding alone does to its
+    policy.
+    """
     student, teacher = RULES["e4m3"], RULES["int8"]
     one, other = head_arrays(104), head_arrays(97)
     teacher_kernel = head_arrays(104, scale=0.5)["kernel"] * jnp.sin(jnp.arange(104.0))[None]
@@ -344,7 +431,9 @@ def test_divergences_and_mismatch_of_two_heads(mesh):
 
     def mismatch(hidden, kernel, rollout_hidden, rollout_kernel, rule=None, parallel=None):
         sampler = Head(rollout_kernel, quantized=rule)
-        found = token_mismatch(hidden, Head(kernel), rollout_hidden, sampler, one["targets"], parallel=parallel)
+        found = token_mismatch(
+            hidden, Head(kernel), rollout_hidden, sampler, one["targets"], parallel=parallel
+        )
         return dataclasses.replace(found, rounding=None)
 
     expected = jax.jit(mismatch)(one["hidden"], one["kernel"], read[0], read[1])
@@ -384,36 +473,71 @@ def test_in_a_shard_map():
 
     def local(scale_spec):
         def run(hidden, values, scale, targets):
-            return log_probs_from_hidden(hidden, Head(QuantizedArray(values, scale)), targets, parallel=axes).log_probs
+            return log_probs_from_hidden(
+                hidden, Head(QuantizedArray(values, scale)), targets, parallel=axes
+            ).log_probs
 
         specs = (parallel.hidden_spec, parallel.kernel_spec(), scale_spec, parallel.tokens_spec)
-        return jax.jit(jax.shard_map(run, mesh=parallel.mesh, in_specs=specs, out_specs=parallel.tokens_spec))
+        return jax.jit(
+            jax.shard_map(run, mesh=parallel.mesh, in_specs=specs, out_specs=parallel.tokens_spec)
+        )
 
     args = (arrays["hidden"], kernel.values, kernel.scale, arrays["targets"])
     expected, _ = truth(call_head, {**arrays, "kernel": numbers}, ("hidden",), entropy="none")
-    assert_trees_close(local(P(None, "tp"))(*args).reshape(R, T), expected.log_probs, rtol=5e-6, atol=5e-6)
+    assert_trees_close(
+        local(P(None, "tp"))(*args).reshape(R, T), expected.log_probs, rtol=5e-6, atol=5e-6
+    )
     # 16 features, so that FSDP can shard a scale of 4 blocks
     hidden = jnp.pad(arrays["hidden"], ((0, 0), (0, 0), (0, 4)))
     values = jnp.concatenate([kernel.values, kernel.values[:4]])
     scale = jnp.concatenate([kernel.scale, kernel.scale[:1]])
-    with pytest.raises(ValueError, match=r"head.kernel.scale: got one that differs over \('fsdp',\), expected that of"):
+    with pytest.raises(
+        ValueError,
+        match=r"head.kernel.scale: got one that differs over \('fsdp',\), expected that of",
+    ):
         local(P("fsdp", "tp"))(hidden, values, scale, arrays["targets"])
 
 
 def of_head(**fields):
     kernel = fields.pop("kernel", jnp.ones((H, 20)))
-    return log_probs_from_hidden(jnp.ones((1, 2, H)), Head(kernel, **fields), jnp.zeros((1, 2), jnp.int32))
+    return log_probs_from_hidden(
+        jnp.ones((1, 2, H)), Head(kernel, **fields), jnp.zeros((1, 2), jnp.int32)
+    )
 
 
 INT8 = jnp.ones((H, 20), jnp.int8)
 ONES = jnp.ones((1, 20))
 REFUSED = {
-    "dtype": (lambda: Quantization("float8_e5m2"), ValueError, "dtype: got 'float8_e5m2', expected one of 'float8_e4"),
-    "block": (lambda: Quantization(block=0), ValueError, "block: got 0, expected a whole number of at least 1"),
-    "powers": (lambda: Quantization(powers_of_two=2), ValueError, "powers_of_two: got 2, expected True or False"),
-    "hidden": (lambda: Quantization(hidden="no"), ValueError, "hidden: got 'no', expected True or False"),
-    "largest": (lambda: Quantization("int8", largest=200), ValueError, "largest: got 200, expected a finite number"),
-    "no rule": (lambda: Head(ONES, quantized="int8"), TypeError, "quantized: got str, expected a Quantization or None"),
+    "dtype": (
+        lambda: Quantization("float8_e5m2"),
+        ValueError,
+        "dtype: got 'float8_e5m2', expected one of 'float8_e4",
+    ),
+    "block": (
+        lambda: Quantization(block=0),
+        ValueError,
+        "block: got 0, expected a whole number of at least 1",
+    ),
+    "powers": (
+        lambda: Quantization(powers_of_two=2),
+        ValueError,
+        "powers_of_two: got 2, expected True or False",
+    ),
+    "hidden": (
+        lambda: Quantization(hidden="no"),
+        ValueError,
+        "hidden: got 'no', expected True or False",
+    ),
+    "largest": (
+        lambda: Quantization("int8", largest=200),
+        ValueError,
+        "largest: got 200, expected a finite number",
+    ),
+    "no rule": (
+        lambda: Head(ONES, quantized="int8"),
+        TypeError,
+        "quantized: got str, expected a Quantization or None",
+    ),
     "a block that does not divide H": (
         lambda: of_head(quantized=Quantization(block=5)),
         ValueError,
@@ -442,7 +566,10 @@ REFUSED = {
     "a rule of another kernel": (
         lambda: of_head(kernel=QuantizedArray(INT8, ONES), quantized=Quantization()),
         ValueError,
-        r"head.quantized: got Quantization\(dtype='float8.*expected dtype='int8' and block=12, those of the kernel",
+        (
+            r"head.quantized: got Quantization\(dtype='float8.*expected dtype='int8' and block=12,"
+            r" those of the kernel"
+        ),
     ),
 }
 

@@ -1,4 +1,6 @@
-"""Programs of quantised heads for described chips: operands of products, and what lies in memory."""
+"""Programs of quantised heads for described chips: operands of products, and what lies in
+memory.
+"""
 
 import re
 from functools import cache
@@ -12,13 +14,23 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from examples.planner.described_gpu import NO_SEARCH, described_gpus
-from jaxppo import Head, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
+from jaxppo import (
+    Head,
+    PolicyLossConfig,
+    RolloutBatch,
+    log_probs_from_hidden,
+    policy_loss_from_hidden,
+)
 from jaxppo.head import Quantization
 from sharding import ParallelMesh
 from sharding.audit import audit
 
 T, H, V = 2048, 512, 16384  # of a device, of a model
-RULES = {"e4m3": Quantization(), "int8": Quantization("int8"), "e4m3 in blocks": Quantization(block=128)}
+RULES = {
+    "e4m3": Quantization(),
+    "int8": Quantization("int8"),
+    "e4m3 in blocks": Quantization(block=128),
+}
 # the operands of the product of hidden states and kernel
 OPERANDS = {
     ("v6e:2x2", "e4m3"): "f8e4m3fn",
@@ -33,8 +45,11 @@ OPERANDS = {
 @cache
 def mesh_of(chips):
     if chips == "H100":
-        pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs takes the extra gpu-aot")
-        devices = described_gpus(2)  # of one tensor axis: a sum over devices would be of gradients in f32
+        pytest.importorskip(
+            "jax_cuda12_plugin", reason="compiling for GPUs takes the extra gpu-aot"
+        )
+        # of one tensor axis: a sum over devices would be of gradients in f32
+        devices = described_gpus(2)
     else:
         devices = topologies.get_topology_desc(chips, platform="tpu").devices
     return ParallelMesh(Mesh(np.array(devices).reshape(-1, 2), ("cp", "tp")))
@@ -48,7 +63,9 @@ def arguments(parallel):
 
     shape = (1, T * parallel.context_size)
     ids, x = (put(shape, dtype, parallel.tokens_spec) for dtype in (jnp.int32, jnp.float32))
-    batch = RolloutBatch(*[ids] * 4, x, put((1, 1), jnp.int32, jax.P()), advantages=x, old_log_probs=x)
+    batch = RolloutBatch(
+        *[ids] * 4, x, put((1, 1), jnp.int32, jax.P()), advantages=x, old_log_probs=x
+    )
     hidden = put((*shape, H), jnp.bfloat16, parallel.hidden_spec)
     return hidden, put((H, V), jnp.bfloat16, parallel.kernel_spec()), batch
 
@@ -58,7 +75,9 @@ def program(parallel, rule):
 
     def loss(hidden, kernel, batch):
         head = Head(kernel, quantized=rule)
-        return policy_loss_from_hidden(hidden, head, batch, PolicyLossConfig(), parallel=parallel, memory=2**30)[0]
+        return policy_loss_from_hidden(
+            hidden, head, batch, PolicyLossConfig(), parallel=parallel, memory=2**30
+        )[0]
 
     return jax.jit(jax.grad(loss, (0, 1)))
 
@@ -75,17 +94,22 @@ BY_DAY = ("tpu7x:2x2x1", "e4m3")
 
 
 @pytest.mark.parametrize(
-    ("chips", "name"), [x if x == BY_DAY else pytest.param(*x, marks=pytest.mark.nightly) for x in OPERANDS]
+    ("chips", "name"),
+    [x if x == BY_DAY else pytest.param(*x, marks=pytest.mark.nightly) for x in OPERANDS],
 )
 def test_operands_have_8_bits_and_no_kernel_is_copied_to_f32(chips, name):
     """Gradients are multiplied in bf16."""
     text = compiled(chips, RULES[name])
-    of_8_bits = {(lhs, rhs) for lhs, rhs, *_ in products(text) if lhs == rhs == OPERANDS[chips, name]}
+    of_8_bits = {
+        (lhs, rhs) for lhs, rhs, *_ in products(text) if lhs == rhs == OPERANDS[chips, name]
+    }
     assert of_8_bits, products(text)
     of_gradients = {product[:2] for product in products(text)} - of_8_bits
     assert of_gradients <= {("bf16", "bf16")}
     columns = V // 2
-    copies = [x for x in written_arrays(text) if re.fullmatch(rf"f32\[({H},{columns}|{columns},{H})\]", x)]
+    copies = [
+        x for x in written_arrays(text) if re.fullmatch(rf"f32\[({H},{columns}|{columns},{H})\]", x)
+    ]
     assert copies == []
 
 

@@ -1,4 +1,6 @@
-"""The head on hidden states of SmolLM2-135M, where it sampled: log-probs, entropies and gradients beside float64."""
+"""The head on hidden states of SmolLM2-135M, where it sampled: log-probs, entropies and
+gradients beside float64.
+"""
 
 from pathlib import Path
 
@@ -42,13 +44,17 @@ def stats_of(real, targets, mesh, dtype):
     @jax.jit
     def run(hidden, kernel, targets):
         def total(hidden, kernel):
-            stats = log_probs_from_hidden(hidden, Head(kernel), targets, parallel=parallel, entropy="bonus")
+            stats = log_probs_from_hidden(
+                hidden, Head(kernel), targets, parallel=parallel, entropy="bonus"
+            )
             return (stats.log_probs * weights[0] + stats.entropy * weights[1]).sum(), stats
 
         return jax.grad(total, argnums=(0, 1), has_aux=True)(hidden, kernel)
 
     hidden = jnp.asarray(real["hidden"], dtype).reshape(*shape, -1)
-    gradients, stats = run(hidden, jnp.asarray(real["kernel"], dtype), jnp.asarray(targets, jnp.int32).reshape(shape))
+    gradients, stats = run(
+        hidden, jnp.asarray(real["kernel"], dtype), jnp.asarray(targets, jnp.int32).reshape(shape)
+    )
     found = [np.float64(x).reshape(-1) for x in (stats.log_probs, stats.entropy)]
     of_hidden, of_kernel = (np.float64(x) for x in gradients)
     return found, weights.reshape(2, -1), (of_hidden.reshape(len(targets), -1), of_kernel)
@@ -59,7 +65,8 @@ def test_the_record_has_the_log_probs_of_the_whole_vocabulary(real):
     z = logits_of(real)
     stats = token_stats(z, real["targets"])
     np.testing.assert_allclose(stats.log_probs, real["log_probs"], rtol=0, atol=1e-6)
-    assert (stats.entropy <= real["entropy"] + 1e-6).all()  # as one column the others have less of it
+    # as one column the others have less of it
+    assert (stats.entropy <= real["entropy"] + 1e-6).all()
     assert z.max() > 40
     assert np.sqrt(np.mean(np.float64(real["hidden"]) ** 2)) > 1.5
 
@@ -81,11 +88,12 @@ def root_mean_square(x):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("which", ["own", "far"])
 def test_log_probs_entropies_and_gradients(real, which, mesh, dtype):
-    """Those of the sampled tokens, and those of the unlikeliest token of each position, whose log-probs are below -25.
+    """Those of the sampled tokens, and those of the unlikeliest token of each position, whose
+    log-probs are below -25.
 
-    The error is that of f32 sums of 579 products, and of numbers of up to 48: 3e-6 on average, 4e-6 for unlikely ones,
-    and 2e-5 at most, with room for other orders of the sums. Products of bf16 are exact in f32, so bf16 rounds the
-    gradients alone.
+    The error is that of f32 sums of 579 products, and of numbers of up to 48: 3e-6 on average, 4e-6
+    for unlikely ones, and 2e-5 at most, with room for other orders of the sums. Products of bf16
+    are exact in f32, so bf16 rounds the gradients alone.
     """
     z = logits_of(real)
     targets = real["targets"]

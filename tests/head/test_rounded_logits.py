@@ -1,4 +1,6 @@
-"""Logits rounded to bf16 as samplers do: float64 numpy with ml_dtypes' rounding, on products that are exact in f32."""
+"""Logits rounded to bf16 as samplers do: float64 numpy with ml_dtypes' rounding, on products
+that are exact in f32.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,10 @@ from sharding import make_parallel_mesh
 
 N, H, V, SCALE, SOFTCAP = 64, 16, 512, 0.01, 20.0
 RNG = np.random.default_rng(0)
-HIDDEN, KERNEL = RNG.integers(-20, 21, (1, N, H)).astype(np.float32), RNG.integers(-20, 21, (H, V)).astype(np.float32)
+HIDDEN, KERNEL = (
+    RNG.integers(-20, 21, (1, N, H)).astype(np.float32),
+    RNG.integers(-20, 21, (H, V)).astype(np.float32),
+)
 TARGETS = RNG.integers(0, V, (1, N), np.int32)
 C = RNG.normal(size=(1, N))
 
@@ -21,7 +26,11 @@ def softmaxes(rounded):
     x = x.astype(ml_dtypes.bfloat16).astype(np.float64) if rounded else x
     capped = np.tanh(SCALE * x / SOFTCAP)
     z = SOFTCAP * capped
-    log_p = z - np.log(np.exp(z - z.max(1, keepdims=True)).sum(1, keepdims=True)) - z.max(1, keepdims=True)
+    log_p = (
+        z
+        - np.log(np.exp(z - z.max(1, keepdims=True)).sum(1, keepdims=True))
+        - z.max(1, keepdims=True)
+    )
     return log_p, SCALE * (1 - capped**2)
 
 
@@ -29,7 +38,11 @@ def expected():
     log_p, slope = softmaxes(rounded=True)
     one_hot = np.eye(V)[TARGETS[0]]
     dx = C[0][:, None] * (one_hot - np.exp(log_p)) * slope
-    return log_p[np.arange(N), TARGETS[0]], dx @ KERNEL.T.astype(float), HIDDEN[0].T.astype(float) @ dx
+    return (
+        log_p[np.arange(N), TARGETS[0]],
+        dx @ KERNEL.T.astype(float),
+        HIDDEN[0].T.astype(float) @ dx,
+    )
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=1,cp=4,tp=2"])
@@ -38,10 +51,14 @@ def test_value_and_gradients(mesh):
 
     def loss(hidden, kernel):
         head = Head(kernel, logits_dtype="bfloat16", softcap=SOFTCAP, scale=SCALE)
-        log_probs = log_probs_from_hidden(hidden, head, jnp.asarray(TARGETS), parallel=parallel).log_probs
+        log_probs = log_probs_from_hidden(
+            hidden, head, jnp.asarray(TARGETS), parallel=parallel
+        ).log_probs
         return (log_probs * C.astype(np.float32)).sum(), log_probs
 
-    (_, log_probs), (dhidden, dkernel) = jax.value_and_grad(loss, (0, 1), has_aux=True)(HIDDEN, KERNEL)
+    (_, log_probs), (dhidden, dkernel) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+        HIDDEN, KERNEL
+    )
     values = expected()
     for got, want in zip((log_probs[0], dhidden[0], dkernel), values, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * np.abs(want).max())
@@ -49,7 +66,9 @@ def test_value_and_gradients(mesh):
     assert np.abs(unrounded - values[0]).max() > 1e-3  # rounding makes a difference
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, np.dtype("bfloat16"), jnp.ones(1, "bfloat16").dtype])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", jnp.bfloat16, np.dtype("bfloat16"), jnp.ones(1, "bfloat16").dtype]
+)
 def test_a_dtype_as_jnp_takes_it(dtype):
     """All ways to name a dtype give one program, of which the dtype is a static argument."""
     head = Head(KERNEL, logits_dtype=dtype)
@@ -64,7 +83,9 @@ def products(**options):
     """The jaxpr of a loss's gradients."""
 
     def loss(hidden):
-        return log_probs_from_hidden(hidden, KERNEL, jnp.asarray(TARGETS), **options).log_probs.sum()
+        return log_probs_from_hidden(
+            hidden, KERNEL, jnp.asarray(TARGETS), **options
+        ).log_probs.sum()
 
     return str(jax.make_jaxpr(jax.grad(loss))(HIDDEN))
 

@@ -1,4 +1,6 @@
-"""deterministic=True: a token's log-prob and entropy have the same bits whatever else is in the batch."""
+"""deterministic=True: a token's log-prob and entropy have the same bits whatever else is in the
+batch.
+"""
 
 import dataclasses
 import itertools
@@ -39,7 +41,9 @@ def arrays(dtype, tokens, seed=0):
 @partial(jax.jit, static_argnums=4)
 def run(hidden, kernel, targets, where, parallel):
     options = {"temperature": 0.7, "entropy": "metric", "where": where, "parallel": parallel}
-    return log_probs_from_hidden(hidden, Head(kernel, softcap=5.0), targets, deterministic=True, **options)
+    return log_probs_from_hidden(
+        hidden, Head(kernel, softcap=5.0), targets, deterministic=True, **options
+    )
 
 
 def stats(hidden, kernel, targets, where=None, parallel=None):
@@ -63,7 +67,11 @@ def check_any_batch(alone, data):
     count = shape[0] * shape[1]
     rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
     chosen = rng.integers(0, 600, count)
-    where = rng.random(shape) < data.draw(st.sampled_from([0.1, 0.5, 1.0])) if data.draw(st.booleans()) else None
+    where = (
+        rng.random(shape) < data.draw(st.sampled_from([0.1, 0.5, 1.0]))
+        if data.draw(st.booleans())
+        else None
+    )
     got = stats(hidden[chosen].reshape(*shape, H), kernel, targets[chosen].reshape(shape), where)
     kept = np.ones(count, bool) if where is None else where.reshape(-1)
     for found, truth in zip(got, expected, strict=True):
@@ -82,7 +90,9 @@ def test_on_any_mesh_of_the_same_tensor_axis(alone, mesh):
     hidden, kernel, targets, expected = alone
     parallel = make_parallel_mesh(mesh)
     order = np.random.default_rng(1).permutation(600)[:512]
-    got = stats(hidden[order].reshape(8, 64, H), kernel, targets[order].reshape(8, 64), None, parallel)
+    got = stats(
+        hidden[order].reshape(8, 64, H), kernel, targets[order].reshape(8, 64), None, parallel
+    )
     for found, truth in zip(got, expected, strict=True):
         np.testing.assert_array_equal(found.reshape(-1), truth[order])
 
@@ -90,7 +100,9 @@ def test_on_any_mesh_of_the_same_tensor_axis(alone, mesh):
 @pytest.mark.parametrize("parallel", [None, "dp=2,cp=2,tp=2"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_decoding_step_is_one_of_packed_rows(dtype, parallel):
-    """A head at `[B, 1, H]`, in a step of a scan as a sampler has it or by itself, and on packed rows with a mask."""
+    """A head at `[B, 1, H]`, in a step of a scan as a sampler has it or by itself, and on packed
+    rows with a mask.
+    """
     hidden, kernel, targets = arrays(dtype, 480)
     parallel = parallel and make_parallel_mesh(parallel)
     by_row = parallel and dataclasses.replace(parallel, data=("dp", "cp"), context=None)
@@ -102,7 +114,13 @@ def test_a_decoding_step_is_one_of_packed_rows(dtype, parallel):
     def decode(kernel, hidden, targets):
         def step(carry, x):
             # stands for the model: hidden states are results in the program, not arguments
-            found = run(jnp.roll(x[0], 1, axis=0)[:, None] * carry, kernel, jnp.roll(x[1], 1)[:, None], None, by_row)
+            found = run(
+                jnp.roll(x[0], 1, axis=0)[:, None] * carry,
+                kernel,
+                jnp.roll(x[1], 1)[:, None],
+                None,
+                by_row,
+            )
             return carry, (found.log_probs[:, 0], found.entropy[:, 0])
 
         return jax.lax.scan(step, jnp.ones((), dtype), (hidden, targets))[1]
@@ -130,7 +148,14 @@ OF_HEADS = {
     "vocab_size": {"vocab_size": 1411},
     "spec": {"spec": ("fsdp", "tp")},
     "quantized": {"quantized": Quantization("int8", block=16)},
-    "all": {"bias": True, "lora": 3, "layout": "vh", "logits_dtype": "bfloat16", "softcap": 9.0, "scale": 1.5}
+    "all": {
+        "bias": True,
+        "lora": 3,
+        "layout": "vh",
+        "logits_dtype": "bfloat16",
+        "softcap": 9.0,
+        "scale": 1.5,
+    }
     | {"vocab_size": 1411, "spec": ("tp", "fsdp")},
 }
 
@@ -143,12 +168,18 @@ def head_with(kernel, bias=False, lora=None, layout="hv", **fields):
     keys = jax.random.split(jax.random.key(7), 3)
     fields["bias"] = jax.random.normal(keys[0], (V,)).astype(kernel.dtype) if bias else None
     shapes = ((H, lora), (lora, V)) if lora else ()
-    adapters = [jax.random.normal(k, s).astype(kernel.dtype) for k, s in zip(keys[1:], shapes, strict=False)]
+    adapters = [
+        jax.random.normal(k, s).astype(kernel.dtype) for k, s in zip(keys[1:], shapes, strict=False)
+    ]
     fields["lora"] = LoRA(*adapters, scale=0.5) if lora else None
     return Head(kernel if layout == "hv" else kernel.T, layout=layout, **fields)
 
 
-TODAY = [("lora", "bfloat16", None), ("lora", "float32", "sequence"), ("spec", "float32", "fsdp=2,tp=4")]
+TODAY = [
+    ("lora", "bfloat16", None),
+    ("lora", "float32", "sequence"),
+    ("spec", "float32", "fsdp=2,tp=4"),
+]
 TODAY += [(name, "float32", None) for name in OF_HEADS if name != "spec"]
 
 
@@ -161,7 +192,9 @@ TODAY += [(name, "float32", None) for name in OF_HEADS if name != "spec"]
     ],
 )
 def test_heads_with_every_field(name, dtype, parallel):
-    """When the LoRA's product was one over all tokens, bits changed in batches of one token or seven."""
+    """When the LoRA's product was one over all tokens, bits changed in batches of one token or
+    seven.
+    """
     fields = dict(OF_HEADS[name])
     spec = fields.pop("spec", None)
     if parallel == "fsdp=2,tp=4":
@@ -172,7 +205,9 @@ def test_heads_with_every_field(name, dtype, parallel):
     hidden, kernel, targets = arrays(dtype, 800)
     targets %= fields.get("vocab_size", V)
     head = head_with(kernel, **fields)
-    call = jax.jit(partial(log_probs_from_hidden, parallel=parallel, entropy="metric", deterministic=True))
+    call = jax.jit(
+        partial(log_probs_from_hidden, parallel=parallel, entropy="metric", deterministic=True)
+    )
 
     def get(*args, **how):
         return (lambda x: np.stack([x.log_probs, x.entropy], -1))(call(*args, **how))
@@ -206,22 +241,38 @@ MESHES, MEMORIES = (None, "dp=4,cp=2", "dp=2,cp=2,tp=2"), (2**30, 2**21)
     ],
 )
 def test_the_ratio_to_an_old_pass_of_the_same_policy_is_1(mesh, memory, dtype):
-    """With memory for one pass and without. The old pass had other neighbours: no mask, other rows."""
+    """With memory for one pass and without.
+
+    The old pass had other neighbours: no mask, other rows.
+    """
     parallel = mesh and make_parallel_mesh(mesh)
     hidden, kernel, targets = arrays(dtype, 640)
     hidden, targets = hidden.reshape(4, 160, H), targets.reshape(4, 160)
     options = {"parallel": parallel, "deterministic": True, "memory": memory}
-    old = jax.jit(lambda h, k: log_probs_from_hidden(h, k, targets[::-1], **options).log_probs)(hidden[::-1], kernel)
+    old = jax.jit(lambda h, k: log_probs_from_hidden(h, k, targets[::-1], **options).log_probs)(
+        hidden[::-1], kernel
+    )
     ids = jnp.ones((4, 160), jnp.int32)
-    mask = (jax.random.uniform(jax.random.key(3), (4, 160)) < 0.7).astype(jnp.float32).at[:, -1].set(0)
+    mask = (
+        (jax.random.uniform(jax.random.key(3), (4, 160)) < 0.7).astype(jnp.float32).at[:, -1].set(0)
+    )
     positions = jnp.broadcast_to(jnp.arange(160), (4, 160))
     batch = RolloutBatch(
-        ids, targets, ids, positions, mask, jnp.arange(4)[:, None], advantages=mask, old_log_probs=old[::-1]
+        ids,
+        targets,
+        ids,
+        positions,
+        mask,
+        jnp.arange(4)[:, None],
+        advantages=mask,
+        old_log_probs=old[::-1],
     )
     config = PolicyLossConfig(PPO())
 
     def loss(h, k, b):
         return policy_loss_from_hidden(h, k, b, config, **options)
 
-    found = finalize_metrics(jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(hidden, kernel, batch)[0][1])
+    found = finalize_metrics(
+        jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(hidden, kernel, batch)[0][1]
+    )
     assert (found["ratio_max"], found["ratio_min"]) == (1, 1)

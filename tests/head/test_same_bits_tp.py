@@ -34,7 +34,9 @@ def arrays(dtype, columns=V, layout="hv", lora=False, bias=False, **fields):
     """Hidden states, a head with these fields, targets and a mask."""
     keys = jax.random.split(jax.random.key(0), 7)
     shapes = (R, T, H), (H, columns), (H, 3), (3, columns), (columns,)
-    normal = [jax.random.normal(k, shape).astype(dtype) for k, shape in zip(keys, shapes, strict=False)]
+    normal = [
+        jax.random.normal(k, shape).astype(dtype) for k, shape in zip(keys, shapes, strict=False)
+    ]
     hidden, kernel = normal[0], normal[1] / H**0.5
     fields["lora"] = LoRA(normal[2], normal[3], 0.1) if lora else None
     fields["bias"] = normal[4] if bias else None
@@ -62,8 +64,16 @@ def assert_same_bits(*args, meshes=MESHES, device="cpu"):
 FIELDS = {
     "kernel": {},
     "layout": {"layout": "vh"},
-    "padding": {"vocab_size": 1300},  # two of eight parts hold columns that do not exist, one holds nothing else
-    "all": {"lora": True, "bias": True, "softcap": 5.0, "scale": 1.3, "vocab_size": 1500, "logits_dtype": "bfloat16"},
+    # two of eight parts hold columns that do not exist, one holds nothing else
+    "padding": {"vocab_size": 1300},
+    "all": {
+        "lora": True,
+        "bias": True,
+        "softcap": 5.0,
+        "scale": 1.3,
+        "vocab_size": 1500,
+        "logits_dtype": "bfloat16",
+    },
     "several blocks a part": {"columns": 8 * 600},  # the last one overlaps the one before
 }
 
@@ -87,7 +97,9 @@ def test_on_any_tensor_axis(name, dtype, device):
 def test_beside_other_axes(device, mesh):
     """A kernel gathered over its rows, and rows of 76 tokens that context shards divide."""
     hidden, head, targets, where = jax.tree.map(jnp.asarray, arrays("bfloat16"))
-    hidden, targets, where = (jnp.pad(x, ((0, 0), (0, 1), (0, 0))[: x.ndim]) for x in (hidden, targets, where))
+    hidden, targets, where = (
+        jnp.pad(x, ((0, 0), (0, 1), (0, 0))[: x.ndim]) for x in (hidden, targets, where)
+    )
     assert_same_bits(hidden, head, targets, where, meshes=(None, mesh), device=device)
 
 
@@ -100,13 +112,17 @@ def test_a_kernel_that_every_device_holds():
 
 
 def test_which_vocabularies():
-    """Eighths of the vocabulary, or the sums are those of each device's columns; a note says which."""
+    """Eighths of the vocabulary, or the sums are those of each device's columns; a note says
+    which.
+    """
 
     def in_eighths(columns, mesh, **options):
         hidden, head, targets, _ = jax.eval_shape(lambda: arrays("float32", columns))
         parallel = make_parallel_mesh(mesh)
         call = partial(log_probs_from_hidden, parallel=parallel, **options)
-        return "eighths of the vocabulary" in str(notes(jax.make_jaxpr(call)(hidden, head, targets)))
+        return "eighths of the vocabulary" in str(
+            notes(jax.make_jaxpr(call)(hidden, head, targets))
+        )
 
     assert in_eighths(1536, "dp=4,tp=2", deterministic=True)
     assert not in_eighths(1536, "dp=4,tp=2")
@@ -121,7 +137,16 @@ def test_the_ratio_to_an_old_pass_on_another_tensor_axis_is_1(device):
     ids, mask = jnp.ones((R, T), jnp.int32), where.astype(jnp.float32).at[:, -1].set(0)
     old = run(hidden, head, targets, None, mesh=None, device=device)[0]
     positions = jnp.broadcast_to(jnp.arange(T), (R, T))
-    batch = RolloutBatch(ids, targets, ids, positions, mask, jnp.arange(R)[:, None], advantages=mask, old_log_probs=old)
+    batch = RolloutBatch(
+        ids,
+        targets,
+        ids,
+        positions,
+        mask,
+        jnp.arange(R)[:, None],
+        advantages=mask,
+        old_log_probs=old,
+    )
     parallel = make_parallel_mesh("dp=2,tp=4")
 
     def loss(hidden, head, batch):
@@ -134,26 +159,42 @@ def test_the_ratio_to_an_old_pass_on_another_tensor_axis_is_1(device):
     assert (metrics["ratio_max"], metrics["ratio_min"]) == (1, 1)
 
 
-EVERYTHING = {"logit_stats": ("log_z", "mean_logit", "accuracy", "sum_p2"), "top_k": 3, "softcap": 40.0}
+EVERYTHING = {
+    "logit_stats": ("log_z", "mean_logit", "accuracy", "sum_p2"),
+    "top_k": 3,
+    "softcap": 40.0,
+}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("device", "options"), [("small", EVERYTHING), ("wide", EVERYTHING), ("wide", {"memory": 2**30})]
+    ("device", "options"),
+    [("small", EVERYTHING), ("wide", EVERYTHING), ("wide", {"memory": 2**30})],
 )
 def test_values_and_gradients(device, options):
-    """Against float64: all statistics, with a nucleus, ids, a mask and a vocabulary that ends within a part.
+    """Against float64: all statistics, with a nucleus, ids, a mask and a vocabulary that ends
+    within a part.
 
-    Logits are up to 70 here. Their rounding in f32, 2^-18, is the relative error of a probability and of its gradients.
+    Logits are up to 70 here. Their rounding in f32, 2^-18, is the relative error of a probability
+    and of its gradients.
     """
-    given = head_arrays(8 * 515, nucleus=5, ids=4, lora=True, with_where=True, temperatures=True, last=4000)
+    given = head_arrays(
+        8 * 515, nucleus=5, ids=4, lora=True, with_where=True, temperatures=True, last=4000
+    )
     meshes = [make_parallel_mesh("dp=2,tp=4")]
-    options = options | {"entropy": "bonus", "vocab_size": 4000, "device": device, "deterministic": True}
+    options = options | {
+        "entropy": "bonus",
+        "vocab_size": 4000,
+        "device": device,
+        "deterministic": True,
+    }
     check_head(meshes, given, rtol=2**-18, **options)
 
 
 def products_and_collectives(tp):
-    """A forward compiled for 8 TPUs: dimensions of products' operands and results, and what crosses the network."""
+    """A forward compiled for 8 TPUs: dimensions of products' operands and results, and what
+    crosses the network.
+    """
     devices = topologies.get_topology_desc("v5p:2x2x2", platform="tpu").devices
     parallel = ParallelMesh(Mesh(np.array(devices).reshape(8 // tp, tp), ("dp", "tp")))
 
@@ -169,7 +210,10 @@ def products_and_collectives(tp):
     options = {"parallel": parallel, "entropy": "metric", "deterministic": True}
     found = audit(partial(log_probs_from_hidden, **options), *args)
     products = [
-        (sorted(tuple(dimensions(of[name].shape)) for name in x.operands[:2]), tuple(dimensions(x.shape)))
+        (
+            sorted(tuple(dimensions(of[name].shape)) for name in x.operands[:2]),
+            tuple(dimensions(x.shape)),
+        )
         for of in parse(found.text).computations.values()
         for x in of.values()
         if x.op in ("dot", "convolution")
@@ -179,9 +223,13 @@ def products_and_collectives(tp):
 
 @pytest.mark.nightly
 def test_the_order_on_tpus():
-    """Chunks of 1024 tokens meet 1024 of 8192 columns on any tensor axis; four sums of each token are gathered."""
+    """Chunks of 1024 tokens meet 1024 of 8192 columns on any tensor axis; four sums of each
+    token are gathered.
+    """
     for tp in (1, 2, 4, 8):
         products, collectives = products_and_collectives(tp)
         assert products == [([(512, 1024), (1024, 512)], (1024, 1024))], tp
-        assert {(op, axes) for op, axes, _ in collectives} == ({("all-gather", ("tp",))} if tp > 1 else set()), tp
+        assert {(op, axes) for op, axes, _ in collectives} == (
+            {("all-gather", ("tp",))} if tp > 1 else set()
+        ), tp
         assert sum(size for *_, size in collectives) == tp * 4 * 2048 * 4 * (tp > 1), tp

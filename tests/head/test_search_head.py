@@ -1,4 +1,6 @@
-"""The search from hidden states and from logits: heads, adapters, temperatures, dtypes, meshes, one pass and two."""
+"""The search from hidden states and from logits: heads, adapters, temperatures, dtypes, meshes,
+one pass and two.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ FSDP = ("dp=2,fsdp=2,tp=2", "cp=2,fsdp=4", "fsdp=8", "cp=2,fsdp=2,tp=2")
 def test_policy_loss_from_hidden(name: str):
     where = places((None, *MESHES, *FSDP), (None, None, 2), sequence_parallel=True)
     drawn = st.lists(steps, min_size=1, max_size=2)
-    search(f"{name} from hidden", 0.02, configs(name), where, heads, drawn)(check_policy_loss_from_hidden)
+    search(f"{name} from hidden", 0.02, configs(name), where, heads, drawn)(
+        check_policy_loss_from_hidden
+    )
 
 
 @pytest.mark.every(14)
@@ -26,4 +30,6 @@ def test_policy_loss_from_hidden(name: str):
 def test_policy_loss_from_hidden_of_large_steps(name: str):
     where = places((None, *MESHES, *FSDP), (None, None, 2), sequence_parallel=True)
     drawn = st.lists(large_steps, min_size=1, max_size=1)
-    search(f"{name} from hidden, large", 0.005, configs(name), where, heads, drawn)(check_policy_loss_from_hidden)
+    search(f"{name} from hidden, large", 0.005, configs(name), where, heads, drawn)(
+        check_policy_loss_from_hidden
+    )

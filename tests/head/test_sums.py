@@ -1,4 +1,6 @@
-"""Sums of gradients over devices: their bits, the way that they go, and the gradients of heads beside float64."""
+"""Sums of gradients over devices: their bits, the way that they go, and the gradients of heads
+beside float64.
+"""
 
 import dataclasses
 import functools
@@ -12,7 +14,13 @@ from head_cases import DEVICES, tiles_of
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxppo import Head, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
+from jaxppo import (
+    Head,
+    PolicyLossConfig,
+    RolloutBatch,
+    log_probs_from_hidden,
+    policy_loss_from_hidden,
+)
 from jaxppo.head import profiles
 from jaxppo.head.sums import UNIT, scattered, stored, summed
 from sharding.audit import audit
@@ -25,7 +33,9 @@ WHOLE = 2 * 4 * UNIT  # the columns of which each of four devices sums a share i
 
 
 def integers(shape, count):
-    """Numbers whose f32 sums over devices are exact, while sums in bf16 or of rounded numbers are not."""
+    """Numbers whose f32 sums over devices are exact, while sums in bf16 or of rounded numbers
+    are not.
+    """
     return np.random.default_rng(0).integers(-4000, 4000, (count, *shape)).astype(np.float32)
 
 
@@ -76,7 +86,9 @@ def test_whole_shares_go_around_a_ring(dim, rest, dtype):
     fn = sum_of(dim, dtype)
     check(fn, x, dtype)
     around = {"collective-permute", "all-gather"}
-    assert ops(fn, x) - {"all-gather"} == around - {"all-gather"} | ({"all-reduce"} if rest else set())
+    assert ops(fn, x) - {"all-gather"} == around - {"all-gather"} | (
+        {"all-reduce"} if rest else set()
+    )
 
 
 @pytest.mark.parametrize("length", [WHOLE, WHOLE + 600, 500])
@@ -109,7 +121,8 @@ def test_shares_without_a_ring():
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("length", [512, 500])  # each device's share has two equal halves, or has not
+# each device's share has two equal halves, or has not
+@pytest.mark.parametrize("length", [512, 500])
 def test_shares_of_a_sharded_primal(dim, length):
     """FSDP: each device keeps its share, and nothing is gathered."""
     x = integers(along(dim, length, 30), 4)
@@ -121,7 +134,9 @@ def test_shares_of_a_sharded_primal(dim, length):
 @pytest.mark.parametrize("ring", [1, 8])
 @pytest.mark.parametrize("devices", [2, 3, 5, 8])
 def test_shares_of_any_number_of_devices(devices, ring):
-    """Around the ring, or around the wide one, where of an even number one share goes one way alone."""
+    """Around the ring, or around the wide one, where of an even number one share goes one way
+    alone.
+    """
     mesh = Mesh(np.array(jax.devices()[:devices]), ("cp",))
     x = integers((devices * 6, 30), devices)
 
@@ -152,7 +167,8 @@ def test_too_few_rows_for_shares():
 def test_a_head(layout, way, mesh, monkeypatch):
     """The same gradients, to a rounding, as of sums that do not go around.
 
-    Terms are added in another order, so that a number between two of bf16 may be rounded to either: 2^-7 apart at most.
+    Terms are added in another order, so that a number between two of bf16 may be rounded to either:
+    2^-7 apart at most.
     """
     parallel = make_parallel_mesh(mesh)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -181,7 +197,9 @@ def test_a_head(layout, way, mesh, monkeypatch):
             config = PolicyLossConfig(entropy_coef=0.1)
             options = {"parallel": parallel, "follow_mask": "mask" in way}
             return policy_loss_from_hidden(hidden, head, batch, config, **options)[0]
-        found = log_probs_from_hidden(hidden, head, batch.targets, parallel=parallel, entropy="bonus")
+        found = log_probs_from_hidden(
+            hidden, head, batch.targets, parallel=parallel, entropy="bonus"
+        )
         return (found.log_probs * jnp.arange(1024.0)[None] + found.entropy).sum()
 
     gradients = jax.grad(loss, 0 if way == "frozen" else (0, 1))
@@ -194,7 +212,8 @@ def test_a_head(layout, way, mesh, monkeypatch):
         jax.clear_caches()
         at_once = jax.jit(gradients)(hidden, kernel)
         without = {c.op for c in audit(gradients, hidden, kernel, mesh=parallel.mesh).collectives}
-    # dhidden is summed over the tensor axis, dkernel over the others; eight devices are a ring for shares alone
+    # dhidden is summed over the tensor axis, dkernel over the others; eight devices are a ring for
+    # shares alone
     rings = parallel.tensor_size > 1 or way != "frozen"
     assert ("collective-permute" in found - without) == rings
     assert all(jnp.isfinite(x).all() and x.any() for x in jax.tree.leaves(around))
@@ -202,11 +221,15 @@ def test_a_head(layout, way, mesh, monkeypatch):
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,cp=2,tp=2", "fsdp=4,tp=2", "cp=8"])
-@pytest.mark.parametrize("form", [{}, {"layout": "vh"}, {"with_where": True}, {"lora": True}], ids=str)
+@pytest.mark.parametrize(
+    "form", [{}, {"layout": "vh"}, {"with_where": True}, {"lora": True}], ids=str
+)
 def test_gradients_beside_float64(mesh, form, monkeypatch):
     """With columns and features enough for each device to have a share."""
     monkeypatch.setattr(head_cases, "H", 512)
-    monkeypatch.setitem(profiles.PROFILES, "wide", dataclasses.replace(DEVICES["wide"], block_width=4096, ring=8))
+    monkeypatch.setitem(
+        profiles.PROFILES, "wide", dataclasses.replace(DEVICES["wide"], block_width=4096, ring=8)
+    )
     arrays = head_cases.head_arrays(4096, scale=1 / 22, **form)
     options = {"layout": form["layout"]} if "layout" in form else {}
     parallel = make_parallel_mesh(mesh)
@@ -220,10 +243,17 @@ def test_second_derivatives_are_refused(memory):
     hidden, kernel = jnp.ones((2, 64, 512), jnp.bfloat16), jnp.ones((512, 1024), jnp.bfloat16)
     targets = jnp.zeros((2, 64), jnp.int32)
     weights = jnp.ones((2, 64))
-    batch = RolloutBatch(*[targets] * 4, weights, targets, advantages=weights, old_log_probs=-6 * weights)
+    batch = RolloutBatch(
+        *[targets] * 4, weights, targets, advantages=weights, old_log_probs=-6 * weights
+    )
 
     def loss(hidden):
-        return policy_loss_from_hidden(hidden, kernel, batch, PolicyLossConfig(), parallel=parallel, memory=memory)[0]
+        return policy_loss_from_hidden(
+            hidden, kernel, batch, PolicyLossConfig(), parallel=parallel, memory=memory
+        )[0]
 
-    with tiles_of("wide"), pytest.raises(NotImplementedError, match="second derivatives of a loss from hidden states"):
+    with (
+        tiles_of("wide"),
+        pytest.raises(NotImplementedError, match="second derivatives of a loss from hidden states"),
+    ):
         jax.make_jaxpr(jax.jacfwd(lambda x: jax.grad(loss)(x).astype(jnp.float32).sum()))(hidden)

@@ -1,4 +1,6 @@
-"""The examples of frameworks: they learn, on a mesh as on one device, and shard their parameters as they say."""
+"""The examples of frameworks: they learn, on a mesh as on one device, and shard their parameters
+as they say.
+"""
 
 import ast
 import functools
@@ -45,7 +47,12 @@ EXAMPLES = {
     "equinox": (equinox_model, equinox_head, "vh"),
 }
 # Linen constrains the parameters in its boxes, which JAX refuses for Explicit axes.
-RUNS = [(name, tied, explicit) for name in EXAMPLES for tied in (False, True) for explicit in (False, True)]
+RUNS = [
+    (name, tied, explicit)
+    for name in EXAMPLES
+    for tied in (False, True)
+    for explicit in (False, True)
+]
 RUNS = [run for run in RUNS if run[0] != "linen" or not run[2]]
 
 
@@ -62,7 +69,8 @@ def one_device(name, tied):
 
 
 @pytest.mark.parametrize(
-    ("name", "tied", "explicit"), sampled(RUNS, lambda _, run: run[1] == run[2] or run[0] == "linen")
+    ("name", "tied", "explicit"),
+    sampled(RUNS, lambda _, run: run[1] == run[2] or run[0] == "linen"),
 )
 def test_it_learns_on_eight_devices_as_on_one(name, tied, explicit, one_device):
     example, head_of, layout = EXAMPLES[name]
@@ -98,7 +106,9 @@ def test_other_batches_share_a_program(name, caplog):
     parallel = make_parallel_mesh("fsdp=8")
     with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
         example.train(parallel, steps=3)
-    compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling jit(step)")]
+    compiled = [
+        r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling jit(step)")
+    ]
     assert len(compiled) == 1, compiled
 
 
@@ -107,6 +117,8 @@ def test_ten_lines_are_of_jaxppo(name):
     example = EXAMPLES[name][0]()
     source = inspect.getsource(sys.modules[example.__name__])
     names = {*jaxppo.__all__} - {"ParallelMesh", "RolloutBatch"}  # in annotations
-    used = {n.lineno for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name) and n.id in names}
+    used = {
+        n.lineno for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name) and n.id in names
+    }
     imports = [line for line in source.splitlines() if line.startswith("from jaxppo")]
     assert 3 <= len(used) + len(imports) <= 10, sorted(used)

@@ -1,9 +1,10 @@
 """MaxText's rules, batches and head, and the shape of its issue 4409.
 
-Where MaxText is installed (0.2.5, Python 3.12 or newer; `pip install --no-deps maxtext` is enough) its own
-configs/base.yml and configs/custom_mesh_and_rule are read. Otherwise this file restates them: the rules in
-`test_axis_rules`, from those two; the keys of a batch, from input_pipeline/input_pipeline_utils.py and
-trainers/pre_train/train.py; and the head, in `maxtext_model`.
+Where MaxText is installed (0.2.5, Python 3.12 or newer; `pip install --no-deps maxtext` is enough)
+its own configs/base.yml and configs/custom_mesh_and_rule are read. Otherwise this file restates
+them: the rules in `test_axis_rules`, from those two; the keys of a batch, from
+input_pipeline/input_pipeline_utils.py and trainers/pre_train/train.py; and the head, in
+`maxtext_model`.
 """
 
 import importlib.util
@@ -57,7 +58,14 @@ def test_the_rules_that_maxtext_ships():
 
 def test_the_custom_meshes_that_maxtext_ships():
     read = configs()
-    names = ["cp-as-ep", "ep-as-cp", "ep-as-dp", "fsdp-as-dp-for-attn", "pipeline-large-moe", "pure-fsdp"]
+    names = [
+        "cp-as-ep",
+        "ep-as-cp",
+        "ep-as-dp",
+        "fsdp-as-dp-for-attn",
+        "pipeline-large-moe",
+        "pure-fsdp",
+    ]
     for name in [*names, "shard-exp-on-fsdp"]:
         config = read(f"custom_mesh_and_rule/{name}.yml")
         axes = config["mesh_axes"]
@@ -83,7 +91,9 @@ def test_batches_by_their_keys():
     assert batch.targets.tolist()[0][:5] == [6, 7, 3, 9, 3]  # each sequence's last target is real
     masked = batch_of(data | {"targets_loss_mask": jnp.array([[1, 1, 0, 1, 1, 1]])})
     assert masked.loss_mask.tolist() == [[0, 1, 0, 1, 1, 0]]
-    with pytest.raises(ValueError, match=r"data: got keys inputs, expected targets, inputs_segmentation"):
+    with pytest.raises(
+        ValueError, match=r"data: got keys inputs, expected targets, inputs_segmentation"
+    ):
         batch_of({"inputs": data["inputs"]})
 
 
@@ -92,7 +102,11 @@ def test_batches_by_their_keys():
     [
         {},
         {"logits_via_embedding": True},
-        {"logits_via_embedding": True, "normalize_embedding_logits": True, "final_logits_soft_cap": 2.0},
+        {
+            "logits_via_embedding": True,
+            "normalize_embedding_logits": True,
+            "final_logits_soft_cap": 2.0,
+        },
         {"final_logits_soft_cap": 2.0},  # of tied heads alone
     ],
     ids=["logits_dense", "tied", "tied, scaled, capped", "cap without effect"],
@@ -102,14 +116,20 @@ def test_hidden_states_to_head(config):
     y, targets = jax.random.normal(jax.random.key(2), (2, 4, 8)), jnp.arange(8).reshape(2, 4)
 
     def ours(params):
-        return log_probs_from_hidden(*hidden_and_head(nnx.merge(graph, params), y), targets).log_probs.sum()
+        return log_probs_from_hidden(
+            *hidden_and_head(nnx.merge(graph, params), y), targets
+        ).log_probs.sum()
 
     def theirs(params):
         return reference_from_logits(nnx.merge(graph, params).logits(y), targets).log_probs.sum()
 
     found, expected = (jax.jit(jax.value_and_grad(f))(params) for f in (ours, theirs))
     # their gradient of an embedding is rounded to bf16
-    tolerance = {"rtol": 1e-2, "atol": 2e-2} if config.get("logits_via_embedding") else {"rtol": 1e-4, "atol": 1e-5}
+    tolerance = (
+        {"rtol": 1e-2, "atol": 2e-2}
+        if config.get("logits_via_embedding")
+        else {"rtol": 1e-4, "atol": 1e-5}
+    )
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), found[1], expected[1])
 
@@ -118,7 +138,9 @@ class Calls(Transformer):
     """Notes its hidden states as MaxText's decoder does."""
 
     def __call__(self, decoder_input_tokens, decoder_positions, decoder_segment_ids):
-        self.decoder.sow(nnx.Intermediate, "hidden_states", self.token_embedder(decoder_input_tokens))
+        self.decoder.sow(
+            nnx.Intermediate, "hidden_states", self.token_embedder(decoder_input_tokens)
+        )
 
 
 def test_the_example_of_the_docs():
@@ -128,26 +150,44 @@ def test_the_example_of_the_docs():
     mesh = mesh_of(AXES, fsdp=2, tensor=2)
     ids = jnp.asarray(np.random.default_rng(0).integers(1, 32, (2, 8)), jnp.int32)
     ones, x = jnp.ones_like(ids), jnp.full(ids.shape, -1.0)
-    data = {"inputs": ids, "targets": jnp.roll(ids, -1, axis=1), "inputs_position": jnp.cumsum(ones, 1) - 1}
+    data = {
+        "inputs": ids,
+        "targets": jnp.roll(ids, -1, axis=1),
+        "inputs_position": jnp.cumsum(ones, 1) - 1,
+    }
     data |= {"inputs_segmentation": ones, "targets_segmentation": ones}
-    names = {"config": SimpleNamespace(logical_axis_rules=MAXTEXT), "mesh": mesh, "model": Calls(), "data": data}
+    names = {
+        "config": SimpleNamespace(logical_axis_rules=MAXTEXT),
+        "mesh": mesh,
+        "model": Calls(),
+        "data": data,
+    }
     names |= {"advantages": -x, "old": x, "ParallelMesh": ParallelMesh, "nnx": nnx}
-    names |= {"policy_loss_from_hidden": policy_loss_from_hidden, "PolicyLossConfig": PolicyLossConfig}
+    names |= {
+        "policy_loss_from_hidden": policy_loss_from_hidden,
+        "PolicyLossConfig": PolicyLossConfig,
+    }
     exec(block, names)
     logits = names["model"].logits(names["output"])
     ratio = jnp.exp(reference_from_logits(logits, data["targets"]).log_probs + 1)
-    np.testing.assert_allclose(names["loss"], jnp.maximum(-ratio, -jnp.clip(ratio, 0.8, 1.2)).mean(), rtol=1e-5)
+    np.testing.assert_allclose(
+        names["loss"], jnp.maximum(-ratio, -jnp.clip(ratio, 0.8, 1.2)).mean(), rtol=1e-5
+    )
 
 
 SHAPE = {"S": 32768, "V": 151936, "H": 4096}
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("sizes", [{"fsdp": 16}, {"fsdp": 4, "tensor": 4}, {"fsdp": 4, "context": 4}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 16}, {"fsdp": 4, "tensor": 4}, {"fsdp": 4, "context": 4}], ids=str
+)
 def test_issue_4409(sizes):
-    """One row of 32768 tokens for each of the chips that hold rows, a vocabulary of 151936: logits of up to 20 GB a
-    chip in f32. Under MaxText's rules for its twelve axes, on a described v5p:2x2x4. Beside what a step with FSDP
-    holds of the kernel and of hidden states, tiles take at most half of `memory`."""
+    """One row of 32768 tokens for each of the chips that hold rows, a vocabulary of 151936: logits
+    of up to 20 GB a chip in f32. Under MaxText's rules for its twelve axes, on a described
+    v5p:2x2x4. Beside what a step with FSDP holds of the kernel and of hidden states, tiles take at
+    most half of `memory`.
+    """
     devices = np.array(topologies.get_topology_desc("v5p:2x2x4", platform="tpu").devices)
     mesh = jax.sharding.Mesh(devices.reshape([sizes.get(axis, 1) for axis in AXES]), AXES)
     parallel = ParallelMesh.from_rules(mesh, MAXTEXT)
@@ -157,7 +197,9 @@ def test_issue_4409(sizes):
     def described(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=parallel.sharding(spec))
 
-    ids, floats = (described((R, S), dtype, parallel.tokens_spec) for dtype in (jnp.int32, jnp.float32))
+    ids, floats = (
+        described((R, S), dtype, parallel.tokens_spec) for dtype in (jnp.int32, jnp.float32)
+    )
     one = described((R, 1), jnp.int32, parallel.rows_spec)
     batch = RolloutBatch(*[ids] * 4, floats, one, advantages=floats, old_log_probs=floats)
     hidden = described((R, S, H), jnp.bfloat16, parallel.hidden_spec)
@@ -165,7 +207,9 @@ def test_issue_4409(sizes):
 
     def loss(hidden, kernel, batch):
         config, memory = PolicyLossConfig(entropy_coef=0.01), 1 * GIB
-        return policy_loss_from_hidden(hidden, kernel, batch, config, parallel=parallel, memory=memory)[0]
+        return policy_loss_from_hidden(
+            hidden, kernel, batch, config, parallel=parallel, memory=memory
+        )[0]
 
     found = audit(jax.value_and_grad(loss, (0, 1)), hidden, kernel, batch)
     tokens = R * S // parallel.data_size // parallel.context_size
@@ -176,7 +220,9 @@ def test_issue_4409(sizes):
 
 
 def test_a_quantised_product_is_refused():
-    """Since pull request 5313 MaxText multiplies such a head in fp8 or int8, while its kernel stays float."""
+    """Since pull request 5313 MaxText multiplies such a head in fp8 or int8, while its kernel
+    stays float.
+    """
     hidden = jnp.ones((1, 2, 8))
     with pytest.raises(TypeError, match="quantize_logits_proj with quantization 'fp8_full'"):
         hidden_and_head(Transformer(quantize_logits_proj=True, quantization="fp8_full"), hidden)

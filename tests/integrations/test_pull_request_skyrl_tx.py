@@ -1,7 +1,8 @@
-"""The function of docs/pull_requests/skyrl_tx.md beside the one that it would replace, and the memory that each takes.
+"""The function of docs/pull_requests/skyrl_tx.md beside the one that it would replace, and the
+memory that each takes.
 
-SkyRL comes from a checkout on the path, as the page says. It is not installed at night: there our function runs
-in a model with the attributes of SkyRL-tx's models.
+SkyRL comes from a checkout on the path, as the page says. It is not installed at night: there our
+function runs in a model with the attributes of SkyRL-tx's models.
 """
 
 import functools
@@ -54,10 +55,22 @@ def qwen3(tied=False, dtype=jnp.float32, adapters=3, rank=2, checkpointing=True,
     import transformers
     from skyrl.tx.models.configs import Qwen3Config
 
-    sizes = {"hidden_size": 16, "vocab_size": 64, "intermediate_size": 32, "num_hidden_layers": 0, "head_dim": 8}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": tied} | options
+    sizes = {
+        "hidden_size": 16,
+        "vocab_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 0,
+        "head_dim": 8,
+    }
+    sizes |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": tied,
+    } | options
     of_lora = {"max_lora_adapters": adapters, "max_lora_rank": rank, "shard_attention_heads": True}
-    config = Qwen3Config(transformers.Qwen3Config(**sizes), **of_lora, gradient_checkpointing=checkpointing)
+    config = Qwen3Config(
+        transformers.Qwen3Config(**sizes), **of_lora, gradient_checkpointing=checkpointing
+    )
     return models.Qwen3ForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0))
 
 
@@ -65,7 +78,9 @@ def qwen3(tied=False, dtype=jnp.float32, adapters=3, rank=2, checkpointing=True,
 @pytest.mark.parametrize("tied", [False, True], ids=["adapters", "tied"])
 @pytest.mark.parametrize("model_of", [Model, qwen3], ids=["attributes", "SkyRL"])
 def test_skyrl_tx(model_of, tied, shape):
-    """The block "def _compute_chunked_logprobs(self" of the page; the rows have different adapters."""
+    """The block "def _compute_chunked_logprobs(self" of the page; the rows have different
+    adapters.
+    """
     with jax.set_mesh(mesh_of(shape, ("fsdp", "ep", "tp"), jax.devices()[: np.prod(shape)])):
         model = model_of(tied)
         theirs = type(model)._compute_chunked_logprobs
@@ -73,11 +88,16 @@ def test_skyrl_tx(model_of, tied, shape):
             of_head = {"embedding": model.model.embed_tokens.embedding}
         else:
             model.lm_head.lora_scaling.set_value(jnp.array([1.0, 0.5, 2.0]))
-            of_head = {name: getattr(model.lm_head, name) for name in ("kernel", "lora_A", "lora_B")}
+            of_head = {
+                name: getattr(model.lm_head, name) for name in ("kernel", "lora_A", "lora_B")
+            }
         keys = jax.random.split(jax.random.key(0), 2 + len(of_head))
         for key, parameter in zip(keys[2:], of_head.values(), strict=True):
             parameter.set_value(0.3 * jax.random.normal(key, parameter.shape))
-        hidden, weights = jax.random.normal(keys[0], (4, 7, 16)), jax.random.normal(keys[1], (1, 4, 7))
+        hidden, weights = (
+            jax.random.normal(keys[0], (4, 7, 16)),
+            jax.random.normal(keys[1], (1, 4, 7)),
+        )
         targets = jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, 7)), jnp.int32)
         ids = jnp.array([2, 0, 1, 2], jnp.int32)
         graph, state, rest = nnx.split(model, nnx.Param, ...)
@@ -92,7 +112,8 @@ def test_skyrl_tx(model_of, tied, shape):
 
 
 def test_peak_temporaries_of_skyrl_tx():
-    """The head of Qwen3-8B with 32 adapters over 64 rows of 768 tokens on a described v5p of 16 chips.
+    """The head of Qwen3-8B with 32 adapters over 64 rows of 768 tokens on a described v5p of 16
+    chips.
 
     The figures stand on the page.
     """
@@ -115,19 +136,36 @@ def test_peak_temporaries_of_skyrl_tx():
         ids = put(jax.ShapeDtypeStruct((64,), jnp.int32), jax.P("fsdp"))
 
         def peak(function=None, adapters=32, checkpointing=False):
-            sizes = {"vocab_size": 151936, "hidden_size": 4096, "rank": 32, "dtype": jnp.bfloat16, "adapters": adapters}
+            sizes = {
+                "vocab_size": 151936,
+                "hidden_size": 4096,
+                "rank": 32,
+                "dtype": jnp.bfloat16,
+                "adapters": adapters,
+            }
             model = nnx.eval_shape(functools.partial(qwen3, checkpointing=checkpointing, **sizes))
             graph, adapted, rest = nnx.split(model, of_adapters, ...)
-            adapted, rest = (jax.tree.map(put, x, nnx.get_partition_spec(x)) for x in (adapted, rest))
+            adapted, rest = (
+                jax.tree.map(put, x, nnx.get_partition_spec(x)) for x in (adapted, rest)
+            )
             function = function or type(model)._compute_chunked_logprobs
 
             def loss(adapted, hidden, rest, targets, ids):
                 return function(nnx.merge(graph, adapted, rest), hidden, targets, 1024, ids).sum()
 
-            return audit(jax.value_and_grad(loss, (0, 1)), adapted, hidden, rest, targets, ids).temp_bytes / GIB
+            return (
+                audit(
+                    jax.value_and_grad(loss, (0, 1)), adapted, hidden, rest, targets, ids
+                ).temp_bytes
+                / GIB
+            )
 
         ours = documented("skyrl_tx")
-        found = {"theirs": peak(), "theirs, gradient_checkpointing": peak(checkpointing=True), "ours": peak(ours)}
+        found = {
+            "theirs": peak(),
+            "theirs, gradient_checkpointing": peak(checkpointing=True),
+            "ours": peak(ours),
+        }
         alone = {"theirs, gradient_checkpointing": peak(None, 0, True), "ours": peak(ours, 0)}
     for adapters, peaks in ((32, found), (0, alone)):
         print(f"{adapters} adapters:", {name: f"{x:.2f} GiB" for name, x in peaks.items()})

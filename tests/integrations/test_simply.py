@@ -1,9 +1,10 @@
 """jaxppo's loss beside simply's own, in simply's model and training step.
 
-simply needs Python 3.12 and is on no package index. This file ran on version 0.3.9 (commit e14c061):
+simply needs Python 3.12 and is on no package index. This file ran on version 0.3.9 (commit
+e14c061):
 NPROC=64 PYTHONPATH=.../simply python -m pytest tests/integrations/test_simply.py --nightly
-NPROC is the number of XLA's threads. By default there are eight for eight devices, and a device may wait with two of
-them for others that then have none; XLA ends the process after 40 seconds.
+NPROC is the number of XLA's threads. By default there are eight for eight devices, and a device may
+wait with two of them for others that then have none; XLA ends the process after 40 seconds.
 """
 
 import dataclasses
@@ -20,11 +21,20 @@ from simply_batches import V, fields
 from jaxppo import KL, PPO, ParallelMesh, PolicyLossConfig
 from jaxppo.integrations import simply as ours
 
-need = functools.partial(pytest.importorskip, reason="simply is not installed: a checkout of it is on no path")
-model_lib, rl_lib, configs = need("simply.model_lib"), need("simply.rl_lib"), need("simply.config_lib")
+need = functools.partial(
+    pytest.importorskip, reason="simply is not installed: a checkout of it is on no path"
+)
+model_lib, rl_lib, configs = (
+    need("simply.model_lib"),
+    need("simply.rl_lib"),
+    need("simply.config_lib"),
+)
 data_lib, evaluations = need("simply.data_lib"), need("simply.utils.evaluation_lib")
 optimizers, shardings = need("simply.utils.optimizers"), need("simply.utils.sharding")
-replay_buffers, tokenization = need("simply.utils.replay_buffers"), need("simply.utils.tokenization")
+replay_buffers, tokenization = (
+    need("simply.utils.replay_buffers"),
+    need("simply.utils.tokenization"),
+)
 
 pytestmark = pytest.mark.nightly
 BATCH = rl_lib.RLTrainingExampleBatch(**fields())
@@ -41,11 +51,15 @@ def one_device():
 
 
 def made(**options):
-    config = dataclasses.replace(configs.lm_test(), vocab_size=V, activation_dtype_name="float32", **options)
+    config = dataclasses.replace(
+        configs.lm_test(), vocab_size=V, activation_dtype_name="float32", **options
+    )
     model, _ = model_lib.create_model(config, config.sharding_config)
     params = model.init(jax.random.key(0))
     # a bias begins as 0
-    return model, jax.tree.map(lambda x: x + 0.3 * jnp.sin(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), params)
+    return model, jax.tree.map(
+        lambda x: x + 0.3 * jnp.sin(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), params
+    )
 
 
 def both(model, params, batch, mine, theirs):
@@ -69,7 +83,9 @@ def assert_same(theirs, found):
         if name != "ratio_max" or metrics[of_theirs] < 1.4:  # theirs is after its cap
             np.testing.assert_allclose(logged[name], metrics[of_theirs], rtol=2e-5, atol=1e-6)
     assert logged["broken_rules_max"] == 0
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-6), my_gradient, gradient)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-6), my_gradient, gradient
+    )
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient)) > 1e-2
 
 
@@ -122,7 +138,9 @@ def test_options_of_its_loss(theirs):
 
 def test_a_config_of_ours():
     model, params = made()
-    config = PolicyLossConfig(PPO(clip_high=0.28, dual_clip=10.0), kl=KL(0.1, "k3"), ratio_to="rollout")
+    config = PolicyLossConfig(
+        PPO(clip_high=0.28, dual_clip=10.0), kl=KL(0.1, "k3"), ratio_to="rollout"
+    )
     assert_same(*both(model, params, BATCH, ours.loss_fn(config), GRPO))
 
 
@@ -145,12 +163,16 @@ def test_a_training_step(parts):
         custom = functools.partial(loss, **GRPO)
         value, after, _ = jax.jit(functools.partial(step, custom_loss_fn=custom))(state, BATCH)
         found.append((value, after["params"]))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), found[1], found[0])
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), found[1], found[0]
+    )
     moved = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), found[1][1], params)
     assert max(jax.tree.leaves(moved)) > 1e-3
 
 
-THREADS = pytest.mark.skipif(int(os.environ.get("NPROC", 0)) < 32, reason="XLA has few threads: set NPROC=64")
+THREADS = pytest.mark.skipif(
+    int(os.environ.get("NPROC", 0)) < 32, reason="XLA has few threads: set NPROC=64"
+)
 
 
 @THREADS
@@ -189,30 +211,58 @@ class OddLetters(evaluations.Evaluation):
 
 
 def loop_config():
-    """Four steps of its smallest configuration, two on each batch of samples, in two micro-batches each."""
-    options = {"vocab_name": "Bytes", "vocab_size": 304, "lm_format_name": "Pretrain", "extra_eos_tokens": ()}
-    options |= {"batch_size": 4, "num_samples_per_example": 4, "train_batch_size": 16, "num_train_steps_per_batch": 2}
+    """Four steps of its smallest configuration, two on each batch of samples, in two
+    micro-batches each.
+    """
+    options = {
+        "vocab_name": "Bytes",
+        "vocab_size": 304,
+        "lm_format_name": "Pretrain",
+        "extra_eos_tokens": (),
+    }
+    options |= {
+        "batch_size": 4,
+        "num_samples_per_example": 4,
+        "train_batch_size": 16,
+        "num_train_steps_per_batch": 2,
+    }
     options |= {"train_max_seq_len": 12, "sampling_max_input_len": 4, "sampling_prefill_size": 4}
-    options |= {"mesh_shape": (2, 2, 2), "decoding_mesh_shape": (2, 2, 2), "num_train_steps": 3, "early_stop": None}
-    options |= {"lr": optimizers.LinearWarmupConstant(value=1e-2, warmup_steps=1), "evaluation": OddLetters()}
-    source = data_lib.DatasetConfig(source=Questions(), packing=data_lib.PACKING_NONE, lm_format_name=None)
+    options |= {
+        "mesh_shape": (2, 2, 2),
+        "decoding_mesh_shape": (2, 2, 2),
+        "num_train_steps": 3,
+        "early_stop": None,
+    }
+    options |= {
+        "lr": optimizers.LinearWarmupConstant(value=1e-2, warmup_steps=1),
+        "evaluation": OddLetters(),
+    }
+    source = data_lib.DatasetConfig(
+        source=Questions(), packing=data_lib.PACKING_NONE, lm_format_name=None
+    )
     return dataclasses.replace(configs.lm_rl_test(), dataset=source, **options)
 
 
 @THREADS
 def test_its_loop(monkeypatch):
-    """Samples are drawn and put in order by the same numbers, so they differ as soon as the parameters do."""
+    """Samples are drawn and put in order by the same numbers, so they differ as soon as the
+    parameters do.
+    """
     tokenization.TokenizerRegistry.register(tokenization.ByteVocab, "Bytes")
     buffer, step, found = replay_buffers.ReplayBuffer, model_lib.train_one_step, []
     monkeypatch.setattr(replay_buffers, "ReplayBuffer", lambda size: buffer(size, seed=0))
-    mesh = shardings.create_mesh((2, 2, 2), axis_names=configs.lm_test().sharding_config.mesh_axis_names)
+    mesh = shardings.create_mesh(
+        (2, 2, 2), axis_names=configs.lm_test().sharding_config.mesh_axis_names
+    )
     parallel = ParallelMesh(mesh, data="replica", fsdp="data")
     for loss in (rl_lib.compute_ppo_loss, ours.loss_fn(parallel=parallel)):
         logged = []
 
         def noted(*args, logged=logged, **kwargs):
             made = step(*args, **kwargs)
-            jax.debug.callback(lambda *x: logged.append([float(y) for y in x]), made[0], made[2]["entropy"])
+            jax.debug.callback(
+                lambda *x: logged.append([float(y) for y in x]), made[0], made[2]["entropy"]
+            )
             return made
 
         monkeypatch.setattr(model_lib, "train_one_step", noted)

@@ -1,4 +1,6 @@
-"""The loss for simply, with a model that has the attributes of its own, beside the formula. simply is not needed."""
+"""The loss for simply, with a model that has the attributes of its own, beside the formula.
+simply is not needed.
+"""
 
 from types import SimpleNamespace
 
@@ -23,7 +25,9 @@ class Annotated:
 
 
 class Model:
-    """What the loss reads of a TransformerLM of simply 0.3.9: its config, and what `apply` returns."""
+    """What the loss reads of a TransformerLM of simply 0.3.9: its config, and what `apply`
+    returns.
+    """
 
     config = SimpleNamespace(activation_dtype_name="float32", output_logits_soft_cap=3.0)
 
@@ -66,7 +70,12 @@ def test_the_loss_of_a_config():
     loss, metrics = simply.loss_fn(config)(Model(), parameters(HIDDEN), BATCH, **NOTHING)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert float(metrics["loss_weight"]) == count
-    theirs = {"use_grpo": True, "kl_coeff": 0.1, "ppo_clip_eps_high": 0.28, "policy_ratio_cap": None}
+    theirs = {
+        "use_grpo": True,
+        "kl_coeff": 0.1,
+        "ppo_clip_eps_high": 0.28,
+        "policy_ratio_cap": None,
+    }
     same, _ = simply.loss_fn()(Model(), parameters(HIDDEN), BATCH, **NOTHING, **theirs)
     np.testing.assert_allclose(same, expected, rtol=1e-5)
 
@@ -79,7 +88,9 @@ def test_micro_batches_weigh_by_what_the_loss_divides_by():
 
 def test_under_jit_there_are_no_logits():
     def value(hidden):
-        return simply.loss_fn(PolicyLossConfig(ratio_to="rollout"))(Model(), parameters(hidden), BATCH)[0]
+        return simply.loss_fn(PolicyLossConfig(ratio_to="rollout"))(
+            Model(), parameters(hidden), BATCH
+        )[0]
 
     text = jax.jit(jax.grad(value)).lower(HIDDEN).compile().as_text()
     assert f"f32[6,9,{H}]" in text
@@ -87,7 +98,9 @@ def test_under_jit_there_are_no_logits():
 
 
 def test_advantages():
-    """Whitened over the trained tokens of the batch; discounted from the last position of the sample."""
+    """Whitened over the trained tokens of the batch; discounted from the last position of the
+    sample.
+    """
     mask = BATCH.answer_mask & BATCH.is_valid_for_training[:, None]
     found = np.asarray(simply.advantages_of(BATCH, gamma=0.9, **NOTHING))
     np.testing.assert_allclose(found[0, 3], BATCH.reward[0] * 0.9**5, rtol=1e-6)
@@ -103,9 +116,21 @@ def test_advantages():
 @pytest.mark.parametrize(
     ("given", "theirs", "message"),
     [
-        (None, {"something_new": 1}, "something_new: got it in the loss, which does not read it, expected kl_coeff"),
-        (PolicyLossConfig(), {"kl_coeff": 0.1}, "kl_coeff: got 0.1 beside a config, expected it in the config alone"),
-        (None, {}, "use_grpo: got False with kl_coeff=0.001, a penalty in the rewards, expected True or"),
+        (
+            None,
+            {"something_new": 1},
+            "something_new: got it in the loss, which does not read it, expected kl_coeff",
+        ),
+        (
+            PolicyLossConfig(),
+            {"kl_coeff": 0.1},
+            "kl_coeff: got 0.1 beside a config, expected it in the config alone",
+        ),
+        (
+            None,
+            {},
+            "use_grpo: got False with kl_coeff=0.001, a penalty in the rewards, expected True or",
+        ),
         (PolicyLossConfig(), {}, "batch.old_log_probs: got None"),
     ],
     ids=["unknown", "twice", "penalty in rewards", "no old log-probs"],
@@ -120,7 +145,10 @@ def test_what_the_loss_refuses(given, theirs, message):
     [
         ({"config": "grpo"}, "config: got str, expected PolicyLossConfig or None"),
         ({"parallel": "data=2"}, "parallel: got str, expected ParallelMesh or None"),
-        ({"parallel": make_parallel_mesh("cp=8", context_layout="zigzag")}, "parallel: got context_layout='zigzag'"),
+        (
+            {"parallel": make_parallel_mesh("cp=8", context_layout="zigzag")},
+            "parallel: got context_layout='zigzag'",
+        ),
     ],
     ids=["config", "mesh", "layout"],
 )
@@ -132,9 +160,13 @@ def test_wrong_arguments(wrong, message):
 def test_other_models():
     config = PolicyLossConfig(ratio_to="rollout")
     bare = SimpleNamespace(apply=lambda *_, **__: (None, {}), config=Model.config)
-    with pytest.raises(TypeError, match=r"^model: got SimpleNamespace, which returns no 'activation'"):
+    with pytest.raises(
+        TypeError, match=r"^model: got SimpleNamespace, which returns no 'activation'"
+    ):
         simply.loss_fn(config)(bare, {}, BATCH)
-    with pytest.raises(TypeError, match=r"^params: got layers, expected the parameters of a TransformerLM"):
+    with pytest.raises(
+        TypeError, match=r"^params: got layers, expected the parameters of a TransformerLM"
+    ):
         simply.head_of(Model(), {"layers": {}})
     quantised = {"embed_linear": {"w": {"quant_array": 1, "scale": 1}}}
     with pytest.raises(TypeError, match=r"^params: got embed_linear.w of dict, expected an array"):

@@ -1,4 +1,6 @@
-"""The functions of docs/tenants.md: each row's loss beside formulas written by hand, and beside SkyRL-tx's switch."""
+"""The functions of docs/tenants.md: each row's loss beside formulas written by hand, and beside
+SkyRL-tx's switch.
+"""
 
 import doctest
 from pathlib import Path
@@ -24,12 +26,17 @@ def page():
 def requests(rows=12, tokens=9):
     """Rows of all losses, with weights, bounds of their own, and garbage where there is no loss."""
     rng = np.random.default_rng(0)
-    mask = np.where(rng.random((rows, tokens)) < 0.6, rng.uniform(0.5, 2, (rows, tokens)), 0).astype(np.float32)
+    mask = np.where(
+        rng.random((rows, tokens)) < 0.6, rng.uniform(0.5, 2, (rows, tokens)), 0
+    ).astype(np.float32)
     mask[5] = 0
     log_probs, sampled = (-rng.uniform(0.1, 3, (rows, tokens)).astype(np.float32) for _ in range(2))
     advantages = rng.normal(size=(rows, tokens)).astype(np.float32)
     kinds = np.arange(rows, dtype=np.int32) % len(KINDS)
-    low, high = rng.uniform(0.1, 1, rows).astype(np.float32), rng.uniform(1, 3, rows).astype(np.float32)
+    low, high = (
+        rng.uniform(0.1, 1, rows).astype(np.float32),
+        rng.uniform(1, 3, rows).astype(np.float32),
+    )
     advantages[kinds == 0], sampled[kinds == 0] = np.nan, np.nan  # cross-entropy reads neither
     return log_probs, mask, kinds, sampled, advantages, low, high
 
@@ -38,7 +45,11 @@ def by_hand(log_probs, mask, kinds, sampled, advantages, low, high):
     """The losses of tokens and the gradient by log-probs of the sum of rows' means, in float64."""
     losses, slopes = np.zeros((2, *mask.shape))
     for b, t in np.argwhere(mask > 0):
-        x, a, ratio = log_probs[b, t], advantages[b, t], np.exp(np.float64(log_probs[b, t]) - sampled[b, t])
+        x, a, ratio = (
+            log_probs[b, t],
+            advantages[b, t],
+            np.exp(np.float64(log_probs[b, t]) - sampled[b, t]),
+        )
         clipped = np.clip(ratio, low[b], high[b])
         loss, slope = {
             "cross_entropy": (-x, -1),
@@ -77,13 +88,19 @@ def test_skyrl_txs_switch(page):
 
     def of_theirs(log_probs, mask, kinds, sampled, advantages, low, high):
         def one(kind, *row):
-            return jax.lax.switch(kind, theirs.LOSS_FUNCTIONS, *row[:-2], theirs.LossFnConfig(*row[-2:]))
+            return jax.lax.switch(
+                kind, theirs.LOSS_FUNCTIONS, *row[:-2], theirs.LossFnConfig(*row[-2:])
+            )
 
         each = jax.vmap(one)(kinds, log_probs, mask, sampled, advantages, low, high)
         return (each.sum(-1) / jnp.maximum(mask.sum(-1), 1e-9)).sum(), each
 
-    arrays = [np.nan_to_num(x) for x in arrays]  # 0 times NaN of a branch that is not taken is NaN in their gradient
+    # 0 times NaN of a branch that is not taken is NaN in their gradient
+    arrays = [np.nan_to_num(x) for x in arrays]
     found, expected = (
-        jax.jit(jax.value_and_grad(fn, has_aux=True))(log_probs, *arrays) for fn in (page["losses_of_rows"], of_theirs)
+        jax.jit(jax.value_and_grad(fn, has_aux=True))(log_probs, *arrays)
+        for fn in (page["losses_of_rows"], of_theirs)
     )
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected
+    )

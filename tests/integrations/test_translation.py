@@ -1,4 +1,6 @@
-"""verl's and slime's configurations: every key of theirs is known, and each that is translated does what it says."""
+"""verl's and slime's configurations: every key of theirs is known, and each that is translated
+does what it says.
+"""
 
 import dataclasses
 import json
@@ -48,13 +50,20 @@ LEGACY = {CORRECTION + "bypass_mode": True, "trainer.use_v1": False}
 VERL = [
     (actor(clip_ratio_low=0.1), {"loss": PPO(0.1, 0.2, 3.0)}),
     (actor(clip_ratio_high="2.8e-1"), {"loss": PPO(0.2, 0.28, 3.0)}),
-    (actor(clip_ratio=0.3, clip_ratio_low=None, clip_ratio_high=None), {"loss": PPO(0.3, 0.3, 3.0)}),
+    (
+        actor(clip_ratio=0.3, clip_ratio_low=None, clip_ratio_high=None),
+        {"loss": PPO(0.3, 0.3, 3.0)},
+    ),
     (actor(clip_ratio_c=10.0), {"loss": PPO(0.2, 0.2, 10.0)}),
     # gspo obeys loss_agg_mode, and so do the penalties beside it
     (mode("gspo"), {"loss": GSPO(0.2, 0.2, gradient="token")}),
     (
         mode("gspo") | actor(loss_agg_mode="seq-mean-token-sum", entropy_coeff=0.1),
-        {"loss": GSPO(0.2, 0.2, gradient="token"), "aggregation": "sequence_mean_token_sum", "entropy_coef": 0.1},
+        {
+            "loss": GSPO(0.2, 0.2, gradient="token"),
+            "aggregation": "sequence_mean_token_sum",
+            "entropy_coef": 0.1,
+        },
     ),
     (mode("cispo") | actor(clip_ratio_low=10, clip_ratio_high=0.2), {"loss": CISPO(10.0, 0.2)}),
     (
@@ -91,7 +100,9 @@ VERL = [
     (actor(kl_loss_type="k1+"), {"kl": KL(0.0, "k1+")}),
     (corrected(rollout_is="token"), {"off_policy": OffPolicyConfig(weights="token", high=2.0)}),
     (
-        corrected(rollout_is="sequence", rollout_is_threshold="3.0", rollout_is_batch_normalize=True),
+        corrected(
+            rollout_is="sequence", rollout_is_threshold="3.0", rollout_is_batch_normalize=True
+        ),
         {"off_policy": OffPolicyConfig(weights="sequence", high=3.0, batch_normalize=True)},
     ),
     (
@@ -109,7 +120,11 @@ VERL = [
     ),
     (
         corrected(rollout_rs="token_k1,seq_sum_k1", rollout_rs_threshold=4),
-        {"off_policy": OffPolicyConfig(rejections=(Rejection("token_k1", 0.25, 4), Rejection("seq_sum_k1", 0.25, 4)))},
+        {
+            "off_policy": OffPolicyConfig(
+                rejections=(Rejection("token_k1", 0.25, 4), Rejection("seq_sum_k1", 0.25, 4))
+            )
+        },
     ),
     (corrected(bypass_mode=True), {"ratio_to": "rollout"}),
     (corrected(bypass_mode=True) | mode("gpg"), {"ratio_to": "rollout", "loss": Reinforce()}),
@@ -119,7 +134,9 @@ VERL = [
         LEGACY | corrected(rollout_rs="token_k2", rollout_rs_threshold=2.5),
         {
             "ratio_to": "rollout",
-            "off_policy": OffPolicyConfig(rejections=(Rejection("token_k2", 0, 2.5, "current/rollout"),)),
+            "off_policy": OffPolicyConfig(
+                rejections=(Rejection("token_k2", 0, 2.5, "current/rollout"),)
+            ),
         },
     ),
     (
@@ -132,39 +149,75 @@ VERL = [
     ),
     ({"trainer.use_v1": False}, {}),
     (actor(ppo_micro_batch_size=None), {}),
-    ({"algorithm.adv_estimator": "grpo", "algorithm.use_pf_ppo": False, "distillation.enabled": False}, {}),
+    (
+        {
+            "algorithm.adv_estimator": "grpo",
+            "algorithm.use_pf_ppo": False,
+            "distillation.enabled": False,
+        },
+        {},
+    ),
     ({"algorithm": {"rollout_correction": None, "filter_groups": {}}, "critic": None}, {}),
 ]
 # (what is given, the error)
 VERL_REFUSED = [
     (actor(ppo_micro_batch_size=64), "ppo_micro_batch_size: got 64, expected None"),
-    ({"algorithm.adv_estimator": "gdpo2"}, "algorithm.adv_estimator: got 'gdpo2', expected one of gae"),
+    (
+        {"algorithm.adv_estimator": "gdpo2"},
+        "algorithm.adv_estimator: got 'gdpo2', expected one of gae",
+    ),
     ({"algorithm.use_pf_ppo": True}, "algorithm.use_pf_ppo: got True"),
     ({"distillation.enabled": True}, "distillation.enabled: got True"),
     (actor(kl_loss_type="full"), "kl_loss_type: got 'full', expected one of kl"),
     (actor(loss_agg_mode="mean"), "loss_agg_mode: got 'mean', expected one of token-mean"),
-    (actor(loss_agg_mode="seq-mean-token-sum-norm"), "loss_scale_factor: got None, expected a number"),
+    (
+        actor(loss_agg_mode="seq-mean-token-sum-norm"),
+        "loss_scale_factor: got None, expected a number",
+    ),
     (actor(entropy_coeff="much"), "entropy_coeff: got 'much', expected a finite number"),
     (actor(entropy_coeff=True), "entropy_coeff: got True, expected a finite number"),
     (actor(use_kl_loss="yes"), "use_kl_loss: got 'yes', expected True or False"),
-    (actor(clip_ratio=0.3), "clip_ratio: got 0.3, expected clip_ratio_low and clip_ratio_high"),  # which verl reads
+    # which verl reads
+    (actor(clip_ratio=0.3), "clip_ratio: got 0.3, expected clip_ratio_low and clip_ratio_high"),
     (actor(clip_ratio_c="${x}"), "clip_ratio_c: got"),
     (actor(clip_ratio_c=0.9), "dual_clip: got 0.9"),
     (mode("mine"), "loss_mode: got 'mine', expected one of vanilla"),
     (mode("dro"), "dro_beta: got None, expected a number above 0"),
-    (mode("sapo") | actor(use_kl_loss=True), "loss_agg_mode: got 'token-mean', expected 'seq-mean-token-mean' with"),
-    (mode("geo_mean") | corrected(rollout_is="token"), "rollout_is: got 'token', expected 'sequence' or None"),
-    (corrected(rollout_is="geometric"), "rollout_is: got 'geometric', expected one of token, sequence"),
+    (
+        mode("sapo") | actor(use_kl_loss=True),
+        "loss_agg_mode: got 'token-mean', expected 'seq-mean-token-mean' with",
+    ),
+    (
+        mode("geo_mean") | corrected(rollout_is="token"),
+        "rollout_is: got 'token', expected 'sequence' or None",
+    ),
+    (
+        corrected(rollout_is="geometric"),
+        "rollout_is: got 'geometric', expected one of token, sequence",
+    ),
     (corrected(rollout_is="token", rollout_is_threshold="a_b"), "rollout_is_threshold: got 'a_b'"),
     (corrected(rollout_rs="token_k1"), "rollout_rs_threshold: got None, expected one threshold"),
     (corrected(rollout_rs="token_k4", rollout_rs_threshold=1), "rollout_rs: got 'token_k4'"),
-    (corrected(rollout_rs="token_k3", rollout_rs_threshold="0.1_0.2"), "rollout_rs_threshold: got '0.1_0.2'"),
-    (corrected(bypass_mode=True, rollout_is="token"), "rollout_is: got 'token', expected None with bypass_mode"),
-    (corrected(bypass_mode=True, rollout_rs="token_k3"), "rollout_rs: got 'token_k3', expected None with bypass_mode"),
-    (corrected(bypass_mode=True, loss_type="reinforce"), "loss_type: got 'reinforce', expected 'ppo_clip' with"),
+    (
+        corrected(rollout_rs="token_k3", rollout_rs_threshold="0.1_0.2"),
+        "rollout_rs_threshold: got '0.1_0.2'",
+    ),
+    (
+        corrected(bypass_mode=True, rollout_is="token"),
+        "rollout_is: got 'token', expected None with bypass_mode",
+    ),
+    (
+        corrected(bypass_mode=True, rollout_rs="token_k3"),
+        "rollout_rs: got 'token_k3', expected None with bypass_mode",
+    ),
+    (
+        corrected(bypass_mode=True, loss_type="reinforce"),
+        "loss_type: got 'reinforce', expected 'ppo_clip' with",
+    ),
     (LEGACY | mode("gspo"), "loss_mode: got 'gspo', expected 'vanilla' with bypass_mode"),
     (
-        LEGACY | corrected(loss_type="reinforce", rollout_is="token", rollout_is_batch_normalize=True),
+        LEGACY
+        | corrected(loss_type="reinforce", rollout_is="token", rollout_is_batch_normalize=True),
         "rollout_is_batch_normalize: got True, expected False",
     ),
 ]
@@ -173,14 +226,19 @@ VERL_BATCHING = [
     ({"data.max_prompt_length": 2048, "data.max_response_length": 8192}, {"row_length": 10240}),
     (actor(ppo_micro_batch_size_per_gpu=4), {"row_length": 1024, "max_tokens": 4096}),
     (actor(use_dynamic_bsz=True), {"row_length": 1024, "max_tokens": 16384}),
-    (actor(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=2048), {"row_length": 1024, "max_tokens": 2048}),
+    (
+        actor(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=2048),
+        {"row_length": 1024, "max_tokens": 2048},
+    ),
     (actor(ppo_max_token_len_per_gpu=2048), {"row_length": 1024}),
     ({ROLLOUT + "temperature": 0.7}, {"row_length": 1024}),
 ]
 
 HELPER = {
     "use_tis": True,
-    "custom_tis_function_path": "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
+    "custom_tis_function_path": (
+        "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
+    ),
     "use_rs": False,
     "tis_level": "token",
     "rs_level": "token",
@@ -197,7 +255,10 @@ SLIME = [
     ({"eps_clip_high": 0.28}, {"loss": PPO(0.2, 0.28)}),
     ({"eps_clip_c": 3.0}, {"loss": PPO(0.2, 0.2, 3.0)}),
     ({"advantage_estimator": "gspo", "eps_clip": 3e-4}, {"loss": GSPO(3e-4, 3e-4)}),
-    ({"advantage_estimator": "cispo", "eps_clip": 1.0, "eps_clip_high": 4.0}, {"loss": CISPO(1.0, 4.0)}),
+    (
+        {"advantage_estimator": "cispo", "eps_clip": 1.0, "eps_clip_high": 4.0},
+        {"loss": CISPO(1.0, 4.0)},
+    ),
     ({"advantage_estimator": "reinforce_plus_plus"}, {}),
     ({"calculate_per_token_loss": True}, {"aggregation": "token_mean"}),
     ({"entropy_coef": 0.01}, {"entropy_coef": 0.01}),
@@ -207,7 +268,10 @@ SLIME = [
     ({"use_unbiased_kl": True}, {"kl": KL(0.0, "k1", importance="token")}),
     ({"use_rollout_logprobs": True}, {"ratio_to": "rollout"}),
     ({"use_tis": True}, {"off_policy": OffPolicyConfig(weights="token", high=2.0)}),
-    ({"use_tis": True, "tis_clip": 5.0, "tis_clip_low": 0.5}, {"off_policy": OffPolicyConfig("token", 0.5, 5.0)}),
+    (
+        {"use_tis": True, "tis_clip": 5.0, "tis_clip_low": 0.5},
+        {"off_policy": OffPolicyConfig("token", 0.5, 5.0)},
+    ),
     (
         {"use_tis": True, "tis_clip_low": 0.5, "custom_tis_function_path": ICEPOP},
         {"off_policy": OffPolicyConfig("token", 0.5, 2.0, "zero")},
@@ -218,7 +282,10 @@ SLIME = [
         {"off_policy": OffPolicyConfig("token", 0.0, 2.0, "zero")},
     ),
     (HELPER | {"use_tis": False, "get_mismatch_metrics": True}, {}),
-    ({"use_opsm": True}, {"off_policy": OffPolicyConfig(opsm_delta=1e-4, opsm_fraction="response")}),
+    (
+        {"use_opsm": True},
+        {"off_policy": OffPolicyConfig(opsm_delta=1e-4, opsm_fraction="response")},
+    ),
     (
         {"use_opsm": True, "opsm_delta": 0.1, "use_tis": True},
         {"off_policy": OffPolicyConfig("token", opsm_delta=0.1, opsm_fraction="response")},
@@ -232,16 +299,30 @@ SLIME = [
         HELPER | {"tis_mode": "mask", "tis_level": "sequence", "tis_batch_normalize": True},
         {
             "off_policy": OffPolicyConfig(
-                "sequence", 0.0, math.inf, batch_normalize=True, rejections=(Rejection("seq_sum_k1", 0.25, 2.0),)
+                "sequence",
+                0.0,
+                math.inf,
+                batch_normalize=True,
+                rejections=(Rejection("seq_sum_k1", 0.25, 2.0),),
             )
         },
     ),
     (
         HELPER | {"use_rs": True},
-        {"off_policy": OffPolicyConfig("token", 0.0, 4.0, rejections=(Rejection("token_k1", 0.25, 2.0),), veto=1e-4)},
+        {
+            "off_policy": OffPolicyConfig(
+                "token", 0.0, 4.0, rejections=(Rejection("token_k1", 0.25, 2.0),), veto=1e-4
+            )
+        },
     ),
     (
-        HELPER | {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.8, "rs_upper_bound": 1.25},
+        HELPER
+        | {
+            "use_rs": True,
+            "rs_level": "geometric",
+            "rs_lower_bound": 0.8,
+            "rs_upper_bound": 1.25,
+        },
         {
             "off_policy": OffPolicyConfig(
                 "token", 0.0, 4.0, rejections=(Rejection("seq_mean_k1", 0.8, 1.25),), veto=1e-4
@@ -254,19 +335,43 @@ SLIME_REFUSED = [
     ({"loss_type": "sft_loss"}, "loss_type: got 'sft_loss', expected one of policy_loss"),
     ({"advantage_estimator": "rloo"}, "advantage_estimator: got 'rloo', expected one of grpo"),
     ({"kl_loss_type": "abs"}, "kl_loss_type: got 'abs', expected one of k1"),
-    ({"custom_pg_loss_reducer_function_path": "a.b"}, "custom_pg_loss_reducer_function_path: got 'a.b', expected None"),
-    ({"use_tis": True, "custom_tis_function_path": "a.b"}, "custom_tis_function_path: got 'a.b', expected None"),
-    ({"use_tis": True, "use_rollout_logprobs": True}, "use_tis: got True, expected False with use_rollout_logprobs"),
-    ({name: HELPER[name] for name in ("use_tis", "custom_tis_function_path")}, "the mismatch helper without tis_level"),
+    (
+        {"custom_pg_loss_reducer_function_path": "a.b"},
+        "custom_pg_loss_reducer_function_path: got 'a.b', expected None",
+    ),
+    (
+        {"use_tis": True, "custom_tis_function_path": "a.b"},
+        "custom_tis_function_path: got 'a.b', expected None",
+    ),
+    (
+        {"use_tis": True, "use_rollout_logprobs": True},
+        "use_tis: got True, expected False with use_rollout_logprobs",
+    ),
+    (
+        {name: HELPER[name] for name in ("use_tis", "custom_tis_function_path")},
+        "the mismatch helper without tis_level",
+    ),
     (HELPER | {"tis_mode": "fold"}, "tis_mode: got 'fold'"),
     (HELPER | {"tis_upper_bound": 0}, "tis_upper_bound: got 0, expected a number above 0"),
-    (HELPER | {"use_rs": True, "entropy_coef": 0.1}, "custom_tis_function_path: got .* expected no entropy_coef"),
-    (HELPER | {"tis_level": "geometric", "tis_batch_normalize": True}, "tis_batch_normalize: got True"),
+    (
+        HELPER | {"use_rs": True, "entropy_coef": 0.1},
+        "custom_tis_function_path: got .* expected no entropy_coef",
+    ),
+    (
+        HELPER | {"tis_level": "geometric", "tis_batch_normalize": True},
+        "tis_batch_normalize: got True",
+    ),
 ]
 SLIME_BATCHING = [
     ({}, {}),
-    ({"rollout_max_context_len": 8192, "micro_batch_size": 2}, {"row_length": 8192, "max_tokens": 16384}),
-    ({"rollout_max_prompt_len": 1024, "rollout_max_response_len": 7168}, {"row_length": 8192, "max_tokens": 8192}),
+    (
+        {"rollout_max_context_len": 8192, "micro_batch_size": 2},
+        {"row_length": 8192, "max_tokens": 16384},
+    ),
+    (
+        {"rollout_max_prompt_len": 1024, "rollout_max_response_len": 7168},
+        {"row_length": 8192, "max_tokens": 8192},
+    ),
     ({"rollout_max_response_len": 7168}, {}),
     ({"use_dynamic_batch_size": True, "max_tokens_per_gpu": 9216}, {"max_tokens": 9216}),
     ({"rollout_temperature": 0.7}, {}),
@@ -280,10 +385,16 @@ MILES = [
 ] + [
     ({"skip_actor_forward_only": True}, {"ratio_to": "current"}),
     ({"skip_actor_forward_only": True, "use_rollout_logprobs": True}, {"ratio_to": "rollout"}),
-    ({"skip_actor_forward_only": True, "use_unbiased_kl": True}, {"ratio_to": "current", "kl": KL(0.0, "k1", "score")}),
+    (
+        {"skip_actor_forward_only": True, "use_unbiased_kl": True},
+        {"ratio_to": "current", "kl": KL(0.0, "k1", "score")},
+    ),
     (
         {"skip_actor_forward_only": True, "use_tis": True} | OF_MILES,
-        {"ratio_to": "current", "off_policy": OffPolicyConfig("token", 0.0, 2.0, "zero", compares="current/rollout")},
+        {
+            "ratio_to": "current",
+            "off_policy": OffPolicyConfig("token", 0.0, 2.0, "zero", compares="current/rollout"),
+        },
     ),
     (
         HELPER | {"skip_actor_forward_only": True, "use_rs": True},
@@ -303,7 +414,10 @@ MILES = [
 MILES_REFUSED = [
     *[row for row in SLIME_REFUSED if "advantage_estimator" not in row[0]],
     ({"advantage_estimator": "cispo"}, "advantage_estimator: got 'cispo', expected one of grpo"),
-    ({"skip_actor_forward_only": True, "use_opsm": True}, "use_opsm: got True, expected False with skip_actor_forward"),
+    (
+        {"skip_actor_forward_only": True, "use_opsm": True},
+        "use_opsm: got True, expected False with skip_actor_forward",
+    ),
     ({"lora_rank": 16, "freeze": 1}, "freeze"),
 ]
 SYSTEMS = {
@@ -315,7 +429,11 @@ SYSTEMS = {
 
 def rows(which):
     tables = {name: system[which] for name, system in SYSTEMS.items()}
-    return [pytest.param(name, *row, id=f"{name}-{i}") for name, table in tables.items() for i, row in enumerate(table)]
+    return [
+        pytest.param(name, *row, id=f"{name}-{i}")
+        for name, table in tables.items()
+        for i, row in enumerate(table)
+    ]
 
 
 def load(system):
@@ -356,15 +474,28 @@ class TestKeys:
     def test_every_key_is_known_and_every_default_is_theirs(self, system):
         theirs, keys = load(system), SYSTEMS[system][1]
         assert theirs.get("version", theirs.get("commit", "")[:8]) == keys.VERSION
-        assert [key for key in theirs["keys"] if key not in translated(keys) and not about(key, keys.ELSEWHERE)] == []
+        assert [
+            key
+            for key in theirs["keys"]
+            if key not in translated(keys) and not about(key, keys.ELSEWHERE)
+        ] == []
         assert translated(keys) <= set(theirs["keys"])
         assert theirs["defaults"] == keys.DEFAULTS
 
     def test_no_line_is_about_a_key_that_is_not_theirs(self, system):
         theirs, keys = load(system)["keys"], SYSTEMS[system][1]
-        theirs = theirs + (load("slime")["keys"] if system == "miles" else [])  # whose lines it takes over
-        alive = [name for name in keys.ELSEWHERE if name in theirs or any(key.startswith(name) for key in theirs)]
-        assert [name for name in keys.ELSEWHERE if name not in alive and name not in ("sglang_", "router_")] == []
+        # whose lines it takes over
+        theirs = theirs + (load("slime")["keys"] if system == "miles" else [])
+        alive = [
+            name
+            for name in keys.ELSEWHERE
+            if name in theirs or any(key.startswith(name) for key in theirs)
+        ]
+        assert [
+            name
+            for name in keys.ELSEWHERE
+            if name not in alive and name not in ("sglang_", "router_")
+        ] == []
 
     def test_every_key_that_is_translated_stands_in_a_table_above(self, system):
         _, keys, *tables, _ = SYSTEMS[system]
@@ -383,13 +514,16 @@ class TestKeys:
     def test_unknown_keys_are_all_listed(self, system):
         module, keys, *_ = SYSTEMS[system]
         near = next(iter(keys.DEFAULTS))
-        with pytest.raises(ValueError, match=f"unknown keys one.two, {near}x .did you mean {near}") as error:
+        with pytest.raises(
+            ValueError, match=f"unknown keys one.two, {near}x .did you mean {near}"
+        ) as error:
             module.translate({"one.two": 1, near + "x": 2, near: 0.2})
         assert system in str(error.value)
 
 
-# What the files of slime at 624b824a that compute its loss read beside the keys that are translated (loss.py, model.py
-# and actor.py of backends/megatron_utils, with Megatron's own losses), and what a remark on it must name.
+# What the files of slime at 624b824a that compute its loss read beside the keys that are translated
+# (loss.py, model.py and actor.py of backends/megatron_utils, with Megatron's own losses), and what
+# a remark on it must name.
 READ_BY_THE_LOSS = {
     "allgather_cp": "context_layout=",
     "compute_advantages_and_returns": "advantages",
@@ -431,10 +565,14 @@ READ_BY_THE_LOSS_OF_MILES = READ_BY_THE_LOSS | {
 }
 
 
-@pytest.mark.parametrize("how", [dict, lambda given: Namespace(**given)], ids=["a mapping", "a Namespace"])
+@pytest.mark.parametrize(
+    "how", [dict, lambda given: Namespace(**given)], ids=["a mapping", "a Namespace"]
+)
 @pytest.mark.parametrize("system", ["slime", "miles"])
 def test_no_key_that_their_loss_reads_is_dropped_without_its_subject(system, how):
-    """What changes loss masks was "the rollout engine", and the balance loss of routers no argument of slime's."""
+    """What changes loss masks was "the rollout engine", and the balance loss of routers no
+    argument of slime's.
+    """
     subjects = {"slime": READ_BY_THE_LOSS, "miles": READ_BY_THE_LOSS_OF_MILES}[system]
     module, keys, *_ = SYSTEMS[system]
     assert not translated(keys) & subjects.keys()
@@ -444,7 +582,9 @@ def test_no_key_that_their_loss_reads_is_dropped_without_its_subject(system, how
 
 
 def test_nested_and_dotted_keys_are_the_same():
-    nested = {"actor_rollout_ref": {"actor": {"clip_ratio_high": 0.28, "policy_loss.loss_mode": "cispo"}}}
+    nested = {
+        "actor_rollout_ref": {"actor": {"clip_ratio_high": 0.28, "policy_loss.loss_mode": "cispo"}}
+    }
     assert verl.config_of(nested).loss == CISPO(0.2, 0.28)
 
 
@@ -454,7 +594,8 @@ def test_a_key_that_is_nested_and_dotted_has_one_value():
     nested = {"actor_rollout_ref": {"actor": {"clip_ratio_high": 0.28}}}
     for both in (nested | {high: 0.3}, {high: 0.3} | nested):
         with pytest.raises(
-            ValueError, match=f"{high}: got 0.(28|3) and 0.(28|3), nested and dotted, expected one of them"
+            ValueError,
+            match=f"{high}: got 0.(28|3) and 0.(28|3), nested and dotted, expected one of them",
         ):
             verl.config_of(both)
     assert verl.config_of(nested | {high: 0.28}).loss.clip_high == 0.28

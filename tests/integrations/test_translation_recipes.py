@@ -1,4 +1,6 @@
-"""Published recipes of verl and slime, and the configurations of the reference vectors, against configs by hand."""
+"""Published recipes of verl and slime, and the configurations of the reference vectors, against
+configs by hand.
+"""
 
 import dataclasses
 
@@ -17,7 +19,11 @@ BATCH = {"data.max_prompt_length": 1024, "data.max_response_length": 2048}
 def verl_recipe(estimator="grpo", loss="vanilla", correction=None, **actor):
     """The overrides of a run script, as far as they say something of the loss."""
     given = {"algorithm": {"adv_estimator": estimator, "use_kl_in_reward": False}, **BATCH}
-    given["actor_rollout_ref.actor"] = {"policy_loss": {"loss_mode": loss}, "use_dynamic_bsz": True, **actor}
+    given["actor_rollout_ref.actor"] = {
+        "policy_loss": {"loss_mode": loss},
+        "use_dynamic_bsz": True,
+        **actor,
+    }
     given["actor_rollout_ref.rollout"] = {"n": 5, "name": "vllm", "temperature": 1.0}
     return given | {"algorithm.rollout_correction": correction}
 
@@ -25,7 +31,9 @@ def verl_recipe(estimator="grpo", loss="vanilla", correction=None, **actor):
 # Of the files under examples/ and verl/experimental/ at the commit in keys/verl.json.
 VERL = {
     "grpo_trainer/run_qwen3_8b_fsdp": (
-        verl_recipe(use_kl_loss=True, kl_loss_coef=0.001, kl_loss_type="low_var_kl", entropy_coeff=0),
+        verl_recipe(
+            use_kl_loss=True, kl_loss_coef=0.001, kl_loss_type="low_var_kl", entropy_coeff=0
+        ),
         PolicyLossConfig(PPO(0.2, 0.2, 3.0), kl=KL(0.001, "low_var_kl")),
     ),
     "gspo_trainer/run_qwen3_8b_fsdp": (
@@ -37,17 +45,26 @@ VERL = {
             clip_ratio_c=10.0,
             use_kl_loss=False,
         ),
-        PolicyLossConfig(GSPO(3e-4, 4e-4, gradient="token"), kl=OFF, aggregation="sequence_mean_token_mean"),
+        PolicyLossConfig(
+            GSPO(3e-4, 4e-4, gradient="token"), kl=OFF, aggregation="sequence_mean_token_mean"
+        ),
     ),
     "cispo_trainer/run_qwen3_8b_fsdp": (
-        verl_recipe(loss="cispo", clip_ratio_low=10, clip_ratio_high=0.2, use_kl_loss=True, kl_loss_coef=0.001),
+        verl_recipe(
+            loss="cispo",
+            clip_ratio_low=10,
+            clip_ratio_high=0.2,
+            use_kl_loss=True,
+            kl_loss_coef=0.001,
+        ),
         PolicyLossConfig(CISPO(10.0, 0.2), kl=KL(0.001, "low_var_kl")),
     ),
     "dppo_trainer/run_qwen3_30b_a3b_megatron": (
         verl_recipe(
             loss="dppo_tv",
             loss_agg_mode="seq-mean-token-sum-norm",
-            loss_scale_factor=8192,  # which the script leaves to the batch, and this package asks for
+            # which the script leaves to the batch, and this package asks for
+            loss_scale_factor=8192,
             clip_ratio_low=0.15,
             clip_ratio_high=0.15,
             clip_ratio_c=10000.0,
@@ -59,14 +76,23 @@ VERL = {
             aggregation_norm=8192.0,
         ),
     ),
-    "gpg_trainer/run_qwen3_8b_fsdp": (verl_recipe("gpg", "gpg"), PolicyLossConfig(Reinforce(), kl=OFF)),
+    "gpg_trainer/run_qwen3_8b_fsdp": (
+        verl_recipe("gpg", "gpg"),
+        PolicyLossConfig(Reinforce(), kl=OFF),
+    ),
     "docs/algo/grpo.md, Dr. GRPO": (
-        verl_recipe(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=2048, use_kl_loss=False),
+        verl_recipe(
+            loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=2048, use_kl_loss=False
+        ),
         dataclasses.replace(presets.dr_grpo(2048), loss=PPO(0.2, 0.2, 3.0), kl=OFF),
     ),
     "one_step_off_policy/shell/dapo_7b_math_fsdp2_64_64_ris": (
         verl_recipe(
-            correction={"rollout_is": None, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"},
+            correction={
+                "rollout_is": None,
+                "rollout_rs": "seq_mean_k1",
+                "rollout_rs_threshold": "0.999_1.001",
+            },
             clip_ratio_low=0.2,
             clip_ratio_high=0.28,
             clip_ratio_c=10.0,
@@ -94,7 +120,9 @@ VERL = {
         PolicyLossConfig(
             PPO(0.2, 0.28, 10.0),
             kl=OFF,
-            off_policy=OffPolicyConfig("token", 0.0, 2.0, rejections=(Rejection("seq_mean_k1", 0.99, 1.001),)),
+            off_policy=OffPolicyConfig(
+                "token", 0.0, 2.0, rejections=(Rejection("seq_mean_k1", 0.99, 1.001),)
+            ),
         ),
     ),
     "rollout_correction/run_qwen2_5_7b_fsdp_multi_rs": (
@@ -125,16 +153,40 @@ VERL = {
 # Of the files under scripts/ and examples/ at the commit in keys/slime.json.
 SLIME = {
     "scripts/run-qwen3-4B": (
-        {"advantage_estimator": "grpo", "use_kl_loss": True, "kl_loss_type": "low_var_kl", "eps_clip_high": 0.28}
-        | {"eps_clip": 0.2, "kl_loss_coef": 0.0, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 9216},
-        PolicyLossConfig(PPO(0.2, 0.28), kl=OFF, aggregation="rollout_mean", metric_aggregation="loss"),
+        {
+            "advantage_estimator": "grpo",
+            "use_kl_loss": True,
+            "kl_loss_type": "low_var_kl",
+            "eps_clip_high": 0.28,
+        }
+        | {
+            "eps_clip": 0.2,
+            "kl_loss_coef": 0.0,
+            "use_dynamic_batch_size": True,
+            "max_tokens_per_gpu": 9216,
+        },
+        PolicyLossConfig(
+            PPO(0.2, 0.28), kl=OFF, aggregation="rollout_mean", metric_aggregation="loss"
+        ),
     ),
     "scripts/run-qwen3-235B-A22B": (
-        {"advantage_estimator": "gspo", "kl_loss_coef": 0.0, "kl_loss_type": "low_var_kl", "eps_clip": 4e-4},
-        PolicyLossConfig(GSPO(4e-4, 4e-4), kl=OFF, aggregation="rollout_mean", metric_aggregation="loss"),
+        {
+            "advantage_estimator": "gspo",
+            "kl_loss_coef": 0.0,
+            "kl_loss_type": "low_var_kl",
+            "eps_clip": 4e-4,
+        },
+        PolicyLossConfig(
+            GSPO(4e-4, 4e-4), kl=OFF, aggregation="rollout_mean", metric_aggregation="loss"
+        ),
     ),
     "scripts/run-glm4.7-355B-A32B": (
-        {"advantage_estimator": "gspo", "kl_loss_type": "low_var_kl", "eps_clip": 1e-4, "eps_clip_high": 2e-4}
+        {
+            "advantage_estimator": "gspo",
+            "kl_loss_type": "low_var_kl",
+            "eps_clip": 1e-4,
+            "eps_clip_high": 2e-4,
+        }
         | {"use_tis": True, "num_steps_per_rollout": 4, "over_sampling_batch_size": 256},
         PolicyLossConfig(
             GSPO(1e-4, 2e-4),
@@ -145,13 +197,28 @@ SLIME = {
         ),
     ),
     "scripts/run-qwen2.5-0.5B-reproducibility": (
-        {"use_kl_loss": True, "kl_loss_type": "low_var_kl", "eps_clip_high": 0.28, "calculate_per_token_loss": True},
-        PolicyLossConfig(PPO(0.2, 0.28), kl=OFF, aggregation="token_mean", metric_aggregation="loss"),
+        {
+            "use_kl_loss": True,
+            "kl_loss_type": "low_var_kl",
+            "eps_clip_high": 0.28,
+            "calculate_per_token_loss": True,
+        },
+        PolicyLossConfig(
+            PPO(0.2, 0.28), kl=OFF, aggregation="token_mean", metric_aggregation="loss"
+        ),
     ),
     "examples/search-r1/run_qwen2.5_3B": (
-        {"use_kl_loss": True, "kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl", "eps_clip_high": 0.28},
+        {
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.001,
+            "kl_loss_type": "low_var_kl",
+            "eps_clip_high": 0.28,
+        },
         PolicyLossConfig(
-            PPO(0.2, 0.28), kl=KL(0.001, "low_var_kl"), aggregation="rollout_mean", metric_aggregation="loss"
+            PPO(0.2, 0.28),
+            kl=KL(0.001, "low_var_kl"),
+            aggregation="rollout_mean",
+            metric_aggregation="loss",
         ),
     ),
 }
@@ -172,12 +239,21 @@ def test_verl_recipe(name):
 
 
 def test_gmpo_wants_its_penalty_in_its_own_mean():
-    """examples/gmpo_trainer has a KL loss whose mean is over tokens, and a policy loss whose mean is over sequences."""
-    recipe = {"loss": "geo_mean", "clip_ratio_low": 0.4, "clip_ratio_high": 0.4, "use_kl_loss": True}
+    """examples/gmpo_trainer has a KL loss whose mean is over tokens, and a policy loss whose
+    mean is over sequences.
+    """
+    recipe = {
+        "loss": "geo_mean",
+        "clip_ratio_low": 0.4,
+        "clip_ratio_high": 0.4,
+        "use_kl_loss": True,
+    }
     with pytest.raises(ValueError, match="loss_agg_mode: got 'token-mean'"):
         verl.config_of(verl_recipe(**recipe))
     found = verl.config_of(verl_recipe(**recipe, loss_agg_mode="seq-mean-token-mean"))
-    assert found == dataclasses.replace(presets.gmpo(), loss=GMPO(0.4, 0.4), kl=KL(0.001, "low_var_kl"))
+    assert found == dataclasses.replace(
+        presets.gmpo(), loss=GMPO(0.4, 0.4), kl=KL(0.001, "low_var_kl")
+    )
 
 
 @pytest.mark.parametrize("name", SLIME)
@@ -188,11 +264,14 @@ def test_slime_recipe(name):
 
 def test_slime_vectors(slime_case: Case):
     """The same losses as in test_golden_policy, which holds them to slime's numbers."""
-    given = {key: value for key, value in slime_case.config.items() if key not in ("icepop", "reduction")}
+    given = {
+        key: value for key, value in slime_case.config.items() if key not in ("icepop", "reduction")
+    }
     if slime_case.config["icepop"]:
         given["custom_tis_function_path"] = ICEPOP
     found, expected = slime.config_of(given), slime_config(slime_case.config)
-    if expected.aggregation == "token_sum":  # slime divides by the number of tokens outside of its loss function
+    # slime divides by the number of tokens outside of its loss function
+    if expected.aggregation == "token_sum":
         expected = dataclasses.replace(expected, aggregation="token_mean")
     assert found == expected
 
@@ -203,8 +282,14 @@ def test_verl_vectors(verl_case: Case):
     sections = {key.rpartition(".")[2]: key for key in verl_keys.DEFAULTS}
     given = {sections[key]: value for key, value in verl_case.config.items()}
     given[verl_keys.ACTOR + "loss_scale_factor"] = expected.aggregation_norm
-    if "clip_ratio" in verl_case.config:  # alone it is refused: verl 0.9.1 reads the two defaults in its place
-        given = {verl_keys.ACTOR + name: 0.2 for name in ("clip_ratio_low", "clip_ratio_high")} | given
+    # alone it is refused: verl 0.9.1 reads the two defaults in its place
+    if "clip_ratio" in verl_case.config:
+        given = {
+            verl_keys.ACTOR + name: 0.2 for name in ("clip_ratio_low", "clip_ratio_high")
+        } | given
     if expected.off_policy is not None:  # whose weights the vector has as an input
-        given |= {verl_keys.CORRECTION + "rollout_is": "token", verl_keys.CORRECTION + "rollout_is_threshold": 1e6}
+        given |= {
+            verl_keys.CORRECTION + "rollout_is": "token",
+            verl_keys.CORRECTION + "rollout_is_threshold": 1e6,
+        }
     assert verl.config_of(given) == expected

@@ -1,8 +1,10 @@
-"""jaxppo in Tunix's agentic learner: its steps with its own loss and with the config of docs/from_tunix.md.
+"""jaxppo in Tunix's agentic learner: its steps with its own loss and with the config of
+docs/from_tunix.md.
 
-Its trajectory engine drops the tokens of an answer that reaches the length limit, and those of any answer where the
-learner has no chat parser. So the sampler stops here at a quarter of all ids, and a parser joins the messages. Each
-request has a seed of its own: without one they all draw the same tokens.
+Its trajectory engine drops the tokens of an answer that reaches the length limit, and those of any
+answer where the learner has no chat parser. So the sampler stops here at a quarter of all ids, and
+a parser joins the messages. Each request has a seed of its own: without one they all draw the same
+tokens.
 """
 
 import dataclasses
@@ -27,12 +29,15 @@ class Chat:
     """The contents of all messages, one after another."""
 
     def parse(self, messages, add_generation_prompt=False, is_first_msg=False):
-        contents = [np.asarray(message["content"]).item() for message in messages]  # the learner's are arrays
+        # the learner's are arrays
+        contents = [np.asarray(message["content"]).item() for message in messages]
         return " ".join(content for content in contents if content)
 
 
 def train(cluster_class, policy_loss_fn="grpo"):
-    """The losses and gradient norms of steps, the trained parameters, and the batches that the loss was given."""
+    """The losses and gradient norms of steps, the trained parameters, and the batches that the
+    loss was given.
+    """
     mesh, batches, logged = mesh_of(1, 1), [], []
     with mesh:
         settings = settings_of(mesh, 3, temperature=0.9)
@@ -40,7 +45,9 @@ def train(cluster_class, policy_loss_fn="grpo"):
         settings = dataclasses.replace(
             settings, rollout_config=dataclasses.replace(settings.rollout_config, eos_tokens=stops)
         )
-        cluster = cluster_class(actor=qwen(), reference=qwen(1), tokenizer=Words(), cluster_config=settings)
+        cluster = cluster_class(
+            actor=qwen(), reference=qwen(1), tokenizer=Words(), cluster_config=settings
+        )
         trainer = cluster.actor_trainer
         kept = trainer._buffer_metrics
 
@@ -64,13 +71,17 @@ def train(cluster_class, policy_loss_fn="grpo"):
             return generate(*args, **more)
 
         cluster.update_actor, cluster.generate = seen, drawn
-        learner.train([{"prompts": np.array(["3 4 5", "6 7"])}, {"prompts": np.array(["8 9 10 11", "12"])}])
+        learner.train(
+            [{"prompts": np.array(["3 4 5", "6 7"])}, {"prompts": np.array(["8 9 10 11", "12"])}]
+        )
     return np.array(logged), nnx.state(trainer.model, nnx.Param), batches
 
 
 def config_of_the_page():
     page = (DOCS / "from_tunix.md").read_text()
-    [block] = [x for x in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if ">>> agentic = " in x]
+    [block] = [
+        x for x in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if ">>> agentic = " in x
+    ]
     names = {}
     exec(re.sub(r"^(>>>|\.\.\.) ?", "", block, flags=re.MULTILINE), names)
     return names["agentic"]
@@ -86,4 +97,6 @@ def test_the_agentic_learner_takes_the_same_steps_with_the_config_of_the_page():
     name = ours.register(config_of_the_page(), agentic=True)
     found, trained, _ = train(ours.rl_cluster(), name)
     np.testing.assert_allclose(found, theirs, rtol=1e-5, atol=1e-6)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), trained, parameters)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), trained, parameters
+    )

@@ -1,4 +1,7 @@
-"""What Tunix hands over and jaxppo does not read is refused by name, never dropped. Tunix itself is not needed."""
+"""What Tunix hands over and jaxppo does not read is refused by name, never dropped.
+
+Tunix itself is not needed.
+"""
 
 import enum
 import inspect
@@ -27,7 +30,9 @@ PROMPTS, COMPLETIONS = np.array([[3, 4]]), np.array([[5, 6, 7, 0]])
 
 
 class Model(nnx.Module):
-    """The attributes of a Tunix model that its call's `skip_lm_head` makes of states after the last norm."""
+    """The attributes of a Tunix model that its call's `skip_lm_head` makes of states after the
+    last norm.
+    """
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -70,7 +75,13 @@ class August(nnx.Module):
         self.base = base
 
     def __call__(
-        self, input_tokens, positions, cache, attention_mask, decoder_segment_ids=None, output_hidden_states=False
+        self,
+        input_tokens,
+        positions,
+        cache,
+        attention_mask,
+        decoder_segment_ids=None,
+        output_hidden_states=False,
     ):
         return self.base(input_tokens, positions, decoder_segment_ids), None
 
@@ -78,7 +89,15 @@ class August(nnx.Module):
 class September(August):
     """That of a branch of September."""
 
-    def __call__(self, input_tokens, positions, cache, attention_mask, decoder_segment_ids=None, skip_lm_head=False):
+    def __call__(
+        self,
+        input_tokens,
+        positions,
+        cache,
+        attention_mask,
+        decoder_segment_ids=None,
+        skip_lm_head=False,
+    ):
         states = self.base.states(input_tokens, decoder_segment_ids)
         return (states if skip_lm_head else self.base.logits(states)), None
 
@@ -114,20 +133,33 @@ def passes():
         "reference": lambda **more: cluster.inference_worker.get_ref_per_token_logps(
             PROMPTS, COMPLETIONS, 0, 1, **more
         ),
-        "actor": lambda **more: cluster.get_actor_per_token_logps(PROMPTS, COMPLETIONS, 0, 1, **more),
+        "actor": lambda **more: cluster.get_actor_per_token_logps(
+            PROMPTS, COMPLETIONS, 0, 1, **more
+        ),
     }
 
 
 @pytest.mark.parametrize("name", UNREAD)
 @pytest.mark.parametrize("of", ["old", "reference", "actor"])
 def test_a_pass_refuses_what_it_does_not_read(of, name):
-    with pytest.raises(TypeError, match=f"^{name}: got it in a pass for log-probs, which does not read it, expected"):
+    with pytest.raises(
+        TypeError,
+        match=f"^{name}: got it in a pass for log-probs, which does not read it, expected",
+    ):
         passes()[of](**{name: UNREAD[name]})
 
 
 def example(**more):
-    fields = {"prompt_ids": PROMPTS, "completion_ids": COMPLETIONS, "completion_mask": COMPLETIONS != 0}
-    fields |= {"advantages": np.ones(1, np.float32), "old_per_token_logps": None, "ref_per_token_logps": None}
+    fields = {
+        "prompt_ids": PROMPTS,
+        "completion_ids": COMPLETIONS,
+        "completion_mask": COMPLETIONS != 0,
+    }
+    fields |= {
+        "advantages": np.ones(1, np.float32),
+        "old_per_token_logps": None,
+        "ref_per_token_logps": None,
+    }
     return SimpleNamespace(**(fields | more))
 
 
@@ -135,12 +167,16 @@ def example(**more):
 def test_an_example_with_a_field_that_no_loss_reads(name):
     made = tunix.batch_of(example(**dict.fromkeys(UNREAD)), 0)
     assert made.loss_mask.sum() == 3
-    with pytest.raises(TypeError, match=f"^{name}: got it in a TrainExample, which does not read it"):
+    with pytest.raises(
+        TypeError, match=f"^{name}: got it in a TrainExample, which does not read it"
+    ):
         tunix.batch_of(example(**{name: UNREAD[name]}), 0)
 
 
 class Slots:
-    """A payload that keeps its fields elsewhere than in its `__dict__`, as dataclasses with slots do."""
+    """A payload that keeps its fields elsewhere than in its `__dict__`, as dataclasses with
+    slots do.
+    """
 
     __slots__ = tuple(vars(example(logps_mask=0)))
 
@@ -155,13 +191,24 @@ def test_fields_in_slots_are_read_too():
 
 
 class Routed(Model):
-    """An expert for each token, the sampler's where it is given, adds to what the last norm reads."""
+    """An expert for each token, the sampler's where it is given, adds to what the last norm
+    reads.
+    """
 
     def __init__(self):
         super().__init__()
         self.experts = nnx.Param(jax.random.normal(jax.random.key(1), (4, 8)))
 
-    def __call__(self, tokens, positions, cache, attention_mask, skip_lm_head=False, forced_routed_experts=None, **_):
+    def __call__(
+        self,
+        tokens,
+        positions,
+        cache,
+        attention_mask,
+        skip_lm_head=False,
+        forced_routed_experts=None,
+        **_,
+    ):
         own = tokens % 4
         chosen = own if forced_routed_experts is None else forced_routed_experts[:, :, 0, 0]
         chosen = jnp.where(chosen < 0, own, chosen)
@@ -169,7 +216,8 @@ class Routed(Model):
         return (x if skip_lm_head else self.embedder.decode(x)), cache
 
 
-EXPERTS = np.array([[-1, 3, 1, 2, -1, -1]], np.int16)[..., None, None]  # as Tunix aligns them, prompt and completion
+# as Tunix aligns them, prompt and completion
+EXPERTS = np.array([[-1, 3, 1, 2, -1, -1]], np.int16)[..., None, None]
 
 
 def test_the_samplers_experts_are_replayed():
@@ -183,14 +231,23 @@ def test_the_samplers_experts_are_replayed():
         return log_probs_from_hidden(hidden, tunix.head_of(model), tokens).log_probs.sum()
 
     def theirs(params, experts):
-        logits, _ = nnx.merge(graph, params)(tokens, None, None, None, forced_routed_experts=experts)
+        logits, _ = nnx.merge(graph, params)(
+            tokens, None, None, None, forced_routed_experts=experts
+        )
         return reference_from_logits(logits, tokens).log_probs.sum()
 
-    found, expected = (jax.value_and_grad(f)(params, jnp.asarray(EXPERTS, jnp.int32)) for f in (ours, theirs))
+    found, expected = (
+        jax.value_and_grad(f)(params, jnp.asarray(EXPERTS, jnp.int32)) for f in (ours, theirs)
+    )
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found[1], expected[1])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found[1], expected[1]
+    )
     assert abs(found[0] - ours(params, None)) > 1e-2
-    with pytest.raises(TypeError, match=r"^routed_experts: got them for Model, whose call takes no forced_routed_exp"):
+    with pytest.raises(
+        TypeError,
+        match=r"^routed_experts: got them for Model, whose call takes no forced_routed_exp",
+    ):
         tunix.hidden_states(Model(), tokens, None, None, routed_experts=EXPERTS)
 
 
@@ -199,28 +256,48 @@ def test_the_samplers_experts_are_an_extra_of_the_batch():
     np.testing.assert_array_equal(batch.extras["routed_experts"], EXPERTS)
     ids, places = np.array([[1, 1, 1, 2, 2, 0]]), np.array([[0, 1, 2, 0, 1, 0]])
     packed = {"prompt_ids": np.zeros((1, 0), int), "completion_ids": np.array([[3, 4, 5, 6, 7, 0]])}
-    packed |= {"completion_mask": np.array([[0, 1, 1, 0, 1, 0]]), "segment_ids": ids, "segment_positions": places}
-    batch = tunix.batch_of(example(routed_experts=EXPERTS, **packed, advantages=np.ones((1, 6), np.float32)), 0)
+    packed |= {
+        "completion_mask": np.array([[0, 1, 1, 0, 1, 0]]),
+        "segment_ids": ids,
+        "segment_positions": places,
+    }
+    batch = tunix.batch_of(
+        example(routed_experts=EXPERTS, **packed, advantages=np.ones((1, 6), np.float32)), 0
+    )
     np.testing.assert_array_equal(batch.extras["routed_experts"], EXPERTS)
 
 
 def test_a_payload_with_the_samplers_log_probs():
-    """Branches of September hand over the sampler's beside the old ones, and a verdict that an option reads."""
+    """Branches of September hand over the sampler's beside the old ones, and a verdict that an
+    option reads.
+    """
     sampled = np.array([[-1.0, -2.0, -3.0, 0.0]], np.float32)
-    made = tunix.batch_of(example(rollout_per_token_logps=sampled, overlong=np.zeros(1), metadata={}), 0)
+    made = tunix.batch_of(
+        example(rollout_per_token_logps=sampled, overlong=np.zeros(1), metadata={}), 0
+    )
     # at the position before the token
     np.testing.assert_array_equal(made.rollout_log_probs[made.loss_mask > 0], [-1, -2, -3])
     assert made.old_log_probs is None
     with pytest.raises(
-        TypeError, match=r"^train_example: got SimpleNamespace without completion_ids, expected Tunix's"
+        TypeError,
+        match=r"^train_example: got SimpleNamespace without completion_ids, expected Tunix's",
     ):
         tunix.batch_of(SimpleNamespace(token_ids=COMPLETIONS), 0)
 
 
 def test_a_loss_for_with_loss_fn():
-    loss = tunix.loss_fn(PolicyLossConfig(PPO(clip_high=0.28)), make_parallel_mesh, num_segments=3, memory=2**20)
+    loss = tunix.loss_fn(
+        PolicyLossConfig(PPO(clip_high=0.28)), make_parallel_mesh, num_segments=3, memory=2**20
+    )
     called = inspect.signature(loss)
-    assert [*called.parameters] == ["model", "train_example", "algo_config", "pad_id", "eos_id", "more"]
+    assert [*called.parameters] == [
+        "model",
+        "train_example",
+        "algo_config",
+        "pad_id",
+        "eos_id",
+        "more",
+    ]
     sent = pickle.loads(pickle.dumps(loss))
     assert vars(sent) == vars(loss)
 
@@ -242,15 +319,22 @@ def test_the_loss_refuses_arguments_that_it_does_not_read(name):
 )
 def test_options_that_the_loss_does_not_apply(option, value, config):
     options = {"epsilon": 0.2, "beta": 0.0, "loss_algo": "grpo", "loss_agg_mode": "token-mean"}
-    with pytest.raises(ValueError, match=f"^{option}: got .* in SimpleNamespace, expected None or False"):
-        tunix.loss_fn(config)(Model(), example(), SimpleNamespace(**options, **{option: value}), 0, 1)
+    with pytest.raises(
+        ValueError, match=f"^{option}: got .* in SimpleNamespace, expected None or False"
+    ):
+        tunix.loss_fn(config)(
+            Model(), example(), SimpleNamespace(**options, **{option: value}), 0, 1
+        )
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"config": "grpo"}, "config: got str, expected PolicyLossConfig or None"),
-        ({"parallel": "fsdp=2"}, "parallel: got str, expected ParallelMesh, a function that makes one, None"),
+        (
+            {"parallel": "fsdp=2"},
+            "parallel: got str, expected ParallelMesh, a function that makes one, None",
+        ),
         ({"memory": "much"}, "memory: "),
         ({"lora_scale": float("nan")}, "lora_scale: got nan, expected a finite number"),
         ({"num_segments": 1.5}, "num_segments: got 1.5, expected a whole number of at least 1"),
@@ -271,7 +355,9 @@ def test_wrong_arguments_of_a_cluster_and_of_a_name():
 
 
 def test_a_function_that_makes_no_mesh():
-    with pytest.raises(TypeError, match=r"^parallel: got dict from the function, expected ParallelMesh or None"):
+    with pytest.raises(
+        TypeError, match=r"^parallel: got dict from the function, expected ParallelMesh or None"
+    ):
         tunix.loss_fn(PolicyLossConfig(), dict)(Model(), example(), None, 0, 1)
 
 
@@ -279,8 +365,12 @@ def test_states_before_the_last_norm_are_not_taken_for_final_ones():
     tokens, places = jnp.array([[3, 4, 5]]), jnp.arange(3)[None]
     model = Model()
     hidden = tunix.hidden_states(model, tokens, places, None)
-    np.testing.assert_allclose(model.embedder.decode(hidden), model(tokens, places, None, None)[0], rtol=1e-6)
-    with pytest.raises(TypeError, match=r"model: got Unknown without a final_norm, expected one of tunix\.models"):
+    np.testing.assert_allclose(
+        model.embedder.decode(hidden), model(tokens, places, None, None)[0], rtol=1e-6
+    )
+    with pytest.raises(
+        TypeError, match=r"model: got Unknown without a final_norm, expected one of tunix\.models"
+    ):
         tunix.hidden_states(Unknown(), tokens, places, None)
     assert jax.tree.leaves(nnx.state(model))
 
@@ -288,7 +378,9 @@ def test_states_before_the_last_norm_are_not_taken_for_final_ones():
 @pytest.mark.parametrize("adapter", [August, September])
 @pytest.mark.parametrize("tied", [False, True], ids=["logits_dense", "tied"])
 def test_maxtexts_adapter(adapter, tied):
-    """Values and gradients are those of the logits, whose product is not in the compiled program."""
+    """Values and gradients are those of the logits, whose product is not in the compiled
+    program.
+    """
     graph, params = nnx.split(adapter(MaxText(logits_via_embedding=tied)))
     tokens = jnp.asarray(np.random.default_rng(0).integers(1, 32, (2, 6)))
     segments = jnp.array([[1, 1, 1, 1, 1, 1], [1, 1, 1, 2, 2, 0]])
@@ -326,16 +418,24 @@ def test_a_maxtext_model_that_does_not_call_its_last_norm():
     model = August(MaxText())
     model.base.logits = lambda states: None
     ids = jnp.ones((1, 4), jnp.int32)
-    with pytest.raises(TypeError, match="model: got August, whose call never uses its decoder_norm"):
+    with pytest.raises(
+        TypeError, match="model: got August, whose call never uses its decoder_norm"
+    ):
         tunix.hidden_states(model, ids, ids, None, ids)
 
 
-@pytest.mark.parametrize(("tied", "name"), [(False, "decoder.logits_dense"), (True, "token_embedder")])
+@pytest.mark.parametrize(
+    ("tied", "name"), [(False, "decoder.logits_dense"), (True, "token_embedder")]
+)
 def test_an_adapter_of_maxtexts_head_is_refused(tied, name):
     model = August(MaxText(logits_via_embedding=tied))
-    with pytest.raises(TypeError, match=r"^lora_scale: got 2\.0, expected None for a MaxText model"):
+    with pytest.raises(
+        TypeError, match=r"^lora_scale: got 2\.0, expected None for a MaxText model"
+    ):
         tunix.head_of(model, lora_scale=2.0)
     of_head = model.base.token_embedder if tied else model.base.decoder.logits_dense
     of_head.kernel_lora_a = nnx.LoRAParam(jnp.ones((8, 2)))
-    with pytest.raises(TypeError, match=rf"^model\.{name}: got kernel_lora_a, expected a head without an adapter"):
+    with pytest.raises(
+        TypeError, match=rf"^model\.{name}: got kernel_lora_a, expected a head without an adapter"
+    ):
         tunix.head_of(model)

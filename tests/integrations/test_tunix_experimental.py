@@ -1,6 +1,8 @@
-"""jaxppo's loss in Tunix's experimental trainer: batches of its adapter, its `with_loss_fn`, its worker.
+"""jaxppo's loss in Tunix's experimental trainer: batches of its adapter, its `with_loss_fn`, its
+worker.
 
-Tunix's releases have no experimental path in August 2026. This file ran on its main branch (commit c7d8950):
+Tunix's releases have no experimental path in August 2026. This file ran on its main branch (commit
+c7d8950):
 PYTHONPATH=.../tunix python -m pytest tests/integrations/test_tunix_experimental.py --nightly
 """
 
@@ -20,7 +22,9 @@ from jaxppo import KL, PPO, PolicyLossConfig
 from jaxppo.integrations import tunix as ours
 from sharding import ParallelMesh
 
-need = functools.partial(need, reason="this Tunix has no experimental path: a checkout of its main branch has one")
+need = functools.partial(
+    need, reason="this Tunix has no experimental path: a checkout of its main branch has one"
+)
 adapters = need("tunix.experimental.orchestrator.algorithm_adapter")
 assembly = need("tunix.experimental.orchestrator.batch_assembly")
 datatypes = need("tunix.experimental.common.datatypes")
@@ -35,18 +39,27 @@ CONFIG = PolicyLossConfig(PPO(), kl=KL(0.04, "k2"), aggregation="sequence_mean_t
 
 def algo_config(**options):
     """As the example math_gsm8k_dist of Tunix makes it."""
-    defaults = {"beta": 0.04, "epsilon": 0.2, "loss_algo": "grpo", "loss_agg_mode": "sequence-mean-token-mean"}
+    defaults = {
+        "beta": 0.04,
+        "epsilon": 0.2,
+        "loss_algo": "grpo",
+        "loss_agg_mode": "sequence-mean-token-mean",
+    }
     defaults |= {"temperature": 0.7, "kl_loss_mode": "mse_kl", "kl_clamp_value": None}
     return SimpleNamespace(**(defaults | options))
 
 
 def payloads(adapter):
-    """Two groups of three samples: prompts and completions of several lengths, with a tool's tokens in some of them."""
+    """Two groups of three samples: prompts and completions of several lengths, with a tool's
+    tokens in some of them.
+    """
     rng, found = np.random.default_rng(0), []
     for group in range(2):
         prompt, items = rng.integers(2, V, 2 + 2 * group), []
         for i in range(3):
-            item = datatypes.TrajectoryItem(pair_index=i, group_id=str(group), start_step=0, traj=None)
+            item = datatypes.TrajectoryItem(
+                pair_index=i, group_id=str(group), start_step=0, traj=None
+            )
             item.prompt_tokens, item.completion_tokens = prompt, rng.integers(2, V, 3 + i + group)
             item.action_mask = np.arange(3 + i + group) != 1 + i
             items.append(item)
@@ -80,14 +93,22 @@ def value_and_gradient(loss_fn, model, batch, config):
         return nnx.value_and_grad(loss, has_aux=True)(model)
 
     (loss, metrics), gradient = step(model, jax.tree.map(jnp.asarray, batch))
-    return loss, {k: m.compute() if hasattr(m, "compute") else m for k, m in metrics.items()}, gradient
+    return (
+        loss,
+        {k: m.compute() if hasattr(m, "compute") else m for k, m in metrics.items()},
+        gradient,
+    )
 
 
 @pytest.mark.parametrize("aggregation", ["sequence-mean-token-mean", "token-mean"])
 @pytest.mark.parametrize("given", [True, False], ids=["a config of ours", "theirs"])
 def test_loss_gradient_and_metrics_beside_their_adapters(given, aggregation):
     [batch], model, config = micro_batches(6), qwen(), algo_config(loss_agg_mode=aggregation)
-    mine = PolicyLossConfig(PPO(), kl=KL(0.04, "k2"), aggregation=aggregation.replace("-", "_")) if given else None
+    mine = (
+        PolicyLossConfig(PPO(), kl=KL(0.04, "k2"), aggregation=aggregation.replace("-", "_"))
+        if given
+        else None
+    )
     expected = value_and_gradient(adapters.GRPOAdapter().loss_fn(), model, batch, config)
     loss, metrics, gradient = value_and_gradient(ours.loss_fn(mine), model, batch, config)
     # with all advantages at their mean the loss is 0.24 off, at temperature 1 it is 0.11 off
@@ -96,7 +117,9 @@ def test_loss_gradient_and_metrics_beside_their_adapters(given, aggregation):
         np.testing.assert_allclose(metrics[name], expected[1][name], rtol=2e-5, atol=1e-6)
     assert 0 < metrics["pg_clipfrac"] < 1
     assert metrics["kl"] > 1e-3
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-6), gradient, expected[2])
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-6), gradient, expected[2]
+    )
 
 
 def model_input(train_example, config):
@@ -104,16 +127,23 @@ def model_input(train_example, config):
 
 
 def trained(loss_fn, mesh=None):
-    """The losses, gradient norms and parameters of two steps of two micro-batches, of four samples and of two."""
+    """The losses, gradient norms and parameters of two steps of two micro-batches, of four
+    samples and of two.
+    """
     options = {"eval_every_n_steps": 100, "gradient_accumulation_steps": 2}
     parts = {"optimizer": optax.sgd(0.02), "training_config": trainers.TrainingConfig(**options)}
     model = qwen(num_heads=4, num_kv_heads=4)
     if mesh is not None:
         graph, state = nnx.split(model)
         specs = nnx.get_partition_spec(state)
-        model = nnx.merge(graph, jax.tree.map(lambda x, s: jax.device_put(x, jax.NamedSharding(mesh, s)), state, specs))
+        model = nnx.merge(
+            graph,
+            jax.tree.map(lambda x, s: jax.device_put(x, jax.NamedSharding(mesh, s)), state, specs),
+        )
     made = []
-    worker = workers.TrainerWorker(lambda: made.append(trainers.PeftTrainer(model, **parts)) or made[0])
+    worker = workers.TrainerWorker(
+        lambda: made.append(trainers.PeftTrainer(model, **parts)) or made[0]
+    )
     worker.with_loss_fn(loss_fn, has_aux=True)
     worker.with_gen_model_input_fn(functools.partial(model_input, config=algo_config()))
     logged = []
@@ -132,7 +162,9 @@ def test_steps_of_their_worker_with_a_loss_that_was_sent_to_it():
     assert theirs.shape == (2, 3)
     assert np.ptp(theirs[:, 2]) > 1e-5
     np.testing.assert_allclose(found, theirs, rtol=2e-5, atol=1e-6)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), mine, parameters)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), mine, parameters
+    )
 
 
 def mesh_here():
@@ -145,12 +177,18 @@ def test_steps_on_a_mesh_that_is_made_where_the_loss_runs():
         theirs, parameters = trained(adapters.GRPOAdapter().loss_fn(), mesh)
         found, mine = trained(sent, mesh)
     np.testing.assert_allclose(found, theirs, rtol=2e-5, atol=1e-6)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6), mine, parameters)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6), mine, parameters
+    )
 
 
-@pytest.mark.parametrize("assembler", [assembly.PaddedBatchAssembler, assembly.SequencePackedBatchAssembler])
+@pytest.mark.parametrize(
+    "assembler", [assembly.PaddedBatchAssembler, assembly.SequencePackedBatchAssembler]
+)
 def test_payloads_of_whole_sequences_are_refused(assembler):
     """Tunix's own losses do not read them either: they look for prompts and completions."""
     payload, *_ = assembler(pad_id=PAD).pack(payloads(adapters.GRPOAdapter(group_size=3)))
-    with pytest.raises(TypeError, match=r"train_example: got RLTrainerPayload without completion_ids, expected"):
+    with pytest.raises(
+        TypeError, match=r"train_example: got RLTrainerPayload without completion_ids, expected"
+    ):
         ours.loss_fn(CONFIG)(qwen(), payload, algo_config(), PAD, EOS)

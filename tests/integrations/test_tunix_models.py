@@ -11,7 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tunix_steps import EOS, PAD, V, example, grpo, loss_and_metrics, losses, mesh_of, need, qwen, qwen3
+from tunix_steps import (
+    EOS,
+    PAD,
+    V,
+    example,
+    grpo,
+    loss_and_metrics,
+    losses,
+    mesh_of,
+    need,
+    qwen,
+    qwen3,
+)
 
 from jaxppo.integrations import tunix as ours
 from sharding import ParallelMesh
@@ -20,7 +32,14 @@ from sharding.audit import audit
 common = need("tunix.rl.common")
 
 pytestmark = pytest.mark.nightly
-SIZES = {"num_layers": 2, "embed_dim": 16, "hidden_dim": 32, "num_heads": 2, "head_dim": 8, "num_kv_heads": 1}
+SIZES = {
+    "num_layers": 2,
+    "embed_dim": 16,
+    "hidden_dim": 32,
+    "num_heads": 2,
+    "head_dim": 8,
+    "num_kv_heads": 1,
+}
 ROPE = {"vocab_size": V, "rope_theta": 10_000, "norm_eps": 1e-6}
 
 
@@ -37,7 +56,12 @@ def qwen2(**options):
 def gemma2():
     module = need("tunix.models.gemma.model")
     kinds = [module.AttentionType.LOCAL_SLIDING, module.AttentionType.GLOBAL]
-    options = {"final_logit_softcap": 3.0, "use_post_attn_norm": True, "use_post_ffw_norm": True, "num_embed": V}
+    options = {
+        "final_logit_softcap": 3.0,
+        "use_post_attn_norm": True,
+        "use_post_ffw_norm": True,
+        "num_embed": V,
+    }
     config = module.ModelConfig(**SIZES, **options, attention_types=kinds, sliding_window_size=8)
     return module.Gemma(config, rngs=nnx.Rngs(0))
 
@@ -50,7 +74,12 @@ def gemma3():
 
 def gemma4():
     module = need("tunix.models.gemma4.model")
-    options = {"num_embed": V, "sliding_window_size": 8, "global_key_size": 8, "final_logit_softcap": 3.0}
+    options = {
+        "num_embed": V,
+        "sliding_window_size": 8,
+        "global_key_size": 8,
+        "final_logit_softcap": 3.0,
+    }
     return module.Gemma4(module.ModelConfig(**SIZES, **options), rngs=nnx.Rngs(0))
 
 
@@ -102,7 +131,8 @@ def test_losses_and_gradients_of_each_model(name):
 def test_each_option_of_their_config(options):
     model, config = qwen(), grpo(**options)
     ref = None if config.beta == 0 else example().ref_per_token_logps
-    # its main branch counts rows without a completion in the norm of a padded batch, and not in that of a packed one
+    # its main branch counts rows without a completion in the norm of a padded batch, and not in
+    # that of a packed one
     batch = example(ref_per_token_logps=ref, shortest=int("norm" in config.loss_agg_mode))
     assert_same(losses(model, ours.register(), config, batch), losses(model, "grpo", config, batch))
 
@@ -120,22 +150,33 @@ def test_on_their_meshes(shape):
         model = nnx.merge(graph, jax.tree.map(put, state, specs))
         expected = losses(model, "grpo", grpo(), example())
         found = losses(model, ours.register(parallel=ParallelMesh(mesh)), grpo(), example())
-        assert_same(found, expected, atol=5e-6)  # sums over devices: one of 1024 is 3e-6 off on (4, 1)
+        # sums over devices: one of 1024 is 3e-6 off on (4, 1)
+        assert_same(found, expected, atol=5e-6)
 
 
 def test_packed_rows_are_the_padded_ones():
-    """Two rows of 24 tokens. Tunix's own packed loss needs flash attention: without it, it attends to everything."""
+    """Two rows of 24 tokens.
+
+    Tunix's own packed loss needs flash attention: without it, it attends to everything.
+    """
     batch, model, config = example(), qwen(), grpo(loss_agg_mode="token-mean")
     pack = need("tunix.rl.utils").pack_sequences
-    count = {"sequences_per_update": 4} if "sequences_per_update" in inspect.signature(pack).parameters else {}
+    count = (
+        {"sequences_per_update": 4}
+        if "sequences_per_update" in inspect.signature(pack).parameters
+        else {}
+    )
     packed = pack(iter([[batch]]), max_token_budget=24, pad_id=PAD, **count)
     rows = [row for part in packed for row in part]
     assert len(rows) == 2
     whole = jax.tree.map(lambda *x: jnp.concatenate(x), *rows)
     expected = losses(model, "grpo", config, batch)
     assert_same(losses(model, ours.register(), config, whole), expected)
-    sequences = grpo(loss_agg_mode="sequence-mean-token-mean")  # where Tunix 0.1.7 takes the mean of a row for one
-    assert_same(losses(model, ours.register(), sequences, whole), losses(model, "grpo", sequences, batch))
+    # where Tunix 0.1.7 takes the mean of a row for one
+    sequences = grpo(loss_agg_mode="sequence-mean-token-mean")
+    assert_same(
+        losses(model, ours.register(), sequences, whole), losses(model, "grpo", sequences, batch)
+    )
 
 
 @pytest.mark.parametrize("name", ["Qwen 3", "Llama 3", "Gemma 2"])
@@ -144,16 +185,26 @@ def test_log_probs_of_a_pass(name):
     expected = common.compute_per_token_logps(
         *nnx.split(model), batch.prompt_ids, batch.completion_ids, PAD, EOS, temperature=0.7
     )
-    found = ours.log_probs(model, batch.prompt_ids, batch.completion_ids, pad_id=PAD, temperature=0.7)
-    np.testing.assert_allclose(found, jnp.where(batch.completion_mask, expected, 0), rtol=1e-5, atol=1e-6)
+    found = ours.log_probs(
+        model, batch.prompt_ids, batch.completion_ids, pad_id=PAD, temperature=0.7
+    )
+    np.testing.assert_allclose(
+        found, jnp.where(batch.completion_mask, expected, 0), rtol=1e-5, atol=1e-6
+    )
 
 
-@pytest.mark.parametrize("module_path", [".*q_proj", ".*q_proj|lm_head"], ids=["frozen head", "adapted head"])
+@pytest.mark.parametrize(
+    "module_path", [".*q_proj", ".*q_proj|lm_head"], ids=["frozen head", "adapted head"]
+)
 def test_adapters(module_path):
     qwix = need("qwix")
     provider = qwix.LoraProvider(module_path=module_path, rank=4, alpha=6.0)
     base = qwen()
-    inputs = {"input_tokens": jnp.ones((2, 8), jnp.int32), "positions": jnp.ones((2, 8), jnp.int32), "cache": None}
+    inputs = {
+        "input_tokens": jnp.ones((2, 8), jnp.int32),
+        "positions": jnp.ones((2, 8), jnp.int32),
+        "cache": None,
+    }
     inputs["attention_mask"] = jnp.ones((2, 8, 8), bool)
     model = qwix.apply_lora_to_model(base, provider, **inputs, rngs=nnx.Rngs(0))
 
@@ -172,8 +223,16 @@ def test_adapters(module_path):
 
 
 def described(mesh, batch, prompt, completion):
-    """The arguments of a GRPO loss of a Qwen3 with two layers and a vocabulary of 151936, on a described mesh."""
-    sizes = {"vocab_size": 151936, "embed_dim": 1024, "hidden_dim": 3072, "num_heads": 16, "num_kv_heads": 8}
+    """The arguments of a GRPO loss of a Qwen3 with two layers and a vocabulary of 151936, on a
+    described mesh.
+    """
+    sizes = {
+        "vocab_size": 151936,
+        "embed_dim": 1024,
+        "hidden_dim": 3072,
+        "num_heads": 16,
+        "num_kv_heads": 8,
+    }
     sizes |= {"head_dim": 64, "dtype": jnp.bfloat16, "remat_config": qwen3.RematConfig.BLOCK}
     graph, state = nnx.split(nnx.eval_shape(lambda: qwen(**sizes)))
 
@@ -190,11 +249,15 @@ def described(mesh, batch, prompt, completion):
 
 
 def test_peak_temporaries_of_both():
-    """64 rows of 1024 tokens on a described v5p of 16 chips; the figures stand in docs/frameworks.md."""
+    """64 rows of 1024 tokens on a described v5p of 16 chips; the figures stand in
+    docs/frameworks.md.
+    """
     topologies = need("jax.experimental.topologies")
     pytest.importorskip("libtpu", reason="libtpu is not installed: the extra aot")
     kinds = (jax.sharding.AxisType.Auto,) * 2
-    devices = np.array(topologies.get_topology_desc("v5p:2x2x4", platform="tpu").devices).reshape(4, 4)
+    devices = np.array(topologies.get_topology_desc("v5p:2x2x4", platform="tpu").devices).reshape(
+        4, 4
+    )
     mesh = jax.sharding.Mesh(devices, ("fsdp", "tp"), axis_types=kinds)
     found = {}
     with mesh:

@@ -1,7 +1,7 @@
 """Tunix's batches of both forms, with its options against a sampler that differs from the trainer.
 
-The reference is plain JAX on all logits, written from Tunix's formulas; Tunix itself is not needed. Each option is
-used, or refused by name: none is dropped.
+The reference is plain JAX on all logits, written from Tunix's formulas; Tunix itself is not needed.
+Each option is used, or refused by name: none is dropped.
 """
 
 import dataclasses
@@ -34,12 +34,15 @@ from jaxppo import KL, PPO, SAPO, OffPolicyConfig, PolicyLossConfig, Rejection, 
 from jaxppo.integrations import tunix
 from jaxppo.policy_losses import CISPO, KLCov
 
-SAMPLED = np.array([[-2.0, -3.5, 9.0, -2.6, 9.0], [-1.2, -3.1, -2.4, 9.0, 9.0]], np.float32)  # 9: no loss, no log-prob
+# 9: no loss, no log-prob
+SAMPLED = np.array([[-2.0, -3.5, 9.0, -2.6, 9.0], [-1.2, -3.1, -2.4, 9.0, 9.0]], np.float32)
 REFERENCE = np.array([[-2.9, -2.8, 0.0, -2.7, 0.0], [-2.7, -2.9, -3.0, 0.0, 0.0]], np.float32)
 
 
 def log_probs(model, token_mask):
-    """Those of the completions, from all logits: tokens attend to the tokens up to them, and positions count tokens."""
+    """Those of the completions, from all logits: tokens attend to the tokens up to them, and
+    positions count tokens.
+    """
     tokens = jnp.concatenate([PROMPTS, COMPLETIONS], axis=1)
     positions = np.maximum(np.cumsum(token_mask, axis=1) - 1, 0)
     attended = np.tril(np.ones((tokens.shape[1],) * 2, bool)) & token_mask[:, None, :]
@@ -49,23 +52,37 @@ def log_probs(model, token_mask):
 
 
 def corrected(x, sampled, config):
-    """The weight of each token: Tunix's, by the ratio of the trainer to the sampler, 0 where one is not finite."""
+    """The weight of each token: Tunix's, by the ratio of the trainer to the sampler, 0 where one
+    is not finite.
+    """
     mask = (LOSS_MASK > 0) & np.isfinite(sampled)
     log_ratio = jnp.where(mask, jax.lax.stop_gradient(x) - sampled, 0)
     ratio = jnp.exp(log_ratio)
     weights = jnp.ones_like(ratio)
     if config.sampler_is == "token":
-        weights = ratio if config.sampler_is_threshold is None else jnp.minimum(ratio, config.sampler_is_threshold)
+        weights = (
+            ratio
+            if config.sampler_is_threshold is None
+            else jnp.minimum(ratio, config.sampler_is_threshold)
+        )
     if config.sampler_rs == "token":
-        weights = jnp.where((ratio >= config.sampler_rs_min) & (ratio <= config.sampler_rs_max), weights, 0)
+        weights = jnp.where(
+            (ratio >= config.sampler_rs_min) & (ratio <= config.sampler_rs_max), weights, 0
+        )
     if config.sampler_rs == "geometric":
-        mean = jnp.exp(log_ratio.sum(1, keepdims=True) / np.float32(LOSS_MASK.sum(1, keepdims=True)))
-        weights = jnp.where((mean >= config.sampler_rs_min) & (mean <= config.sampler_rs_max), weights, 0)
+        mean = jnp.exp(
+            log_ratio.sum(1, keepdims=True) / np.float32(LOSS_MASK.sum(1, keepdims=True))
+        )
+        weights = jnp.where(
+            (mean >= config.sampler_rs_min) & (mean <= config.sampler_rs_max), weights, 0
+        )
     return jnp.where(mask, weights, 0)
 
 
 def expected(model, config, *, old, weights=None, sampled=None, token_mask=TOKEN_MASK):
-    """(loss, gradient) of the mean of sequence means, with k1 to a reference where beta asks for it."""
+    """(loss, gradient) of the mean of sequence means, with k1 to a reference where beta asks for
+    it.
+    """
     graph, params = nnx.split(model)
     mask = jnp.asarray(LOSS_MASK, jnp.float32)
 
@@ -74,7 +91,9 @@ def expected(model, config, *, old, weights=None, sampled=None, token_mask=TOKEN
         base = jax.lax.stop_gradient(x) if old is None else jnp.where(mask > 0, old, 0)
         ratio = jnp.exp(jnp.where(mask > 0, x - base, 0))
         a = ADVANTAGES[:, None]
-        of_tokens = jnp.maximum(-a * ratio, -a * jnp.clip(ratio, 1 - config.epsilon, 1 + config.epsilon_high))
+        of_tokens = jnp.maximum(
+            -a * ratio, -a * jnp.clip(ratio, 1 - config.epsilon, 1 + config.epsilon_high)
+        )
         if sampled is not None:
             of_tokens = of_tokens * corrected(x, sampled, config)
         if weights is not None:
@@ -87,23 +106,32 @@ def expected(model, config, *, old, weights=None, sampled=None, token_mask=TOKEN
 
 def agrees(found, wanted):
     np.testing.assert_allclose(found[0], wanted[0], rtol=2e-5, atol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), found[2], wanted[1])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), found[2], wanted[1]
+    )
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["a config of ours", "theirs"])
 @pytest.mark.parametrize("new", [True, False], ids=["main", "0.1.7"])
 def test_a_batch_of_either_form(monkeypatch, new, given):
-    """Before: the flag, the mask and the bound on positions of the main branch were each a TypeError.
+    """Before: the flag, the mask and the bound on positions of the main branch were each a
+    TypeError.
 
     0.1.7 takes each id of the padding for padding, of which the new form knows better.
     """
     install(monkeypatch, new=new)
     model, config = Attending(), algo_config(beta=0.1)
-    mine = PolicyLossConfig(PPO(), kl=KL(0.1, "k1"), aggregation="sequence_mean_token_mean") if given else None
+    mine = (
+        PolicyLossConfig(PPO(), kl=KL(0.1, "k1"), aggregation="sequence_mean_token_mean")
+        if given
+        else None
+    )
     batch = example(new=new, old_per_token_logps=SAMPLED, ref_per_token_logps=REFERENCE)
     found = loss_and_gradient(tunix.loss_fn(mine), model, batch, config)
     ids = np.concatenate([PROMPTS, COMPLETIONS], axis=1)
-    agrees(found, expected(model, config, old=SAMPLED, token_mask=TOKEN_MASK if new else ids != PAD))
+    agrees(
+        found, expected(model, config, old=SAMPLED, token_mask=TOKEN_MASK if new else ids != PAD)
+    )
     other = expected(model, config, old=SAMPLED, token_mask=ids != PAD if new else TOKEN_MASK)
     assert abs(found[0] - other[0]) > 1e-3
 
@@ -113,14 +141,25 @@ OPTIONS = {
     "weights, a low cap": {"sampler_is": "token", "sampler_is_threshold": 0.5},
     "weights, no cap": {"sampler_is": "token", "sampler_is_threshold": None},
     "a gate for tokens": {"sampler_rs": "token", "sampler_rs_min": 0.5, "sampler_rs_max": 1.5},
-    "a gate for sequences": {"sampler_rs": "geometric", "sampler_rs_min": 0.0, "sampler_rs_max": 0.9},
-    "both": {"sampler_is": "token", "sampler_rs": "geometric", "sampler_rs_min": 0.5, "sampler_rs_max": 0.9},
+    "a gate for sequences": {
+        "sampler_rs": "geometric",
+        "sampler_rs_min": 0.0,
+        "sampler_rs_max": 0.9,
+    },
+    "both": {
+        "sampler_is": "token",
+        "sampler_rs": "geometric",
+        "sampler_rs_min": 0.5,
+        "sampler_rs_max": 0.9,
+    },
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_that_are_left_to_the_loss(monkeypatch, options):
-    """Ratio 1, weights by current / sampler; the penalty and the denominators of gated tokens stay."""
+    """Ratio 1, weights by current / sampler; the penalty and the denominators of gated tokens
+    stay.
+    """
     install(monkeypatch)
     model, config = Attending(), algo_config(beta=0.1, **options)
     batch = example(old_per_token_logps=SAMPLED, ref_per_token_logps=REFERENCE)
@@ -136,7 +175,10 @@ def test_options_that_are_left_to_the_loss(monkeypatch, options):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_log_prob_that_the_sampler_lacks(monkeypatch, options, bad):
-    """Before: the loss was NaN. Tunix's weight is 0 there, with the same penalty and the same denominators."""
+    """Before: the loss was NaN.
+
+    Tunix's weight is 0 there, with the same penalty and the same denominators.
+    """
     install(monkeypatch)
     model, config = Attending(), algo_config(beta=0.1, **options)
     sampled = SAMPLED.copy()
@@ -149,12 +191,16 @@ def test_a_log_prob_that_the_sampler_lacks(monkeypatch, options, bad):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_that_the_learner_has_applied(monkeypatch, options):
-    """Its weights multiply the policy loss, at the trainer's old log-probs: the loss of the options in the loss."""
+    """Its weights multiply the policy loss, at the trainer's old log-probs: the loss of the
+    options in the loss.
+    """
     install(monkeypatch)
     model, config = Attending(), algo_config(beta=0.1, **options)
     x = log_probs(model, TOKEN_MASK)
     weights = corrected(x, SAMPLED, config)
-    batch = example(old_per_token_logps=x, ref_per_token_logps=REFERENCE, sampler_is_weights=weights)
+    batch = example(
+        old_per_token_logps=x, ref_per_token_logps=REFERENCE, sampler_is_weights=weights
+    )
     batch.sampler_agreement_applied = True
     found = loss_and_gradient(tunix.loss_fn(), model, batch, config)
     agrees(found, expected(model, config, old=x, weights=weights))
@@ -187,14 +233,23 @@ def test_a_threshold_that_the_learner_has_applied(monkeypatch):
     install(monkeypatch)
     model, config = Attending(), algo_config(seq_logprob_error_threshold=2.0)
     batch = example(old_per_token_logps=SAMPLED, sampler_agreement_applied=True)
-    agrees(loss_and_gradient(tunix.loss_fn(), model, batch, config), expected(model, config, old=SAMPLED))
+    agrees(
+        loss_and_gradient(tunix.loss_fn(), model, batch, config),
+        expected(model, config, old=SAMPLED),
+    )
 
 
 def test_old_log_probs_of_the_sampler_are_a_ratio_to_the_rollout(monkeypatch):
-    """The agentic learner hands them over as old ones; with a correction applied, these are the trainer's own."""
+    """The agentic learner hands them over as old ones; with a correction applied, these are the
+    trainer's own.
+    """
     install(monkeypatch)
     model, config = Attending(), algo_config()
-    loss = tunix.loss_fn(PolicyLossConfig(ratio_to="rollout", kl=KL(0.0, "k1"), aggregation="sequence_mean_token_mean"))
+    loss = tunix.loss_fn(
+        PolicyLossConfig(
+            ratio_to="rollout", kl=KL(0.0, "k1"), aggregation="sequence_mean_token_mean"
+        )
+    )
     batch = example(old_per_token_logps=SAMPLED, ref_per_token_logps=REFERENCE)
     agrees(loss_and_gradient(loss, model, batch, config), expected(model, config, old=SAMPLED))
     for other in (algo_config(use_rollout_logps=False), algo_config(sampler_is="token")):
@@ -212,7 +267,11 @@ CORRECTION = OffPolicyConfig("token", compares="current/rollout")
         ({"sampler_is": "token"}, {"off_policy": CORRECTION}),
         (
             {"sampler_rs": "token", "sampler_rs_min": 0.5, "sampler_rs_max": 4.0},
-            {"off_policy": OffPolicyConfig(rejections=(Rejection("token_k1", 0.25, 2.0, "current/rollout"),))},
+            {
+                "off_policy": OffPolicyConfig(
+                    rejections=(Rejection("token_k1", 0.25, 2.0, "current/rollout"),)
+                )
+            },
         ),
         ({"force_on_policy_ratio": True}, {}),
     ],
@@ -227,7 +286,9 @@ def test_a_config_of_ours_beside_options_of_theirs(monkeypatch, options, fields)
     found = loss_and_gradient(tunix.loss_fn(mine), model, batch, config)
     agrees(found, expected(model, config, old=None, sampled=SAMPLED))
     name = next(iter(options))
-    with pytest.raises(ValueError, match=f"^{name}: got .* beside a config that does not have it, expected None"):
+    with pytest.raises(
+        ValueError, match=f"^{name}: got .* beside a config that does not have it, expected None"
+    ):
         loss_and_gradient(tunix.loss_fn(PolicyLossConfig()), model, batch, config)
 
 
@@ -237,26 +298,69 @@ WEIGHTS = np.ones(LOSS_MASK.shape, np.float32)
 @pytest.mark.parametrize(
     ("config", "options", "fields", "message"),
     [
-        (None, {"seq_logprob_error_threshold": 2.0}, {}, "seq_logprob_error_threshold: got 2.0 in SimpleNamespace"),
+        (
+            None,
+            {"seq_logprob_error_threshold": 2.0},
+            {},
+            "seq_logprob_error_threshold: got 2.0 in SimpleNamespace",
+        ),
         (
             None,  # the weights that the learner made hold no threshold
             {"seq_logprob_error_threshold": 2.0},
             {"sampler_is_weights": WEIGHTS},
             "seq_logprob_error_threshold: got 2.0 in SimpleNamespace, expected None where the loss",
         ),
-        (None, {"sampler_is": "token"}, {"old_per_token_logps": None}, "sampler_is: got 'token' in .* without log-pro"),
-        (None, {"sampler_is": "token", "use_rollout_logps": False}, {}, "sampler_is: got 'token' in .* without log-p"),
-        (None, {"sampler_is": "sequence"}, {}, "sampler_is: got 'sequence', expected 'token' or None"),
-        (None, {"sampler_is": "token", "sampler_is_threshold": 0}, {}, "sampler_is_threshold: got 0, expected a numb"),
-        (None, {"sampler_rs": "run"}, {}, "sampler_rs: got 'run', expected None or one of token, geometric"),
-        (None, {"sampler_rs": "token"}, {}, "sampler_rs_min, sampler_rs_max: got None, None, expected two numbers"),
+        (
+            None,
+            {"sampler_is": "token"},
+            {"old_per_token_logps": None},
+            "sampler_is: got 'token' in .* without log-pro",
+        ),
+        (
+            None,
+            {"sampler_is": "token", "use_rollout_logps": False},
+            {},
+            "sampler_is: got 'token' in .* without log-p",
+        ),
+        (
+            None,
+            {"sampler_is": "sequence"},
+            {},
+            "sampler_is: got 'sequence', expected 'token' or None",
+        ),
+        (
+            None,
+            {"sampler_is": "token", "sampler_is_threshold": 0},
+            {},
+            "sampler_is_threshold: got 0, expected a numb",
+        ),
+        (
+            None,
+            {"sampler_rs": "run"},
+            {},
+            "sampler_rs: got 'run', expected None or one of token, geometric",
+        ),
+        (
+            None,
+            {"sampler_rs": "token"},
+            {},
+            "sampler_rs_min, sampler_rs_max: got None, None, expected two numbers",
+        ),
         (
             None,
             {"sampler_rs": "token", "sampler_rs_min": 2.0, "sampler_rs_max": 1.0},
             {},
-            "sampler_rs_min, sampler_rs_max: got 2.0, 1.0, expected two numbers with 0 <= min < max",
+            (
+                "sampler_rs_min, sampler_rs_max: got 2.0, 1.0, expected two numbers with 0 <= min"
+                " < max"
+            ),
         ),
-        (PolicyLossConfig(SAPO()), {}, {"sampler_is_weights": WEIGHTS}, "sampler_is_weights: got .* beside SAPO, exp"),
+        (
+            PolicyLossConfig(SAPO()),
+            {},
+            {"sampler_is_weights": WEIGHTS},
+            "sampler_is_weights: got .* beside SAPO, exp",
+        ),
         (
             PolicyLossConfig(ratio_to="current", off_policy=CORRECTION),
             {},
@@ -267,7 +371,10 @@ WEIGHTS = np.ones(LOSS_MASK.shape, np.float32)
             None,
             {},
             {"segment_ids": LOSS_MASK, "segment_positions": LOSS_MASK},
-            "completion_attention_mask: got a mask beside segment_ids, expected None in a packed batch",
+            (
+                "completion_attention_mask: got a mask beside segment_ids, expected None in a"
+                " packed batch"
+            ),
         ),
     ],
 )
@@ -283,9 +390,13 @@ def test_a_flag_among_the_arrays(monkeypatch):
     model, config = Attending(), algo_config()
 
     def of(flag):
-        return tunix.loss_fn()(model, example(sampler_agreement_applied=flag), config, PAD, 1).primary_loss
+        return tunix.loss_fn()(
+            model, example(sampler_agreement_applied=flag), config, PAD, 1
+        ).primary_loss
 
-    with pytest.raises(TypeError, match=r"^sampler_agreement_applied: got a traced value, expected True or False"):
+    with pytest.raises(
+        TypeError, match=r"^sampler_agreement_applied: got a traced value, expected True or False"
+    ):
         jax.jit(lambda flag: of(flag).unreduced_sum)(jnp.array(True))
 
 
@@ -293,17 +404,30 @@ def test_a_pass_for_log_probs_reads_the_mask_of_tokens():
     model = Attending()
     found = tunix.log_probs(model, PROMPTS, COMPLETIONS, pad_id=PAD, token_mask=TOKEN_MASK)
     where = COMPLETION_TOKENS
-    np.testing.assert_allclose(found[where], log_probs(model, TOKEN_MASK)[where], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        found[where], log_probs(model, TOKEN_MASK)[where], rtol=1e-5, atol=1e-6
+    )
     np.testing.assert_array_equal(found[~where], 0)
     ids = np.concatenate([PROMPTS, COMPLETIONS], axis=1)
     plain = tunix.log_probs(model, PROMPTS, COMPLETIONS, pad_id=PAD)
     of_ids = where & (COMPLETIONS != PAD)
-    np.testing.assert_allclose(plain[of_ids], log_probs(model, ids != PAD)[of_ids], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        plain[of_ids], log_probs(model, ids != PAD)[of_ids], rtol=1e-5, atol=1e-6
+    )
     assert np.abs(found - plain)[of_ids].max() > 1e-2
-    with pytest.raises(ValueError, match=r"^token_mask: got \(2, 5\), expected \(2, 9\), prompts and completions"):
+    with pytest.raises(
+        ValueError, match=r"^token_mask: got \(2, 5\), expected \(2, 9\), prompts and completions"
+    ):
         tunix.log_probs(model, PROMPTS, COMPLETIONS, pad_id=PAD, token_mask=COMPLETION_TOKENS)
-    packed = {"segment_ids": LOSS_MASK, "segment_positions": LOSS_MASK, "token_mask": COMPLETION_TOKENS}
-    with pytest.raises(ValueError, match=r"^token_mask: got a mask beside segment_ids, expected None for packed rows"):
+    packed = {
+        "segment_ids": LOSS_MASK,
+        "segment_positions": LOSS_MASK,
+        "token_mask": COMPLETION_TOKENS,
+    }
+    with pytest.raises(
+        ValueError,
+        match=r"^token_mask: got a mask beside segment_ids, expected None for packed rows",
+    ):
         tunix.log_probs(model, PROMPTS[:, :0], COMPLETIONS, pad_id=PAD, **packed)
 
 
@@ -334,12 +458,29 @@ BOTH = PolicyLossConfig(off_policy=OffPolicyConfig("token"))
             False,
             "config: got a config that reads log-probs of",
         ),
-        (PolicyLossConfig(ratio_to="current", off_policy=CORRECTION), False, False, "config: got a config that reads"),
-        (BOTH, True, True, "config: got a config that reads log-probs of the sampler .* and of the old policy"),
-        (PolicyLossConfig(KLCov()), True, True, "config.loss: got KLCov, which reads the covariance_mask of a step"),
+        (
+            PolicyLossConfig(ratio_to="current", off_policy=CORRECTION),
+            False,
+            False,
+            "config: got a config that reads",
+        ),
+        (
+            BOTH,
+            True,
+            True,
+            "config: got a config that reads log-probs of the sampler .* and of the old policy",
+        ),
+        (
+            PolicyLossConfig(KLCov()),
+            True,
+            True,
+            "config.loss: got KLCov, which reads the covariance_mask of a step",
+        ),
     ],
 )
-def test_a_config_that_the_learner_cannot_serve_is_refused_at_once(monkeypatch, config, new, agentic, message):
+def test_a_config_that_the_learner_cannot_serve_is_refused_at_once(
+    monkeypatch, config, new, agentic, message
+):
     """Before: at the first step, after minutes of set-up."""
     registered = install(monkeypatch, new=new)
     with pytest.raises(ValueError, match=f"^{message}"):
@@ -367,4 +508,6 @@ def test_a_config_that_the_learner_serves(monkeypatch, config, new, agentic):
 
 def test_the_stand_ins_leave_nothing_behind():
     assert not isinstance(sys.modules.get("tunix.rl.common"), SimpleNamespace)
-    assert "tunix.rl.common" not in sys.modules or hasattr(sys.modules["tunix.rl.common"], "process_ids")
+    assert "tunix.rl.common" not in sys.modules or hasattr(
+        sys.modules["tunix.rl.common"], "process_ids"
+    )

@@ -1,6 +1,8 @@
-"""If `broken_rules` is not 0, the loss and its gradient are NaN: every rule, with every loss, on every path.
+"""If `broken_rules` is not 0, the loss and its gradient are NaN: every rule, with every loss, on
+every path.
 
-A path is compiled once for each loss; the data break the rules. "Before" says what an earlier version gave.
+A path is compiled once for each loss; the data break the rules. "Before" says what an earlier
+version gave.
 """
 
 import dataclasses
@@ -44,14 +46,20 @@ VALUES = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "
 
 
 def make_batch() -> RolloutBatch:
-    """Two micro-batches; the first sequence of the last row of each has loss from its second position on."""
+    """Two micro-batches; the first sequence of the last row of each has loss from its second
+    position on.
+    """
     rng = np.random.default_rng(1)
     samples = []
     for _ in range(12):
         n = int(rng.integers(4, 6))
         values = {name: -rng.exponential(size=n) for name in VALUES}
-        samples.append(Sample(rng.integers(0, V - 1, 2 + n), response_start=2, loss_weights=0.5, **values))
-    batch = RolloutBatch.from_samples(samples, row_length=T, rows=R, micro_batches=K, num_segments=2)
+        samples.append(
+            Sample(rng.integers(0, V - 1, 2 + n), response_start=2, loss_weights=0.5, **values)
+        )
+    batch = RolloutBatch.from_samples(
+        samples, row_length=T, rows=R, micro_batches=K, num_segments=2
+    )
     return dataclasses.replace(batch, rollout_ids=batch.sample_ids)
 
 
@@ -67,12 +75,21 @@ NORMALIZER = normalizer_of(BATCH, AGGREGATION)
 
 
 def entry(where: np.ndarray) -> tuple[int, ...]:
-    """The entry to break: in the last micro-batch, after a sound one, and not at the first position of a sequence."""
-    return tuple(int(i) for i in np.argwhere(where & (BATCH.positions != 0) | (where & (BATCH.segment_ids == 0)))[-1])
+    """The entry to break: in the last micro-batch, after a sound one, and not at the first
+    position of a sequence.
+    """
+    return tuple(
+        int(i)
+        for i in np.argwhere(where & (BATCH.positions != 0) | (where & (BATCH.segment_ids == 0)))[
+            -1
+        ]
+    )
 
 
 # with loss before and after it, so that every depth of `mtp_loss` reads this entry
-LOSS_TOKEN = entry((BATCH.loss_mask > 0) & (np.roll(BATCH.loss_mask, -1, -1) > 0) & (BATCH.positions > 1))
+LOSS_TOKEN = entry(
+    (BATCH.loss_mask > 0) & (np.roll(BATCH.loss_mask, -1, -1) > 0) & (BATCH.positions > 1)
+)
 PADDING = entry(BATCH.segment_ids == 0)
 LAST = entry((BATCH.segment_ids > 0) & (np.roll(BATCH.segment_ids, -1, -1) != BATCH.segment_ids))
 
@@ -119,7 +136,8 @@ RULES = {
         EVERY,  # before: -2.311 for -0.289 from such segments
         {
             "batch": dataclasses.replace(
-                BATCH, **dict.fromkeys(["sample_ids", "rollout_ids"], np.full_like(BATCH.sample_ids, -1))
+                BATCH,
+                **dict.fromkeys(["sample_ids", "rollout_ids"], np.full_like(BATCH.sample_ids, -1)),
             )
         },
     ),
@@ -138,12 +156,24 @@ WAYS = {
 MTP_NORMALIZERS = Normalizer.of(MTP(1, aggregation=AGGREGATION), BATCH)[0]
 
 
-def loss_of(kind: str, inputs: dict, batch: RolloutBatch, normalizer: Normalizer, parallel, from_hidden, memory):
+def loss_of(
+    kind: str,
+    inputs: dict,
+    batch: RolloutBatch,
+    normalizer: Normalizer,
+    parallel,
+    from_hidden,
+    memory,
+):
     """The loss of one micro-batch, and its metrics."""
     options = {"parallel": parallel, "normalizer": normalizer}
     if kind == "value":
         return loss_from_stats(inputs["values"], batch, Value(aggregation=AGGREGATION), **options)
-    hidden, head, of_head = inputs["hidden"], Head(inputs["kernel"], inputs["bias"]), {"memory": memory}
+    hidden, head, of_head = (
+        inputs["hidden"],
+        Head(inputs["kernel"], inputs["bias"]),
+        {"memory": memory},
+    )
     if kind == "mtp":
         options = {"parallel": parallel, "normalizers": [normalizer]}
         return mtp_loss([hidden], head, batch, MTP(aggregation=AGGREGATION), **options, **of_head)
@@ -151,9 +181,13 @@ def loss_of(kind: str, inputs: dict, batch: RolloutBatch, normalizer: Normalizer
         teacher = 1.5 * jnp.where(jnp.isfinite(hidden), hidden, 0), inputs["kernel"]
         return distillation_loss(hidden, head, *teacher, batch, aggregation=AGGREGATION, **options)
     if not from_hidden:
-        stats = log_probs_from_hidden(hidden, head, batch.targets, parallel=parallel, entropy="none")
+        stats = log_probs_from_hidden(
+            hidden, head, batch.targets, parallel=parallel, entropy="none"
+        )
     if kind == "sft" and from_hidden:
-        return loss_from_hidden(hidden, head, batch, SFT(aggregation=AGGREGATION), **options, **of_head)
+        return loss_from_hidden(
+            hidden, head, batch, SFT(aggregation=AGGREGATION), **options, **of_head
+        )
     if kind == "sft":
         return loss_from_stats(stats, batch, SFT(aggregation=AGGREGATION), **options)
     config = PolicyLossConfig(loss_named(kind), aggregation=AGGREGATION)
@@ -172,9 +206,15 @@ def program(kind: str, way: str):
 
     def part(params, given):
         place, inputs, batch, normalizer = given
-        own = inputs | {"kernel": params["kernel"], "bias": params["bias"]} if kind != "value" else dict(inputs)
+        own = (
+            inputs | {"kernel": params["kernel"], "bias": params["bias"]}
+            if kind != "value"
+            else dict(inputs)
+        )
         for name in {"hidden", "values"} & set(names):
-            own[name] = jnp.where(place.reshape(-1, *(1,) * (inputs[name].ndim)) > 0, params[name], 0).sum(axis=0)
+            own[name] = jnp.where(
+                place.reshape(-1, *(1,) * (inputs[name].ndim)) > 0, params[name], 0
+            ).sum(axis=0)
         return loss_of(kind, own, batch, normalizer, parallel, **options)
 
     def run(inputs, batch, normalizer):
@@ -202,16 +242,22 @@ def ways(kind: str) -> list[str]:
     return [way for way in WAYS if way != "one pass"]
 
 
-CASES = [(kind, way) for kind in (*LOSSES, "sft", "value", "mtp", "distillation") for way in ways(kind)]
+CASES = [
+    (kind, way) for kind in (*LOSSES, "sft", "value", "mtp", "distillation") for way in ways(kind)
+]
 # by day each path of one policy loss of each kind, and a path of each other one
 WHOLE = ("reinforce", "sft", "value", "mtp", "distillation")
-BY_DAY = sampled(CASES, lambda i, case: case[0] in WHOLE or case[1] == ("one pass", "mesh", "two passes")[i % 3])
+BY_DAY = sampled(
+    CASES, lambda i, case: case[0] in WHOLE or case[1] == ("one pass", "mesh", "two passes")[i % 3]
+)
 
 
 @pytest.mark.every(16)
 @pytest.mark.parametrize(("kind", "way"), BY_DAY)
 def test_the_loss_is_nan(kind, way):
-    """Before: from hidden states in one pass, a target in a column of bias -inf gave -0.399, or inf, and bit 32."""
+    """Before: from hidden states in one pass, a target in a column of bias -inf gave -0.399, or
+    inf, and bit 32.
+    """
     run, of = quick_jit(program(kind, way)), kind if kind in EVERY else "policy"
     normalizer = MTP_NORMALIZERS if kind == "mtp" else NORMALIZER
     loss, gradient, bits = run(INPUTS, BATCH, normalizer)
@@ -232,9 +278,15 @@ def test_the_loss_is_nan(kind, way):
                 its = dataclasses.replace(its, tokens=jnp.minimum(its.tokens, 1))
         loss, gradient, bits = run(changed.get("inputs", INPUTS), changed.get("batch", BATCH), its)
         assert np.isnan(loss), f"{rule}: got {loss}"
-        assert any(np.isnan(x).any() for x in jax.tree.leaves(gradient)), f"{rule}: a gradient without NaN"
+        assert any(np.isnan(x).any() for x in jax.tree.leaves(gradient)), (
+            f"{rule}: a gradient without NaN"
+        )
         explained = explain_broken_rules(bits)
-        name = "loss_mask_values" if kind == "mtp" and rule.startswith("loss_mask_on") else rule.split(",")[0]
+        name = (
+            "loss_mask_values"
+            if kind == "mtp" and rule.startswith("loss_mask_on")
+            else rule.split(",")[0]
+        )
         assert any(line.startswith(f"{name}: expected ") for line in explained), (rule, explained)
 
 
@@ -245,9 +297,16 @@ def test_the_ways_are_what_they_say():
 
 
 def test_a_step_without_a_loss_token_too():
-    """There is nothing to sum, so a NaN weight alone would not show. Before: in one pass 0, with bit 8."""
-    batch = jax.tree.map(lambda x: x[0], dataclasses.replace(BATCH, loss_mask=np.zeros_like(BATCH.loss_mask)))
-    batch = dataclasses.replace(batch, segment_ids=np.where(batch.positions == 3, 9, batch.segment_ids))
+    """There is nothing to sum, so a NaN weight alone would not show.
+
+    Before: in one pass 0, with bit 8.
+    """
+    batch = jax.tree.map(
+        lambda x: x[0], dataclasses.replace(BATCH, loss_mask=np.zeros_like(BATCH.loss_mask))
+    )
+    batch = dataclasses.replace(
+        batch, segment_ids=np.where(batch.positions == 3, 9, batch.segment_ids)
+    )
     hidden, head = INPUTS["hidden"][0], Head(INPUTS["kernel"])
     batch = dataclasses.replace(batch, micro_batches=None)
     for memory in (2**30, 18_000):
@@ -260,7 +319,9 @@ def test_a_step_without_a_loss_token_too():
         assert "segment_ids_range" in explain_broken_rules(found["broken_rules"].value)[0]
 
 
-@pytest.mark.parametrize("rule", [rule for rule, (_, changed) in RULES.items() if "batch" in changed])
+@pytest.mark.parametrize(
+    "rule", [rule for rule, (_, changed) in RULES.items() if "batch" in changed]
+)
 def test_the_host_refuses_it(rule):
     with pytest.raises(ValueError, match=r": got .* at row"):
         RULES[rule][1]["batch"].validate(V)
@@ -270,17 +331,27 @@ def test_the_host_refuses_it(rule):
 def test_every_rule_that_losses_check_has_a_case():
     # see test_preference, test_tree_losses and the next test
     elsewhere = {"pairs", "parents", "loss_without_sample", "own_ids_of_rollouts"}
-    assert {rule.split(",")[0] for rule in RULES} | elsewhere >= {rule.name for rule in STRUCTURE} - {"normalizer"}
+    assert {rule.split(",")[0] for rule in RULES} | elsewhere >= {
+        rule.name for rule in STRUCTURE
+    } - {"normalizer"}
 
 
 @pytest.mark.parametrize("way", ["one batch", "micro-batches"])
 def test_two_samples_of_one_id_are_no_rollout(way):
-    """Before: one rollout with the tokens of both. On the host `from_samples` and `validate` refuse them."""
-    samples = [Sample([1, 2, 3], 1, sample_id=i, advantages=[1.0, 2.0], old_log_probs=[-1.0, -2.0]) for i in range(2)]
+    """Before: one rollout with the tokens of both.
+
+    On the host `from_samples` and `validate` refuse them.
+    """
+    samples = [
+        Sample([1, 2, 3], 1, sample_id=i, advantages=[1.0, 2.0], old_log_probs=[-1.0, -2.0])
+        for i in range(2)
+    ]
     config = PolicyLossConfig(PPO(), aggregation="rollout_mean")
     batch = RolloutBatch.from_samples(samples, row_length=3, rows=1, micro_batches=2)
     if way == "one batch":
-        batch = dataclasses.replace(jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch), micro_batches=None)
+        batch = dataclasses.replace(
+            jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch), micro_batches=None
+        )
 
     def loss_and_rules(batch):
         normalizer = Normalizer.of(config, batch)
@@ -303,7 +374,13 @@ def test_two_samples_of_one_id_are_no_rollout(way):
 def test_the_first_three_are_named():
     """As one number that f32 holds exactly, on the host, as a metric and merged."""
     numbers = (1, 4, 40, 60, len(ON_DEVICE))
-    for counts in ([0, 0, 0, 0, 0], [0, 2, 0, 1, 0], [1, 0, 3, 1, 0], [1, 1, 1, 1, 0], [0, 0, 0, 0, 1]):
+    for counts in (
+        [0, 0, 0, 0, 0],
+        [0, 2, 0, 1, 0],
+        [1, 0, 3, 1, 0],
+        [1, 1, 1, 1, 0],
+        [0, 0, 0, 0, 1],
+    ):
         loss = jnp.float32(np.nan if counts[-1] else 0)  # the last rule is that it is finite
         metric = Broken(numbers[:-1], jnp.float32(counts[:-1])).metric(loss)
         found = merge_metrics({"it": metric}, {"it": metric})["it"].value

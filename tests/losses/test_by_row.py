@@ -1,4 +1,6 @@
-"""Losses by row: each client's samples as if they were alone, on meshes, from statistics and from hidden states."""
+"""Losses by row: each client's samples as if they were alone, on meshes, from statistics and
+from hidden states.
+"""
 
 import dataclasses
 
@@ -41,11 +43,16 @@ LOW, HIGH, TAU = np.float32([[0.1, 0.3, 0.5], [0.2, 0.25, 1.0], [0.5, 2.0, 3.0]]
 def batch_of(mesh, rows=4):
     """Sample i is client i % 5's, the last of whom has no loss; its numbers are those of i % 3."""
     parallel = mesh and make_parallel_mesh(mesh, context_layout="zigzag")
-    batch = RolloutBatch.from_samples(step_of(5, 12), row_length=32, rows=rows, num_segments=8, parallel=parallel)
+    batch = RolloutBatch.from_samples(
+        step_of(5, 12), row_length=32, rows=rows, num_segments=8, parallel=parallel
+    )
     owners = np.take_along_axis(batch.sample_ids, np.maximum(batch.segment_ids - 1, 0), -1)
     on = batch.loss_mask > 0
     extras = {"client": np.where(on, owners % 5, 99).astype(np.int32)}
-    extras |= {name: np.where(on, x[owners % 3], np.nan) for name, x in (("low", LOW), ("high", HIGH), ("tau", TAU))}
+    extras |= {
+        name: np.where(on, x[owners % 3], np.nan)
+        for name, x in (("low", LOW), ("high", HIGH), ("tau", TAU))
+    }
     return dataclasses.replace(batch, extras=extras), owners, parallel
 
 
@@ -53,7 +60,9 @@ def alone(x, batch, owners, parallel):
     """The sum of each sample's loss with the numbers of its own, and the gradient."""
 
     def one(x, i):
-        mine = dataclasses.replace(batch, loss_mask=np.where(owners == i, batch.loss_mask, 0), extras={})
+        mine = dataclasses.replace(
+            batch, loss_mask=np.where(owners == i, batch.loss_mask, 0), extras={}
+        )
         loss, k = list(CLIENTS.values())[i % 5], i % 3
         if i % 5 == 0:
             of = dataclasses.replace(loss.loss, clip_low=float(LOW[k]), clip_high=float(HIGH[k]))
@@ -72,7 +81,9 @@ def test_each_sample_as_if_alone(mesh):
 
     @jax.jit
     def run(x):
-        return jax.value_and_grad(lambda x: loss_from_stats(TokenStats(x), batch, parts, parallel=parallel)[0])(x)
+        return jax.value_and_grad(
+            lambda x: loss_from_stats(TokenStats(x), batch, parts, parallel=parallel)[0]
+        )(x)
 
     x = jnp.asarray(batch.returns)
     loss, gradient = run(x)
@@ -103,41 +114,68 @@ def test_from_hidden_in_one_pass_or_two(memory):
 
 
 OFF_POLICY = OffPolicyConfig(
-    "token", rejections=(Rejection("seq_mean_k2", high=9.0), Rejection("token_k1", 0.1, 9.0)), veto=0.01, opsm_delta=0.5
+    "token",
+    rejections=(Rejection("seq_mean_k2", high=9.0), Rejection("token_k1", 0.1, 9.0)),
+    veto=0.01,
+    opsm_delta=0.5,
 )
-FIELDS = {"low": (0.0, 0.3, 0.9), "high": (1.5, 2.0, 3.0), "veto": (0.2, 0.5, 0.7), "opsm_delta": (0.01, 0.1, 1.0)}
+FIELDS = {
+    "low": (0.0, 0.3, 0.9),
+    "high": (1.5, 2.0, 3.0),
+    "veto": (0.2, 0.5, 0.7),
+    "opsm_delta": (0.01, 0.1, 1.0),
+}
 BOUNDS = (0.05, 0.2, 2.0), (0.4, 0.7, 0.9)  # the largest seq_mean_k2, the least ratio of token_k1
 
 
 def corrected(k):
     """The config with the numbers of client k."""
-    rejections = Rejection("seq_mean_k2", high=BOUNDS[0][k]), Rejection("token_k1", BOUNDS[1][k], 9.0)
+    rejections = (
+        Rejection("seq_mean_k2", high=BOUNDS[0][k]),
+        Rejection("token_k1", BOUNDS[1][k], 9.0),
+    )
     of = {name: numbers[k] for name, numbers in FIELDS.items()}
-    return PolicyLossConfig(off_policy=dataclasses.replace(OFF_POLICY, rejections=rejections, **of), aggregation=SUM)
+    return PolicyLossConfig(
+        off_policy=dataclasses.replace(OFF_POLICY, rejections=rejections, **of), aggregation=SUM
+    )
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 def test_numbers_of_a_correction(mesh, level):
-    """Weights, both kinds of rejection, veto and OPSM with bounds of their own, each sample as if alone."""
+    """Weights, both kinds of rejection, veto and OPSM with bounds of their own, each sample as
+    if alone.
+    """
     batch, owners, parallel = batch_of(mesh)
     of = {f"off_policy.{name}": numbers for name, numbers in FIELDS.items()}
     of |= {"off_policy.rejections.0.high": BOUNDS[0], "off_policy.rejections.1.low": BOUNDS[1]}
     on = batch.loss_mask > 0
-    extras = {name: np.where(on, np.float32(numbers)[owners % 3], 0) for name, numbers in of.items()}
+    extras = {
+        name: np.where(on, np.float32(numbers)[owners % 3], 0) for name, numbers in of.items()
+    }
     extras["client"] = np.where(on, 0, 1).astype(np.int32)
     batch = dataclasses.replace(batch, extras=extras)
-    config = PolicyLossConfig(off_policy=dataclasses.replace(OFF_POLICY, weights=level), aggregation=SUM)
+    config = PolicyLossConfig(
+        off_policy=dataclasses.replace(OFF_POLICY, weights=level), aggregation=SUM
+    )
     parts = by_row({"ppo": config}, "client", {"ppo": {name: name for name in of}})
     x = jnp.asarray(batch.old_log_probs) * 0.8
 
     def alone(x, i):
-        mine = dataclasses.replace(batch, loss_mask=np.where(owners == i, batch.loss_mask, 0), extras={})
+        mine = dataclasses.replace(
+            batch, loss_mask=np.where(owners == i, batch.loss_mask, 0), extras={}
+        )
         one = corrected(i % 3)
-        one = dataclasses.replace(one, off_policy=dataclasses.replace(one.off_policy, weights=level))
+        one = dataclasses.replace(
+            one, off_policy=dataclasses.replace(one.off_policy, weights=level)
+        )
         return loss_from_stats(TokenStats(x), mine, one, parallel=parallel)[0]
 
-    together = jax.jit(jax.value_and_grad(lambda x: loss_from_stats(TokenStats(x), batch, parts, parallel=parallel)[0]))
+    together = jax.jit(
+        jax.value_and_grad(
+            lambda x: loss_from_stats(TokenStats(x), batch, parts, parallel=parallel)[0]
+        )
+    )
     loss, gradient = together(x)
     expected, wanted = jax.value_and_grad(lambda x: sum(alone(x, i) for i in range(12)))(x)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
@@ -165,10 +203,19 @@ def test_a_number_that_is_not_finite_is_found():
     [
         (lambda: by_row({}, "client"), "losses: got none"),
         (lambda: by_row(CLIENTS, "client", {"dro": {}}), r"numbers: got \['dro'\]"),
-        (lambda: by_row(CLIENTS, "client", {"ppo": {"beta": "x"}}), "numbers: got 'beta', expected a number of"),
+        (
+            lambda: by_row(CLIENTS, "client", {"ppo": {"beta": "x"}}),
+            "numbers: got 'beta', expected a number of",
+        ),
         (lambda: by_row({"a": "ppo"}, "client"), "loss: got str"),
-        (lambda: by_row({"a": corrected(0)}, "c", {"a": {"off_policy.rejections.2.high": "x"}}), "numbers: got 'off_p"),
-        (lambda: by_row({"a": NORMALIZED}, "c", {"a": {"off_policy.high": "x"}}), "numbers: got one of off_policy"),
+        (
+            lambda: by_row({"a": corrected(0)}, "c", {"a": {"off_policy.rejections.2.high": "x"}}),
+            "numbers: got 'off_p",
+        ),
+        (
+            lambda: by_row({"a": NORMALIZED}, "c", {"a": {"off_policy.high": "x"}}),
+            "numbers: got one of off_policy",
+        ),
         (lambda: Part(SFT(), equals=1), "mask: got None"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Arrays that a loss reads beside model, batch and coefficients get no gradient, in whatever way they are read."""
+"""Arrays that a loss reads beside model, batch and coefficients get no gradient, in whatever way
+they are read.
+"""
 
 import dataclasses
 
@@ -28,12 +30,21 @@ from jaxppo.policy_losses import GSPO
 
 RNG = np.random.default_rng(0)
 T, H, V = 12, 3, 7
-OF_TOKENS = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
+OF_TOKENS = (
+    "advantages",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "values",
+    "returns",
+)
 
 
 def sample(group, reward, length):
     arrays = {name: -0.1 - np.abs(RNG.normal(size=length)) for name in OF_TOKENS}
-    return Sample([group, group, *RNG.integers(0, V, length)], 2, reward=reward, group_id=group, **arrays)
+    return Sample(
+        [group, group, *RNG.integers(0, V, length)], 2, reward=reward, group_id=group, **arrays
+    )
 
 
 BATCH = RolloutBatch.from_samples(
@@ -45,14 +56,18 @@ KERNEL = jnp.asarray(RNG.normal(size=(H, V)), jnp.float32)
 
 def gspo(x, batch, coef):
     kl = KL(coef, "k1", importance="sequence", compares="current/rollout")
-    config = PolicyLossConfig(GSPO(0.1, coef), kl=kl, off_policy=OffPolicyConfig(weights="geometric"))
+    config = PolicyLossConfig(
+        GSPO(0.1, coef), kl=kl, off_policy=OffPolicyConfig(weights="geometric")
+    )
     return policy_loss(TokenStats(x[..., 0]), batch, config)
 
 
 def joint(x, batch, coef):
     parts = {"gspo": Part(PolicyLossConfig(GSPO()), coef), "kl": ReferenceKL()}
     parts["sft"] = Part(SFT(), coef, weights="own")
-    return loss_from_hidden(x, KERNEL, dataclasses.replace(batch, extras={"own": jnp.full((R, T), coef)}), parts)
+    return loss_from_hidden(
+        x, KERNEL, dataclasses.replace(batch, extras={"own": jnp.full((R, T), coef)}), parts
+    )
 
 
 def simpo(x, batch, coef):
@@ -79,7 +94,9 @@ LOSSES = {
 @pytest.mark.every(5)
 @pytest.mark.parametrize("name", LOSSES)
 def test_batches_and_coefficients_are_constants(name):
-    arrays = {name: jnp.asarray(getattr(BATCH, name)) for name in ("loss_mask", "rewards", *OF_TOKENS)}
+    arrays = {
+        name: jnp.asarray(getattr(BATCH, name)) for name in ("loss_mask", "rewards", *OF_TOKENS)
+    }
 
     def run(x, arrays, coef):
         return LOSSES[name](x, dataclasses.replace(BATCH, **arrays), coef)[0]

@@ -17,12 +17,16 @@ KEY = jax.random.key(3)
 
 
 def packed(seed, **options):
-    return RolloutBatch.from_samples(step_of(seed, 20), num_segments=20, **{"row_length": 24, "rows": 8} | options)
+    return RolloutBatch.from_samples(
+        step_of(seed, 20), num_segments=20, **{"row_length": 24, "rows": 8} | options
+    )
 
 
 def picked(config, batch, mesh=None, key=KEY):
     parallel = mesh and make_parallel_mesh(mesh)
-    return np.asarray(quick_jit(lambda b: covariance_mask(TokenStats(b.returns), b, config, key, parallel))(batch))
+    return np.asarray(
+        quick_jit(lambda b: covariance_mask(TokenStats(b.returns), b, config, key, parallel))(batch)
+    )
 
 
 def covariances(batch):
@@ -55,7 +59,9 @@ def test_clip_cov_takes_random_ones_of_the_candidates():
         assert mask.sum() == wanted
         assert np.all(candidates[mask > 0])
     assert np.any(found != other)
-    everything = picked(dataclasses.replace(config, loss=dataclasses.replace(config.loss, share=1.0)), batch)
+    everything = picked(
+        dataclasses.replace(config, loss=dataclasses.replace(config.loss, share=1.0)), batch
+    )
     np.testing.assert_array_equal(everything > 0, candidates)
 
 
@@ -71,7 +77,9 @@ def test_the_choice_depends_on_the_step_alone(loss):
         ("cp=8", {"row_length": 40, "rows": 6}),
     ):
         again = packed(1, **options)
-        np.testing.assert_array_equal(by_sample(picked(config, again, mesh), again, 20), expected, err_msg=mesh)
+        np.testing.assert_array_equal(
+            by_sample(picked(config, again, mesh), again, 20), expected, err_msg=mesh
+        )
     stacked = jax.tree.map(lambda x: x.reshape(4, 2, *x.shape[1:]), batch)
     mask = picked(config, stacked, "dp=2,cp=2,tp=2")
     assert mask.shape == stacked.loss_mask.shape
@@ -80,7 +88,8 @@ def test_the_choice_depends_on_the_step_alone(loss):
 
 def test_equal_covariances_are_decided_by_lot():
     batch = packed(2)
-    constant = dataclasses.replace(batch, advantages=np.ones_like(batch.loss_mask))  # every covariance is 0 or -0
+    # every covariance is 0 or -0
+    constant = dataclasses.replace(batch, advantages=np.ones_like(batch.loss_mask))
     found = picked(config_of(KLCov(0.5)), constant)
     assert found.sum() == int(0.5 * batch.loss_mask.sum())
     on = batch.loss_mask > 0
@@ -92,10 +101,16 @@ def test_bad_input():
     batch = packed(2)
     stats = TokenStats(jnp.asarray(batch.returns))
     with pytest.raises(
-        ValueError, match=r"config.loss: got PPO\(.*\), expected one that selects tokens, such as ClipCov or KLCov"
+        ValueError,
+        match=(
+            r"config.loss: got PPO\(.*\), expected one that selects tokens, such as ClipCov or"
+            r" KLCov"
+        ),
     ):
         covariance_mask(stats, batch, PolicyLossConfig(), KEY)
     with pytest.raises(ValueError, match=r"batch.old_log_probs: got None"):
-        covariance_mask(stats, dataclasses.replace(batch, old_log_probs=None), config_of(KLCov()), KEY)
+        covariance_mask(
+            stats, dataclasses.replace(batch, old_log_probs=None), config_of(KLCov()), KEY
+        )
     with pytest.raises(ValueError, match=r"stats.log_probs: got shape"):
         covariance_mask(TokenStats(stats.log_probs[:4]), batch, config_of(KLCov()), KEY)

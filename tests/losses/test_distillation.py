@@ -37,7 +37,9 @@ def heads(V, seed=0, dtype=jnp.float32):
     def array(*shape):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    hidden, teacher_hidden = (jnp.where(MASK[..., None], array(R, T, n), jnp.nan) for n in (H, TEACHER_H))
+    hidden, teacher_hidden = (
+        jnp.where(MASK[..., None], array(R, T, n), jnp.nan) for n in (H, TEACHER_H)
+    )
     student = Head(array(H, V), bias=array(V))
     return (hidden, student), (teacher_hidden, Head(array(V, TEACHER_H), layout="vh", softcap=4.0))
 
@@ -65,17 +67,27 @@ def small_tiles():
 
 # V: more than one block with a remainder; what tp=2 does not divide
 @pytest.mark.every(5)
-@pytest.mark.parametrize(("divergence", "V"), [*((d, 1000) for d in DIVERGENCES), ("jensen_shannon", 97)])
+@pytest.mark.parametrize(
+    ("divergence", "V"), [*((d, 1000) for d in DIVERGENCES), ("jensen_shannon", 97)]
+)
 def test_against_logits_written_out_on_any_mesh(divergence, V):
     student, teacher = heads(V)
 
     def run(parallel, student, teacher):
         options = {"beta": 0.3, "temperature": 0.7, "where": MASK, "parallel": parallel}
-        return weighted(lambda s: divergence_from_hidden(*s, *teacher, divergence=divergence, **options))(student)
+        return weighted(
+            lambda s: divergence_from_hidden(*s, *teacher, divergence=divergence, **options)
+        )(student)
 
-    got = assert_mesh_invariant(run, student, teacher, meshes=MESHES[:1] if V == 97 else MESHES, rtol=1e-5, atol=2e-6)
+    got = assert_mesh_invariant(
+        run, student, teacher, meshes=MESHES[:1] if V == 97 else MESHES, rtol=1e-5, atol=2e-6
+    )
     expected = jax.jit(
-        weighted(lambda s: reference_divergence(s, teacher, divergence, beta=0.3, temperature=0.7, where=MASK))
+        weighted(
+            lambda s: reference_divergence(
+                s, teacher, divergence, beta=0.3, temperature=0.7, where=MASK
+            )
+        )
     )(student)
     assert_trees_close(got, expected, rtol=1e-5, atol=2e-6)
     assert (np.asarray(got[0]) >= 0).all()
@@ -85,34 +97,50 @@ def test_against_logits_written_out_on_any_mesh(divergence, V):
 def test_kernels_sharded_over_fsdp_and_bf16(sequence_parallel):
     parallel = make_parallel_mesh("fsdp=2,cp=2,tp=2", sequence_parallel=sequence_parallel)
     student, teacher = heads(96, dtype=jnp.bfloat16)
-    run = jax.jit(weighted(lambda s: divergence_from_hidden(*s, *teacher, where=MASK, parallel=parallel)))
+    run = jax.jit(
+        weighted(lambda s: divergence_from_hidden(*s, *teacher, where=MASK, parallel=parallel))
+    )
     found, gradients = run(student)
-    as_f32 = [jax.tree.map(lambda x: x.astype(jnp.float32), states) for states in (student, teacher)]
+    as_f32 = [
+        jax.tree.map(lambda x: x.astype(jnp.float32), states) for states in (student, teacher)
+    ]
     expected, exact = weighted(lambda s: reference_divergence(s, as_f32[1], where=MASK))(as_f32[0])
     assert_trees_close(found, expected, rtol=1e-5, atol=2e-6)
     assert all(g.dtype == jnp.bfloat16 for g in jax.tree.leaves(gradients))
     # A bf16 model's logit gradient is rounded to bf16 before its products, 2^-9 of each term.
-    assert_trees_close(jax.tree.map(lambda g: g.astype(jnp.float32), gradients), exact, rtol=2**-7, atol=2**-8)
+    assert_trees_close(
+        jax.tree.map(lambda g: g.astype(jnp.float32), gradients), exact, rtol=2**-7, atol=2**-8
+    )
 
 
 def test_hidden_states_of_which_only_the_students_are_sharded_by_position():
-    """They are gathered, and their gradients, which each device holds a part of, are summed in f32."""
+    """They are gathered, and their gradients, which each device holds a part of, are summed in
+    f32.
+    """
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
     by_position = dataclasses.replace(parallel, sequence_parallel=True).hidden_spec
     student, teacher = heads(96, dtype=jnp.bfloat16)
     specs = {"hidden_spec": by_position, "teacher_hidden_spec": parallel.hidden_spec}
-    loss = weighted(lambda s: divergence_from_hidden(*s, *teacher, where=MASK, parallel=parallel, **specs))
+    loss = weighted(
+        lambda s: divergence_from_hidden(*s, *teacher, where=MASK, parallel=parallel, **specs)
+    )
     assert narrow_sums(loss, student) == []
     found, gradients = jax.jit(loss)(student)
-    as_f32 = [jax.tree.map(lambda x: x.astype(jnp.float32), states) for states in (student, teacher)]
+    as_f32 = [
+        jax.tree.map(lambda x: x.astype(jnp.float32), states) for states in (student, teacher)
+    ]
     expected, exact = weighted(lambda s: reference_divergence(s, as_f32[1], where=MASK))(as_f32[0])
     assert_trees_close(found, expected, rtol=1e-5, atol=2e-6)
-    assert_trees_close(jax.tree.map(lambda g: g.astype(jnp.float32), gradients), exact, rtol=2**-7, atol=2**-8)
+    assert_trees_close(
+        jax.tree.map(lambda g: g.astype(jnp.float32), gradients), exact, rtol=2**-7, atol=2**-8
+    )
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 def test_heads_of_one_vocabulary_with_other_padding(mesh):
-    """Qwen's sizes pad one vocabulary to other numbers of columns: 1000 tokens in 1004 and in 1024 columns."""
+    """Qwen's sizes pad one vocabulary to other numbers of columns: 1000 tokens in 1004 and in
+    1024 columns.
+    """
     (hidden, student), (teacher_hidden, teacher) = heads(1000)
     parallel = mesh and make_parallel_mesh(mesh)
     of_student = ((0, 0), (0, 4)), (0, 4)
@@ -122,11 +150,15 @@ def test_heads_of_one_vocabulary_with_other_padding(mesh):
         bias=jnp.pad(student.bias, of_student[1]),
         vocab_size=1000,
     )
-    wider = dataclasses.replace(teacher, kernel=jnp.pad(teacher.kernel, ((0, 24), (0, 0))), vocab_size=1000)
+    wider = dataclasses.replace(
+        teacher, kernel=jnp.pad(teacher.kernel, ((0, 24), (0, 0))), vocab_size=1000
+    )
 
     def run(student_head, teacher_head, parallel):
         def fn(head):
-            return divergence_from_hidden(hidden, head, teacher_hidden, teacher_head, where=MASK, parallel=parallel)
+            return divergence_from_hidden(
+                hidden, head, teacher_hidden, teacher_head, where=MASK, parallel=parallel
+            )
 
         return jax.jit(weighted(fn))(student_head)
 
@@ -135,13 +167,18 @@ def test_heads_of_one_vocabulary_with_other_padding(mesh):
     assert_trees_close(found, expected, rtol=1e-5, atol=2e-6)
     assert_trees_close(gradient.kernel[:, :1000], of_head.kernel, rtol=1e-5, atol=2e-6)
     assert not gradient.kernel[:, 1000:].any()
-    with pytest.raises(ValueError, match=r"teacher_head.kernel: got 1024 columns, expected the student's 1000"):
+    with pytest.raises(
+        ValueError, match=r"teacher_head.kernel: got 1024 columns, expected the student's 1000"
+    ):
         run(student, dataclasses.replace(wider, vocab_size=None), None)
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_vocabularies_with_other_padding_inside_a_users_shard_map(is_cut):
-    """Whole kernels are padded as outside. Of one that is cut, padding would move the columns of the next device."""
+    """Whole kernels are padded as outside.
+
+    Of one that is cut, padding would move the columns of the next device.
+    """
     (hidden, student), (teacher_hidden, teacher) = heads(96)
     mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
     kernel = jnp.pad(student.kernel, ((0, 0), (0, 4)), constant_values=3)
@@ -149,37 +186,54 @@ def test_vocabularies_with_other_padding_inside_a_users_shard_map(is_cut):
     of_kernels = (mesh.kernel_spec(), mesh.kernel_spec("vh")) if is_cut else (P(), P())
 
     def inside(hidden, kernel, teacher_hidden, teacher_kernel, where):
-        mine, theirs = Head(kernel, vocab_size=96), dataclasses.replace(teacher, kernel=teacher_kernel, vocab_size=96)
+        mine, theirs = (
+            Head(kernel, vocab_size=96),
+            dataclasses.replace(teacher, kernel=teacher_kernel, vocab_size=96),
+        )
         axes = ShardAxes("dp", "cp", "tp")
-        return divergence_from_hidden(hidden, mine, teacher_hidden, theirs, where=where, parallel=axes)
+        return divergence_from_hidden(
+            hidden, mine, teacher_hidden, theirs, where=where, parallel=axes
+        )
 
     specs = (mesh.hidden_spec, of_kernels[0], mesh.hidden_spec, of_kernels[1], mesh.tokens_spec)
-    mapped = jax.jit(jax.shard_map(inside, mesh=mesh.mesh, in_specs=specs, out_specs=mesh.tokens_spec))
+    mapped = jax.jit(
+        jax.shard_map(inside, mesh=mesh.mesh, in_specs=specs, out_specs=mesh.tokens_spec)
+    )
     args = hidden, kernel, teacher_hidden, teacher_kernel, MASK
     if is_cut:
         advice = "pad kernels that a shard_map cuts to one width before it, and give vocab_size"
         with pytest.raises(
-            ValueError, match=rf"^teacher_head.kernel: got 120 columns, expected the student's 100; {advice}"
+            ValueError,
+            match=rf"^teacher_head.kernel: got 120 columns, expected the student's 100; {advice}",
         ):
             mapped(*args)
         return
-    expected = reference_divergence((hidden, Head(student.kernel)), (teacher_hidden, teacher), where=MASK)
+    expected = reference_divergence(
+        (hidden, Head(student.kernel)), (teacher_hidden, teacher), where=MASK
+    )
     assert_trees_close(mapped(*args), expected, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("of", ["student", "teacher", "both"])
 def test_no_loop_over_the_tokens_of_a_device_gathers_a_kernel(of):
-    """Devices have 0 to 160 tokens that count, in chunks of 16, and gradients gather the kernels by block."""
+    """Devices have 0 to 160 tokens that count, in chunks of 16, and gradients gather the kernels
+    by block.
+    """
     rng, parallel = np.random.default_rng(3), make_parallel_mesh("fsdp=8")
     where = jnp.arange(160)[None] < jnp.asarray([0, 1, 16, 17, 40, 100, 159, 160])[:, None]
-    hidden = jnp.where(where[..., None], jnp.asarray(rng.normal(size=(8, 160, 16)), jnp.float32), jnp.nan)
+    hidden = jnp.where(
+        where[..., None], jnp.asarray(rng.normal(size=(8, 160, 16)), jnp.float32), jnp.nan
+    )
     kernels = [jnp.asarray(rng.normal(size=(16, 256)), jnp.float32) for _ in range(2)]
     specs = [None if of in (name, "both") else P() for name in ("student", "teacher")]
     weights = jnp.cos(jnp.arange(160.0))[None]
 
     def on_devices(hidden, kernel):
         one, two = (Head(k, spec=spec) for k, spec in zip((kernel, kernels[1]), specs, strict=True))
-        return (divergence_from_hidden(hidden, one, hidden, two, where=where, parallel=parallel) * weights).sum()
+        return (
+            divergence_from_hidden(hidden, one, hidden, two, where=where, parallel=parallel)
+            * weights
+        ).sum()
 
     def written_out(hidden, kernel):
         states = (hidden, Head(kernel)), (hidden, Head(kernels[1]))
@@ -195,7 +249,10 @@ def test_padded_columns_and_a_frozen_head():
     (hidden, head), (teacher_hidden, teacher) = heads(600)
     spoiled = Head(head.kernel.at[:, 500:].set(jnp.nan), head.bias, vocab_size=500)
     padded = dataclasses.replace(teacher, vocab_size=500)
-    shorter = Head(head.kernel[:, :500], head.bias[:500]), dataclasses.replace(teacher, kernel=teacher.kernel[:500])
+    shorter = (
+        Head(head.kernel[:, :500], head.bias[:500]),
+        dataclasses.replace(teacher, kernel=teacher.kernel[:500]),
+    )
 
     def gradient(head, teacher):
         def run(hidden):
@@ -211,7 +268,9 @@ def test_lora_of_student_and_teacher():
     rng = np.random.default_rng(7)
 
     def adapter(n):
-        return LoRA(*(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((n, 2), (2, 97))), scale=0.5)
+        return LoRA(
+            *(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((n, 2), (2, 97))), scale=0.5
+        )
 
     student = hidden, dataclasses.replace(head, lora=adapter(H))
     other = teacher_hidden, dataclasses.replace(teacher, lora=adapter(TEACHER_H))
@@ -249,22 +308,34 @@ def test_same_distribution_is_zero_and_far_ones_are_finite():
     assert_trees_close(divergence_from_hidden(*student, *student, where=MASK), jnp.zeros((R, T)))
     far = student[0], Head(1e4 * student[1].kernel)
     for divergence in DIVERGENCES:
-        run = weighted(lambda s, d=divergence: divergence_from_hidden(*s, *far, divergence=d, where=MASK))
+        run = weighted(
+            lambda s, d=divergence: divergence_from_hidden(*s, *far, divergence=d, where=MASK)
+        )
         chex.assert_tree_all_finite(jax.jit(run)(student))
 
 
 def test_inside_a_users_shard_map():
     (hidden, head), (teacher_hidden, teacher) = heads(64)
     mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
-    specs = [mesh.hidden_spec, mesh.kernel_spec(), mesh.hidden_spec, mesh.kernel_spec("vh"), mesh.tokens_spec]
+    specs = [
+        mesh.hidden_spec,
+        mesh.kernel_spec(),
+        mesh.hidden_spec,
+        mesh.kernel_spec("vh"),
+        mesh.tokens_spec,
+    ]
 
     def inside(hidden, kernel, teacher_hidden, teacher_kernel, where):
         yours = Head(teacher_kernel, layout="vh", softcap=4.0)
         axes = ShardAxes("dp", "cp", "tp")
-        return divergence_from_hidden(hidden, Head(kernel), teacher_hidden, yours, where=where, parallel=axes)
+        return divergence_from_hidden(
+            hidden, Head(kernel), teacher_hidden, yours, where=where, parallel=axes
+        )
 
     expected = divergence_from_hidden(hidden, head.kernel, teacher_hidden, teacher, where=MASK)
-    mapped = jax.shard_map(inside, mesh=mesh.mesh, in_specs=tuple(specs), out_specs=mesh.tokens_spec)
+    mapped = jax.shard_map(
+        inside, mesh=mesh.mesh, in_specs=tuple(specs), out_specs=mesh.tokens_spec
+    )
     got = jax.jit(mapped)(hidden, head.kernel, teacher_hidden, teacher.kernel, MASK)
     assert_trees_close(got, expected, atol=2e-6)
 
@@ -282,16 +353,24 @@ def test_no_array_has_the_vocabulary_for_each_token():
 
 @pytest.mark.nightly
 def test_temporaries_on_a_tpu_pod():
-    """A Qwen3-8B head learning from a Qwen3-32B head: plain logits of both, in f32, would take 4.6 GiB each."""
+    """A Qwen3-8B head learning from a Qwen3-32B head: plain logits of both, in f32, would take
+    4.6 GiB each.
+    """
     topology = topologies.get_topology_desc("v5p:2x2x4", platform="tpu")
-    parallel = ParallelMesh(jax.sharding.Mesh(np.array(topology.devices).reshape(4, 4), ("cp", "tp")))
+    parallel = ParallelMesh(
+        jax.sharding.Mesh(np.array(topology.devices).reshape(4, 4), ("cp", "tp"))
+    )
     V, tokens = 151936, 4 * 8192
 
     def like(spec, *shape):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=parallel.sharding(spec))
 
     hidden, kernel = parallel.hidden_spec, parallel.kernel_spec()
-    args = [like(spec, *shape) for h in (4096, 5120) for spec, shape in ((hidden, (1, tokens, h)), (kernel, (h, V)))]
+    args = [
+        like(spec, *shape)
+        for h in (4096, 5120)
+        for spec, shape in ((hidden, (1, tokens, h)), (kernel, (h, V)))
+    ]
 
     def loss(hidden, kernel, *teacher):
         return divergence_from_hidden(hidden, kernel, *teacher, parallel=parallel).sum()
@@ -305,16 +384,25 @@ def test_distillation_loss_is_the_mean_over_loss_tokens():
     ids, sample = jnp.ones((R, T), int), jnp.zeros((R, 1), int)
     batch = RolloutBatch(ids, ids, ids, ids, jnp.asarray(MASK, jnp.float32), sample)
     for mesh in (None, make_parallel_mesh(MESHES[0])):
-        run = jax.jit(lambda s, t, b, p=mesh: distillation_loss(*s, *t, b, divergence="forward_kl", parallel=p))
+        run = jax.jit(
+            lambda s, t, b, p=mesh: distillation_loss(
+                *s, *t, b, divergence="forward_kl", parallel=p
+            )
+        )
         loss, metrics = run(student, teacher, batch)
-        expected = np.asarray(reference_divergence(student, teacher, "forward_kl", where=MASK))[MASK].mean()
+        expected = np.asarray(reference_divergence(student, teacher, "forward_kl", where=MASK))[
+            MASK
+        ].mean()
         np.testing.assert_allclose([loss, metrics["divergence"].value], expected, rtol=1e-5)
 
 
 def test_bad_input():
     student, teacher = heads(97)
     for kwargs, message in [
-        ({"divergence": "kl"}, "divergence: got 'kl', expected one of 'reverse_kl', 'forward_kl', 'jensen_shannon'"),
+        (
+            {"divergence": "kl"},
+            "divergence: got 'kl', expected one of 'reverse_kl', 'forward_kl', 'jensen_shannon'",
+        ),
         ({"beta": 1.0}, r"beta: got 1.0, expected a number in \(0, 1\)"),
         ({"temperature": 0.0}, "temperature: got 0.0"),
         ({"where": MASK[:2]}, "where: got shape"),
@@ -322,13 +410,20 @@ def test_bad_input():
     ]:
         with pytest.raises(ValueError, match=message):
             divergence_from_hidden(*student, *teacher, **kwargs)
-    with pytest.raises(ValueError, match=r"teacher_head.kernel: got 96 columns, expected the student's 97"):
+    with pytest.raises(
+        ValueError, match=r"teacher_head.kernel: got 96 columns, expected the student's 97"
+    ):
         divergence_from_hidden(*student, *heads(96)[1])
     for own, sizes in ((90, "90 and the student's 97"), (None, "96 and the student's 97")):
         other = dataclasses.replace(heads(96)[1][1], vocab_size=own)
-        with pytest.raises(ValueError, match=rf"^teacher_head.kernel: .* give both heads one vocab_size, here {sizes}"):
+        with pytest.raises(
+            ValueError,
+            match=rf"^teacher_head.kernel: .* give both heads one vocab_size, here {sizes}",
+        ):
             divergence_from_hidden(*student, heads(96)[1][0], other)
-    with pytest.raises(ValueError, match=r"teacher_head.vocab_size: got 90, expected the student's, 97"):
+    with pytest.raises(
+        ValueError, match=r"teacher_head.vocab_size: got 90, expected the student's, 97"
+    ):
         divergence_from_hidden(*student, teacher[0], dataclasses.replace(teacher[1], vocab_size=90))
     with pytest.raises(TypeError, match=r"teacher_head: got tuple, expected a jaxppo.Head"):
         divergence_from_hidden(*student, teacher[0], (teacher[1],))
@@ -340,14 +435,21 @@ def test_bad_input():
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("distance", [0.0, 1e-6, 1e-4, 1e-2, 1.0])
 def test_divergences_of_nearly_equal_heads(divergence, distance):
-    """At least 0, and right in the first digit. An earlier version gave down to -3.4e-7, whatever the distance."""
+    """At least 0, and right in the first digit.
+
+    An earlier version gave down to -3.4e-7, whatever the distance.
+    """
     V, rng = 1000, np.random.default_rng(0)
     hidden = rng.normal(size=(4, 64, H)).astype(np.float32)
     kernel = rng.normal(size=(H, V)).astype(np.float32)
     other = (kernel + distance * rng.normal(size=kernel.shape)).astype(np.float32)
     options = {"divergence": divergence, "beta": 0.3}
-    found = np.asarray(jax.jit(lambda *x: divergence_from_hidden(*x, **options))(hidden, kernel, hidden, other))
-    z, other_z = (hidden.astype(np.float64).reshape(-1, H) @ k.astype(np.float64) for k in (kernel, other))
+    found = np.asarray(
+        jax.jit(lambda *x: divergence_from_hidden(*x, **options))(hidden, kernel, hidden, other)
+    )
+    z, other_z = (
+        hidden.astype(np.float64).reshape(-1, H) @ k.astype(np.float64) for k in (kernel, other)
+    )
     expected, _ = other_losses.divergence(z, other_z, divergence, 0.3)
     assert found.min() >= 0
     # an f32 logit is 2e-6 off, which counts by its square and by its product with the distance
@@ -385,9 +487,11 @@ def test_a_head_that_excludes_all_columns_has_no_divergence(divergence, of_teach
 
 
 def test_distillation_through_advantages_in_expectation():
-    """Weighed by the policy's probabilities, the gradients of all tokens add up to that of KL(policy | teacher).
+    """Weighed by the policy's probabilities, the gradients of all tokens add up to that of
+    KL(policy | teacher).
 
-    An advantage of minus the divergence, as recipes once said, is a baseline: its expected gradient is 1e-8.
+    An advantage of minus the divergence, as recipes once said, is a baseline: its expected gradient
+    is 1e-8.
     """
     logits, teacher = np.random.default_rng(0).normal(size=(2, 5))
     p = np.exp(logits) / np.exp(logits).sum()
@@ -410,6 +514,8 @@ def test_distillation_through_advantages_in_expectation():
     given = [jnp.asarray(x, jnp.float32)[None] for x in (np.log(p), np.log(p) - log_ratio)]
     right = advantages.on_policy_distillation(jnp.zeros((1, 5)), *given, batch.loss_mask)
     np.testing.assert_allclose(gradient(right), expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(gradient(right + np.float32(divergence)), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        gradient(right + np.float32(divergence)), expected, rtol=1e-5, atol=1e-6
+    )
     assert np.abs(expected).max() > 0.1
     assert np.abs(gradient(jnp.full((1, 5), -divergence, jnp.float32))).max() < 1e-6

@@ -1,4 +1,6 @@
-"""Explained tokens: their contributions sum to the loss of every loss on any mesh, and their reasons are true."""
+"""Explained tokens: their contributions sum to the loss of every loss on any mesh, and their
+reasons are true.
+"""
 
 import dataclasses
 import functools
@@ -9,10 +11,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policy_steps import AGGREGATIONS, LOSSES, by_sample, config_of, selected_of, step_of, with_garbage, with_selected
+from policy_steps import (
+    AGGREGATIONS,
+    LOSSES,
+    by_sample,
+    config_of,
+    selected_of,
+    step_of,
+    with_garbage,
+    with_selected,
+)
 
 import jaxppo.losses
-from jaxppo import KL, PPO, SFT, OffPolicyConfig, PolicyLossConfig, Rejection, RolloutBatch, Sample, TokenStats, Value
+from jaxppo import (
+    KL,
+    PPO,
+    SFT,
+    OffPolicyConfig,
+    PolicyLossConfig,
+    Rejection,
+    RolloutBatch,
+    Sample,
+    TokenStats,
+    Value,
+)
 from jaxppo.losses import Part, ReferenceKL, explain_tokens, loss_from_stats, preference
 from jaxppo.losses.explain import by_sample as sums_by_sample
 from jaxppo.losses.explain import write_tokens
@@ -21,13 +43,20 @@ from sharding import make_parallel_mesh
 
 MESHES = [(None, "contiguous"), ("dp=2,cp=2,tp=2", "zigzag")]
 CORRECTION = OffPolicyConfig(
-    weights="token", low=0.9, high=1.1, outside="zero", rejections=(Rejection("seq_max_k3", high=0.02),), veto=0.7
+    weights="token",
+    low=0.9,
+    high=1.1,
+    outside="zero",
+    rejections=(Rejection("seq_max_k3", high=0.02),),
+    veto=0.7,
 )
 
 
 def batch_on(mesh, layout, seed=4):
     parallel = mesh and make_parallel_mesh(mesh, context_layout=layout)
-    batch = RolloutBatch.from_samples(step_of(seed), row_length=24, rows=4, num_segments=9, parallel=parallel)
+    batch = RolloutBatch.from_samples(
+        step_of(seed), row_length=24, rows=4, num_segments=9, parallel=parallel
+    )
     return with_garbage(batch, np.nan), parallel
 
 
@@ -37,14 +66,24 @@ def explained(config, mesh, layout):
     if isinstance(config, PolicyLossConfig):
         batch = with_selected(batch, selected_of(batch, config, parallel))
     stats = TokenStats(jnp.asarray(batch.returns), jnp.asarray(batch.values), entropy_mode="bonus")
-    (loss, _), gradient = jax.value_and_grad(loss_from_stats, has_aux=True)(stats, batch, config, parallel=parallel)
-    return explain_tokens(stats, batch, config, parallel=parallel), loss, gradient.log_probs, batch, parallel
+    (loss, _), gradient = jax.value_and_grad(loss_from_stats, has_aux=True)(
+        stats, batch, config, parallel=parallel
+    )
+    return (
+        explain_tokens(stats, batch, config, parallel=parallel),
+        loss,
+        gradient.log_probs,
+        batch,
+        parallel,
+    )
 
 
 def check_sum(found, loss, gradient):
     assert np.isfinite(loss)
     contributions = np.asarray(found.arrays["contribution"], np.float64)
-    np.testing.assert_allclose(contributions.sum(), loss, rtol=2e-6, atol=2e-6 * np.abs(contributions).sum())
+    np.testing.assert_allclose(
+        contributions.sum(), loss, rtol=2e-6, atol=2e-6 * np.abs(contributions).sum()
+    )
     np.testing.assert_allclose(found.arrays["gradient"], gradient, rtol=1e-5, atol=1e-7)
     terms = sum(x for name, x in found.arrays.items() if name.startswith("loss/"))
     np.testing.assert_allclose(terms * found.arrays["weight"], contributions, rtol=1e-5, atol=1e-7)
@@ -62,7 +101,9 @@ def test_contributions_of_every_policy_loss_sum_to_it(name, aggregation, off_pol
 
 
 @pytest.mark.parametrize(("mesh", "layout"), MESHES)
-@pytest.mark.parametrize("loss", [SFT(aggregation="rollout_mean"), ReferenceKL("k2")], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "loss", [SFT(aggregation="rollout_mean"), ReferenceKL("k2")], ids=lambda x: type(x).__name__
+)
 def test_contributions_of_other_losses_sum_to_them(loss, mesh, layout):
     check_sum(*explained(loss, mesh, layout)[:3])
 
@@ -83,11 +124,15 @@ def test_parts_have_their_coefficients_and_masks(mesh, layout):
 
 @pytest.mark.parametrize("loss", [preference.DPO(), Value(clip=None)], ids=["DPO", "Value"])
 def test_losses_of_pairs_and_of_critics(loss):
-    samples = preference.samples_of_pairs([[1], [2]], chosen=[[3, 4], [5]], rejected=[[6], [7, 8, 9]])
+    samples = preference.samples_of_pairs(
+        [[1], [2]], chosen=[[3, 4], [5]], rejected=[[6], [7, 8, 9]]
+    )
     rng = np.random.default_rng(0)
     batch = RolloutBatch.from_samples(samples, row_length=8, rows=2)
     numbers = jnp.asarray(-rng.exponential(size=batch.loss_mask.shape), jnp.float32)
-    batch = dataclasses.replace(batch, ref_log_probs=numbers - 0.5 * (batch.tokens > 5), returns=-numbers)
+    batch = dataclasses.replace(
+        batch, ref_log_probs=numbers - 0.5 * (batch.tokens > 5), returns=-numbers
+    )
     stats = numbers if isinstance(loss, Value) else TokenStats(numbers)
     total, _ = loss_from_stats(stats, batch, loss)
     found = explain_tokens(stats, batch, loss)
@@ -96,19 +141,32 @@ def test_losses_of_pairs_and_of_critics(loss):
 
 
 def test_reasons_by_hand():
-    """Ratios 2, 0.5 with both signs, an advantage of 0, a loss weight of 0, dual clip, and a masked token."""
+    """Ratios 2, 0.5 with both signs, an advantage of 0, a loss weight of 0, dual clip, and a
+    masked token.
+    """
     ratio = np.array([2.0, 0.5, 2.0, 0.5, 3.0, 8.0, 1.0, 1.0])
     advantages = [1.0, 1.0, -1.0, -1.0, 0.0, -1.0, 1.0, 1.0]
     mask = [0, 1, 1, 1, 1, 1, 1, 1, 0]
     old = np.full(8, -4.0)
     weights = [1.0] * 6 + [0.0, 1.0]
-    sample = Sample(range(9), 1, mask, advantages=advantages, old_log_probs=old, loss_weights=weights)
+    sample = Sample(
+        range(9), 1, mask, advantages=advantages, old_log_probs=old, loss_weights=weights
+    )
     batch = RolloutBatch.from_samples([sample], row_length=12)
     now = np.zeros(12, np.float32)
     now[:8] = old + np.log(ratio)
     config = PolicyLossConfig(PPO(dual_clip=3.0), kl=None)
     found = explain_tokens(TokenStats(jnp.asarray(now)[None]), batch, config)
-    expected = ["clipped above", "", "", "clipped below", "advantage 0", "dual clip", "no weight", "masked"]
+    expected = [
+        "clipped above",
+        "",
+        "",
+        "clipped below",
+        "advantage 0",
+        "dual clip",
+        "no weight",
+        "masked",
+    ]
     assert found.reason_names()[0] == [*expected, "masked", *["padding"] * 3]
     np.testing.assert_allclose(found.arrays["ratio"][0, :7], ratio[:7], rtol=1e-5)
     counts = sums_by_sample(found, batch)
@@ -119,10 +177,15 @@ def test_reasons_by_hand():
 
 @pytest.mark.parametrize(("mesh", "layout"), MESHES)
 def test_each_rule_of_a_correction_is_named(mesh, layout):
-    """Against float64 numpy, by sample: a rejected sample, one that the veto leaves out, weights outside bounds."""
+    """Against float64 numpy, by sample: a rejected sample, one that the veto leaves out, weights
+    outside bounds.
+    """
     config = PolicyLossConfig(PPO(0.2, 0.28), off_policy=CORRECTION)
     found, _, _, batch, _ = explained(config, mesh, layout)
-    arrays = {n: by_sample(getattr(batch, n), batch).astype(np.float64) for n in ("old_log_probs", "rollout_log_probs")}
+    arrays = {
+        n: by_sample(getattr(batch, n), batch).astype(np.float64)
+        for n in ("old_log_probs", "rollout_log_probs")
+    }
     mask, reason = (by_sample(x, batch) for x in (batch.loss_mask, found.reason))
     a = by_sample(batch.advantages, batch).astype(np.float64)
     d = np.where(mask > 0, arrays["old_log_probs"] - arrays["rollout_log_probs"], 0)
@@ -147,20 +210,26 @@ def test_a_rejection_of_any_statistic_is_a_reason(statistic):
     low = -1.0 if statistic.endswith("diff") else 0.0
     off = OffPolicyConfig(rejections=(Rejection(statistic, low, low + 1e-9),))
     found = explained(PolicyLossConfig(PPO(), off_policy=off), None, "contiguous")[0]
-    assert f"rejected by {statistic} of old/rollout" in {x for row in found.reason_names() for x in row}
+    assert f"rejected by {statistic} of old/rollout" in {
+        x for row in found.reason_names() for x in row
+    }
 
 
 def test_a_penalty_moves_a_token_that_is_clipped():
     found = explained(PolicyLossConfig(PPO(0.2, 0.28), kl=KL(0.1)), None, "contiguous")[0]
     names = np.array(found.reason_names())
-    assert np.all(np.asarray(found.arrays["gradient"])[np.char.startswith(names.astype(str), "clipped")] != 0)
+    assert np.all(
+        np.asarray(found.arrays["gradient"])[np.char.startswith(names.astype(str), "clipped")] != 0
+    )
 
 
 def test_lines_of_json(tmp_path):
     batch, _ = batch_on(None, "contiguous")
     stats = TokenStats(jnp.asarray(batch.returns))
     found = explain_tokens(stats, batch, PPO())
-    spoilt = dataclasses.replace(found, arrays={**found.arrays, "bad": np.full(batch.loss_mask.shape, np.inf)})
+    spoilt = dataclasses.replace(
+        found, arrays={**found.arrays, "bad": np.full(batch.loss_mask.shape, np.inf)}
+    )
     count = functools.partial(write_tokens, tmp_path / "tokens.jsonl", spoilt, batch)
     assert [count(step=1), count(step=2)] == [9, 9]
     lines = [json.loads(line) for line in (tmp_path / "tokens.jsonl").read_text().splitlines()]
@@ -181,13 +250,17 @@ def test_what_was_found_for_another_batch_is_refused(tmp_path):
     other, _ = batch_on(None, "contiguous", seed=5)
     stats = TokenStats(jnp.asarray(batch.returns))
     found, path = explain_tokens(stats, batch, PPO()), tmp_path / "tokens.jsonl"
-    with pytest.raises(ValueError, match="explained: got another batch's padding, expected what explain_tokens found"):
+    with pytest.raises(
+        ValueError,
+        match="explained: got another batch's padding, expected what explain_tokens found",
+    ):
         write_tokens(path, found, other)
     longer = RolloutBatch.from_samples(step_of(4), row_length=48, rows=4, num_segments=9)
     parts = explain_tokens(stats, batch, {"a": PPO()})
     for call in (functools.partial(write_tokens, path), sums_by_sample):
         with pytest.raises(
-            ValueError, match=r"batch.segment_ids: got shape \(4, 48\), expected that of explained.reason"
+            ValueError,
+            match=r"batch.segment_ids: got shape \(4, 48\), expected that of explained.reason",
         ):
             call(found, longer)
         with pytest.raises(TypeError, match="explained: got dict, expected ExplainedTokens"):
@@ -205,15 +278,21 @@ CHANGED = {
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_batch_with_the_same_padding_is_another(name, tmp_path):
-    """The tokens of the one were written beside the log-probs of the other; a part's own mask makes no other batch."""
+    """The tokens of the one were written beside the log-probs of the other; a part's own mask
+    makes no other batch.
+    """
     batch, _ = batch_on(None, "contiguous")
     path, stats = tmp_path / "tokens.jsonl", TokenStats(jnp.asarray(batch.returns))
     other = dataclasses.replace(batch, **{name: CHANGED[name](np.asarray(getattr(batch, name)))})
     assert np.any(getattr(other, name) != getattr(batch, name))
-    message = f"explained: got another batch's {name}, expected what explain_tokens found for this batch"
+    message = (
+        f"explained: got another batch's {name}, expected what explain_tokens found for this batch"
+    )
     with pytest.raises(ValueError, match=f"^{message}$"):
         write_tokens(path, explain_tokens(stats, batch, PPO()), other)
     assert not path.exists()
-    half = dataclasses.replace(batch, extras={"half": (np.arange(batch.targets.shape[1]) % 2)[None] * batch.loss_mask})
+    half = dataclasses.replace(
+        batch, extras={"half": (np.arange(batch.targets.shape[1]) % 2)[None] * batch.loss_mask}
+    )
     parts = explain_tokens(stats, half, {"a": Part(PPO(), mask="half"), "b": PPO()})
     assert [write_tokens(path, parts[name], half) for name in "ab"] == [9, 9]

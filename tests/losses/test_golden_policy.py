@@ -1,4 +1,6 @@
-"""The reference vectors of policy losses and KL, through the public API, on one device and on a mesh."""
+"""The reference vectors of policy losses and KL, through the public API, on one device and on a
+mesh.
+"""
 
 import dataclasses
 import functools
@@ -33,7 +35,11 @@ SLIME_METRICS = {
     "tis_abs": "tis_abs",
     "opsm_clipfrac": "opsm_clipfrac",
 }
-VERL_METRICS = {"pg_clipfrac": "clip_fraction", "pg_clipfrac_lower": "clip_fraction_lower", "ppo_kl": "ppo_kl"}
+VERL_METRICS = {
+    "pg_clipfrac": "clip_fraction",
+    "pg_clipfrac_lower": "clip_fraction_lower",
+    "ppo_kl": "ppo_kl",
+}
 
 
 def pytest_generate_tests(metafunc):
@@ -43,13 +49,19 @@ def pytest_generate_tests(metafunc):
 
 
 def assert_close(got, expected, context, terms=0.0):
-    """To rtol 1e-5, and 1e-6 of the largest value or of the largest of the `terms` that were added up."""
-    got, expected = (np.append(np.asarray(x, np.float32), np.float32(terms)) for x in (got, expected))
+    """To rtol 1e-5, and 1e-6 of the largest value or of the largest of the `terms` that were
+    added up.
+    """
+    got, expected = (
+        np.append(np.asarray(x, np.float32), np.float32(terms)) for x in (got, expected)
+    )
     assert_trees_close(got, expected, rtol=1e-5, atol=1e-6, context=context)
 
 
 def rollouts(counts, denominators):
-    """Rollout ids: consecutive samples until their tokens add up to the denominator that they share."""
+    """Rollout ids: consecutive samples until their tokens add up to the denominator that they
+    share.
+    """
     ids, current, total = [], 0, 0
     for count, denominator in zip(counts, denominators, strict=True):
         ids.append(current)
@@ -61,12 +73,21 @@ def rollouts(counts, denominators):
 
 @functools.cache
 def slime_stats(mesh, temperature, entropy, vocab):
-    """(logits, targets, ids, where, cotangents) -> stats and the logits' gradient; compiled once for many cases."""
+    """(logits, targets, ids, where, cotangents) -> stats and the logits' gradient; compiled once
+    for many cases.
+    """
 
     def run(logits, targets, ids, where, cotangents):
-        options = {"temperature": temperature, "entropy": entropy, "nucleus_ids": ids, "where": where}
+        options = {
+            "temperature": temperature,
+            "entropy": entropy,
+            "nucleus_ids": ids,
+            "where": where,
+        }
         parallel = mesh and make_parallel_mesh(mesh)
-        fn = functools.partial(log_probs_from_logits, parallel=parallel, vocab_size=vocab, **options)
+        fn = functools.partial(
+            log_probs_from_logits, parallel=parallel, vocab_size=vocab, **options
+        )
         stats, pullback = jax.vjp(lambda x: fn(x, targets), logits)
         return stats, pullback(cotangents or jax.tree.map(jnp.zeros_like, stats))[0]
 
@@ -80,10 +101,16 @@ def step_normalizer(mesh, aggregation):
 
 
 def check_slime(case: Case, mesh, *, lost_clamp: bool = False):
-    ragged, parallel, config = Ragged.of(case), mesh and make_parallel_mesh(mesh), slime_config(case.config)
+    ragged, parallel, config = (
+        Ragged.of(case),
+        mesh and make_parallel_mesh(mesh),
+        slime_config(case.config),
+    )
     if lost_clamp:
         bounds = 1 - config.loss.clip_low, 1 + config.loss.clip_high
-        config = dataclasses.replace(config, loss=dataclasses.replace(config.loss, clip_low=1.0, clip_high=1e9))
+        config = dataclasses.replace(
+            config, loss=dataclasses.replace(config.loss, clip_low=1.0, clip_high=1e9)
+        )
     counts = [int(m.sum()) for m in ragged.spread(case.inputs["loss_mask"])]
     batch = ragged.batch(case, rollout_ids=rollouts(counts, case.inputs["sample_denominators"]))
     vocab = case.inputs["logits"].shape[1]
@@ -105,7 +132,9 @@ def check_slime(case: Case, mesh, *, lost_clamp: bool = False):
     )
 
     # Upstream divides by the number of rollouts later, outside of this function.
-    normalizer = dataclasses.replace(step_normalizer(mesh, config.aggregation)(batch), sequences=jnp.float32(1))
+    normalizer = dataclasses.replace(
+        step_normalizer(mesh, config.aggregation)(batch), sequences=jnp.float32(1)
+    )
 
     def run(stats):
         return policy_loss(stats, batch, config, parallel=parallel, normalizer=normalizer)
@@ -115,7 +144,9 @@ def check_slime(case: Case, mesh, *, lost_clamp: bool = False):
     _, gradient = head(cotangents)
     if lost_clamp:
         segments = batch.segments()
-        ratio = jnp.exp(segments.spread(segments.mean(stats.log_probs - batch.old_log_probs, batch.loss_mask)))
+        ratio = jnp.exp(
+            segments.spread(segments.mean(stats.log_probs - batch.old_log_probs, batch.loss_mask))
+        )
         gradient *= jnp.where((ratio < bounds[0]) | (ratio > bounds[1]), 0.5, 1.0)[..., None]
     assert_close(loss, case.outputs["loss"], "loss")
     expected = ragged.packing.pack(ragged.split(case.outputs["grad_logits"]))
@@ -136,9 +167,10 @@ def test_slime(slime_case: Case, mesh):
     except AssertionError:
         if slime_case.config["advantage_estimator"] != "gspo":
             raise
-        # The vector "gspo" is not what its eps_clip says: with r = 1.132 > 1 + 0.04 its loss is -2.69871, that of the
-        # plain ratio, where the clipped one is -2.52407; and its gradient is half of the plain one's on each sequence
-        # outside the bounds: torch.maximum's share at a tie, of a clamp that its forward lost and its backward kept.
+        # The vector "gspo" is not what its eps_clip says: with r = 1.132 > 1 + 0.04 its loss is
+        # -2.69871, that of the plain ratio, where the clipped one is -2.52407; and its gradient is
+        # half of the plain one's on each sequence outside the bounds: torch.maximum's share at a
+        # tie, of a clamp that its forward lost and its backward kept.
         check_slime(slime_case, mesh, lost_clamp=True)
 
 
@@ -171,8 +203,13 @@ def test_verl(verl_case: Case, mesh):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_verl_kl(kl_case: Case, mesh):
-    estimator = {"kl": "k1", "mse": "k2"}.get(kl_case.config["kl_penalty"], kl_case.config["kl_penalty"])
-    log_probs, ref = jnp.asarray(kl_case.inputs["log_probs"]), jnp.asarray(kl_case.inputs["ref_log_probs"])
+    estimator = {"kl": "k1", "mse": "k2"}.get(
+        kl_case.config["kl_penalty"], kl_case.config["kl_penalty"]
+    )
+    log_probs, ref = (
+        jnp.asarray(kl_case.inputs["log_probs"]),
+        jnp.asarray(kl_case.inputs["ref_log_probs"]),
+    )
     if mesh:
         sharding = make_parallel_mesh(mesh).sharding(make_parallel_mesh(mesh).tokens_spec)
         log_probs, ref = jax.device_put((log_probs, ref), sharding)

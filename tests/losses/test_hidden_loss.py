@@ -53,37 +53,52 @@ from sharding.testing import assert_mesh_invariant, assert_trees_close, factorin
 
 
 def local_losses():
-    return sorted(name for name, loss in BY_NAME.items() if loss().token_local and loss.selects is None)
+    return sorted(
+        name for name, loss in BY_NAME.items() if loss().token_local and loss.selects is None
+    )
 
 
 @pytest.mark.every(9)
 @pytest.mark.parametrize("loss", local_losses())
 def test_one_pass_is_two_passes(loss):
     config = PolicyLossConfig(by_name(loss), kl=KL(0.1), entropy_coef=0.01)
-    one, two = (jax.jit(lambda h, k, b=b: step(None, h, k, config=config, memory=b)) for b in (ONE_PASS, TWO_PASSES))
+    one, two = (
+        jax.jit(lambda h, k, b=b: step(None, h, k, config=config, memory=b))
+        for b in (ONE_PASS, TWO_PASSES)
+    )
     assert_trees_close(one(HIDDEN, KERNEL), two(HIDDEN, KERNEL), rtol=1e-5, atol=2e-6)
 
 
 OF_SEQUENCES = {
-    "a divergence by sequence": PolicyLossConfig(PPO(clip_high=0.28), kl=KL(0.1, importance="sequence")),
+    "a divergence by sequence": PolicyLossConfig(
+        PPO(clip_high=0.28), kl=KL(0.1, importance="sequence")
+    ),
     "a constant weight by sequence": PolicyLossConfig(by_name("vespo")),
     "a ratio by sequence": PolicyLossConfig(by_name("cispo", level="sequence")),
 }
 
 
 @pytest.mark.every(5)
-@pytest.mark.parametrize("config", [bonus_and_kl(), *OF_SEQUENCES.values()], ids=["by token", *OF_SEQUENCES])
+@pytest.mark.parametrize(
+    "config", [bonus_and_kl(), *OF_SEQUENCES.values()], ids=["by token", *OF_SEQUENCES]
+)
 def test_from_hidden_is_the_two_public_functions(config):
 
     def loss(hidden, kernel):
         where = BATCH.loss_mask > 0
-        stats = log_probs_from_hidden(hidden, kernel, BATCH.targets, temperature=0.8, entropy="bonus", where=where)
+        stats = log_probs_from_hidden(
+            hidden, kernel, BATCH.targets, temperature=0.8, entropy="bonus", where=where
+        )
         return policy_loss(stats, BATCH, config)
 
-    (value, found), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(HIDDEN, KERNEL)
+    (value, found), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(
+        HIDDEN, KERNEL
+    )
     gradients = *gradients, None
     for budget in (ONE_PASS, TWO_PASSES):
-        got = jax.jit(lambda h, k, b=budget: step(None, h, k, config=config, memory=b))(HIDDEN, KERNEL)
+        got = jax.jit(lambda h, k, b=budget: step(None, h, k, config=config, memory=b))(
+            HIDDEN, KERNEL
+        )
         assert_trees_close(got, (value, finalize_metrics(found), gradients), rtol=1e-5, atol=2e-6)
 
 
@@ -104,7 +119,13 @@ def test_one_pass_on_any_mesh(mesh):
 
 def test_one_pass_on_an_explicit_mesh_with_many_blocks_and_options():
     nucleus = jax.random.randint(KEYS[9], (R, T, 5), -1, V - 2)
-    options = {"nucleus_ids": nucleus, "softcap": 3.0, "bias": normal(0, V), "vocab_size": V - 2, "layout": "vh"}
+    options = {
+        "nucleus_ids": nucleus,
+        "softcap": 3.0,
+        "bias": normal(0, V),
+        "vocab_size": V - 2,
+        "layout": "vh",
+    }
     targets = jnp.minimum(BATCH.targets, V - 3)
     batch = dataclasses.replace(BATCH, targets=targets)
 
@@ -113,9 +134,15 @@ def test_one_pass_on_an_explicit_mesh_with_many_blocks_and_options():
 
     explicit = make_parallel_mesh("dp=2,cp=2,tp=2", explicit=True)
     with tiles_of("groups"):
-        assert audit(lambda h, k: fn(None, h, k), HIDDEN, KERNEL.T).notes[0].endswith("groups of 48 tokens")
+        assert (
+            audit(lambda h, k: fn(None, h, k), HIDDEN, KERNEL.T)
+            .notes[0]
+            .endswith("groups of 48 tokens")
+        )
         one = assert_mesh_invariant(fn, HIDDEN, KERNEL.T, meshes=[explicit], rtol=2e-5, atol=3e-6)
-    two = jax.jit(lambda h, k: step(None, h, k, batch, bonus_and_kl(), TWO_PASSES, **options))(HIDDEN, KERNEL.T)
+    two = jax.jit(lambda h, k: step(None, h, k, batch, bonus_and_kl(), TWO_PASSES, **options))(
+        HIDDEN, KERNEL.T
+    )
     assert_trees_close(one, two, rtol=1e-5, atol=2e-6)
 
 
@@ -152,11 +179,15 @@ def with_adapters_merged(layout):
     kernel = KERNEL if layout == "hv" else KERNEL.T
 
     def merged(hidden, kernel, lora):
-        whole = (kernel if layout == "hv" else kernel.T) + 0.5 * jnp.matmul(*lora, precision="highest")
+        whole = (kernel if layout == "hv" else kernel.T) + 0.5 * jnp.matmul(
+            *lora, precision="highest"
+        )
         options = {"temperature": 0.8, "memory": TWO_PASSES}
         return policy_loss_from_hidden(hidden, whole, BATCH, bonus_and_kl(), **options)
 
-    (value, found), gradients = jax.jit(jax.value_and_grad(merged, (0, 1, 2), has_aux=True))(HIDDEN, kernel, ADAPTERS)
+    (value, found), gradients = jax.jit(jax.value_and_grad(merged, (0, 1, 2), has_aux=True))(
+        HIDDEN, kernel, ADAPTERS
+    )
     return kernel, (value, finalize_metrics(found), gradients)
 
 
@@ -164,9 +195,13 @@ LORA = itertools.product([None, *MESHES], [ONE_PASS, TWO_PASSES], ["hv", "vh"])
 
 
 @pytest.mark.every(7)
-@pytest.mark.parametrize(("mesh", "budget", "layout"), sampled(LORA, lambda i, _: (i // 4 + i // 2 + i) % 2 == 0))
+@pytest.mark.parametrize(
+    ("mesh", "budget", "layout"), sampled(LORA, lambda i, _: (i // 4 + i // 2 + i) % 2 == 0)
+)
 def test_lora(mesh, budget, layout):
-    """Equal to a kernel with the product of the adapters added: value, metrics, and gradients of both adapters."""
+    """Equal to a kernel with the product of the adapters added: value, metrics, and gradients of
+    both adapters.
+    """
     config, parallel = bonus_and_kl(), mesh and make_parallel_mesh(mesh)
     kernel, expected = with_adapters_merged(layout)
 
@@ -195,17 +230,23 @@ def test_a_frozen_kernel_beneath_a_lora_costs_no_product(budget):
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean"])
 def test_sft_in_one_pass(aggregation):
     def two(hidden, kernel):
-        stats = log_probs_from_hidden(hidden, kernel, BATCH.targets, entropy="metric", where=BATCH.loss_mask > 0)
+        stats = log_probs_from_hidden(
+            hidden, kernel, BATCH.targets, entropy="metric", where=BATCH.loss_mask > 0
+        )
         return loss_from_stats(stats, BATCH, SFT(aggregation=aggregation))
 
     def one(hidden, kernel):
-        return loss_from_hidden(hidden, kernel, BATCH, SFT(aggregation=aggregation), memory=ONE_PASS)
+        return loss_from_hidden(
+            hidden, kernel, BATCH, SFT(aggregation=aggregation), memory=ONE_PASS
+        )
 
     def run(loss):
         (value, found), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(HIDDEN, KERNEL)
         return value, finalize_metrics(found), gradients
 
-    assert_trees_close(jax.jit(run, static_argnums=0)(one), jax.jit(run, static_argnums=0)(two), 1e-5, 2e-6)
+    assert_trees_close(
+        jax.jit(run, static_argnums=0)(one), jax.jit(run, static_argnums=0)(two), 1e-5, 2e-6
+    )
     assert "one pass" in audit(jax.grad(lambda h: one(h, KERNEL)[0]), HIDDEN).notes[0]
 
 
@@ -224,10 +265,14 @@ def test_masked_positions_hold_anything(mesh):
     names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
     clean_batch = dataclasses.replace(BATCH, loss_mask=jnp.where(off, 0, BATCH.loss_mask))
     batch = dataclasses.replace(
-        clean_batch, targets=jnp.where(off, -100, BATCH.targets), **{n: nan(getattr(BATCH, n)) for n in names}
+        clean_batch,
+        targets=jnp.where(off, -100, BATCH.targets),
+        **{n: nan(getattr(BATCH, n)) for n in names},
     )
     for budget in (ONE_PASS, TWO_PASSES):
-        run = jax.jit(lambda h, b, budget=budget: step(parallel, h, KERNEL, b, bonus_and_kl(), budget))
+        run = jax.jit(
+            lambda h, b, budget=budget: step(parallel, h, KERNEL, b, bonus_and_kl(), budget)
+        )
         clean, dirty = run(HIDDEN, clean_batch), run(hidden, batch)
         assert_trees_close(dirty, clean, 0, 0)  # to the bit: 0 * NaN anywhere would show
 
@@ -236,7 +281,9 @@ def test_masked_positions_hold_anything(mesh):
 def test_no_loss_token_anywhere_is_exactly_zero(budget):
     batch = make_batch(jnp.zeros((R, T)))
     mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
-    value, _, gradients = jax.jit(lambda h, k: step(mesh, h, k, batch, bonus_and_kl(), budget))(HIDDEN, KERNEL)
+    value, _, gradients = jax.jit(lambda h, k: step(mesh, h, k, batch, bonus_and_kl(), budget))(
+        HIDDEN, KERNEL
+    )
     assert float(value) == 0
     for gradient in gradients[:2]:
         assert not gradient.any()
@@ -251,7 +298,8 @@ def test_a_program_says_which_way_it_went_and_cannot_hang():
     hidden, kernel = put(HIDDEN, mesh.hidden_spec), put(KERNEL[:, :1000], mesh.kernel_spec())
     batch = dataclasses.replace(BATCH, targets=jnp.minimum(BATCH.targets, 999))
     one, two = (
-        audit(lambda h, k, b=b: step(mesh, h, k, batch, None, b), hidden, kernel) for b in (ONE_PASS, TWO_PASSES)
+        audit(lambda h, k, b=b: step(mesh, h, k, batch, None, b), hidden, kernel)
+        for b in (ONE_PASS, TWO_PASSES)
     )
     assert one.notes == ("one pass, 128 tokens x 500 columns",)
     assert two.notes == (
@@ -262,7 +310,14 @@ def test_a_program_says_which_way_it_went_and_cannot_hang():
     # three products instead of four; the last of nine blocks of columns overlaps the one before it
     assert one.flops.high == pytest.approx(0.75 * two.flops.high, rel=0.02)
     for budget in (ONE_PASS, TWO_PASSES):
-        assert hang_risks(jax.make_jaxpr(lambda h, k, b=budget: step(mesh, h, k, batch, None, b))(hidden, kernel)) == []
+        assert (
+            hang_risks(
+                jax.make_jaxpr(lambda h, k, b=budget: step(mesh, h, k, batch, None, b))(
+                    hidden, kernel
+                )
+            )
+            == []
+        )
     mesh = make_parallel_mesh("fsdp=4,tp=2")
     kernel = jax.device_put(KERNEL[:, :1000], mesh.sharding(mesh.kernel_spec()))
     hidden = jax.device_put(HIDDEN, mesh.sharding(mesh.hidden_spec))
@@ -278,10 +333,14 @@ def test_devices_with_masks_of_their_own_may_share_hidden_states(budget):
     shared, config = HIDDEN[:1], bonus_and_kl()
 
     def alone(hidden, kernel):
-        return policy_loss_from_hidden(jnp.broadcast_to(hidden, HIDDEN.shape), kernel, BATCH, config)[0]
+        return policy_loss_from_hidden(
+            jnp.broadcast_to(hidden, HIDDEN.shape), kernel, BATCH, config
+        )[0]
 
     def local(hidden, kernel, batch):
-        return policy_loss_from_hidden(hidden, kernel, batch, config, parallel=mesh.axes, memory=budget)[0]
+        return policy_loss_from_hidden(
+            hidden, kernel, batch, config, parallel=mesh.axes, memory=budget
+        )[0]
 
     specs = (P(), P(), BATCH.specs(mesh))
     whole = jax.jit(jax.shard_map(local, mesh=mesh.mesh, in_specs=specs, out_specs=P()))
@@ -293,7 +352,11 @@ def test_devices_with_masks_of_their_own_may_share_hidden_states(budget):
 @pytest.mark.parametrize(
     ("passes", "tokens", "features", "columns", "mib"),
     [
-        *(("two", 2048, 1024, 8192, 48), ("two", 2048, 1024, 32768, 48), ("two", 4096, 256, 32768, 48)),
+        *(
+            ("two", 2048, 1024, 8192, 48),
+            ("two", 2048, 1024, 32768, 48),
+            ("two", 4096, 256, 32768, 48),
+        ),
         *(("one", 512, 1024, 8192, 32), ("one", 2048, 256, 4096, 48), ("one", 128, 256, 32768, 40)),
         *(("two", 700, 512, 4096, 16), ("one", 700, 512, 4096, 24)),
     ],
@@ -319,10 +382,13 @@ def test_a_frozen_head_leaves_nothing_of_its_gradient():
     config = PolicyLossConfig(PPO(clip_high=0.28))
 
     def loss(hidden):
-        return policy_loss_from_hidden(hidden, KERNEL, BATCH, config, memory=ONE_PASS, follow_mask=False)[0]
+        return policy_loss_from_hidden(
+            hidden, KERNEL, BATCH, config, memory=ONE_PASS, follow_mask=False
+        )[0]
 
     found = audit(jax.value_and_grad(loss), HIDDEN)
-    assert compiled_flops(found.text) == pytest.approx(2 * 2 * R * T * H * V, rel=0.05)  # the logits and dhidden
+    # the logits and dhidden
+    assert compiled_flops(found.text) == pytest.approx(2 * 2 * R * T * H * V, rel=0.05)
     expected = step(None, HIDDEN, KERNEL, temperature=1.0)[2][0]
     assert_trees_close(jax.jit(jax.grad(loss))(HIDDEN), expected, 1e-5, 2e-6)
 
@@ -331,7 +397,8 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"kernel: got shape \(16, 3\).*expected 7"):
         step(None, HIDDEN[..., :7], KERNEL[:, :3])
     with pytest.raises(
-        ValueError, match=r"batch.extras: got \[\], expected 'selected' among them, the step's covariance_mask"
+        ValueError,
+        match=r"batch.extras: got \[\], expected 'selected' among them, the step's covariance_mask",
     ):
         step(None, HIDDEN, KERNEL, config=PolicyLossConfig(ClipCov()))
     with pytest.raises(ValueError, match=r"batch.advantages: got None"):

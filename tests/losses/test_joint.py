@@ -47,7 +47,11 @@ PARTS = {
     "policy": Part(POLICY, mask="even"),
     "written": Part(SFT(label_smoothing=0.1, z_loss=1e-3), coef=0.3, mask="odd"),
     "near": Part(ReferenceKL("k2", aggregation="rollout_mean"), coef=0.2, weights="own"),
-    "taught": Part(TopKDistillation("mixed_kl", 0.3, aggregation="sequence_mean_token_sum"), coef=0.4, mask="third"),
+    "taught": Part(
+        TopKDistillation("mixed_kl", 0.3, aggregation="sequence_mean_token_sum"),
+        coef=0.4,
+        mask="third",
+    ),
 }
 PATHS = {
     "one pass": {"memory": 2**30},
@@ -60,13 +64,18 @@ PATHS = {
 def step(mesh=None, micro_batches=None):
     """The batch, its parts' masks and weights by name, and hidden states and kernel.
 
-    Even samples have the policy loss, odd ones are written answers, all have the weighted divergence, and every third
-    has a teacher.
+    Even samples have the policy loss, odd ones are written answers, all have the weighted
+    divergence, and every third has a teacher.
     """
     parallel = mesh and make_parallel_mesh(mesh)
     rows = 4 if micro_batches is None else 2
     batch = RolloutBatch.from_samples(
-        step_of(0, 12), row_length=32, rows=rows, micro_batches=micro_batches, num_segments=8, parallel=parallel
+        step_of(0, 12),
+        row_length=32,
+        rows=rows,
+        micro_batches=micro_batches,
+        num_segments=8,
+        parallel=parallel,
     )
     segments = np.asarray(batch.segment_ids)
     owners = np.take_along_axis(np.asarray(batch.sample_ids), np.maximum(segments - 1, 0), -1)
@@ -77,7 +86,8 @@ def step(mesh=None, micro_batches=None):
     # an array may hold garbage at tokens where no part that reads it has loss
     advantages = np.where(masks["policy"] > 0, batch.advantages, np.nan)
     keys = jax.random.split(jax.random.key(0))
-    by_token = np.asarray(jax.random.normal(keys[0], (12, 32, H)))  # the same for a token wherever it lies
+    # the same for a token wherever it lies
+    by_token = np.asarray(jax.random.normal(keys[0], (12, 32, H)))
     at = owners, np.asarray(batch.positions)
     hidden = np.where(segments[..., None] > 0, by_token[at], np.nan)
     taught = masks["taught"][..., None] > 0
@@ -90,12 +100,17 @@ def step(mesh=None, micro_batches=None):
         "teacher_log_probs": np.where(taught, TEACHER[1][at], np.nan),
     }
     given = {"masks": masks, "weights": weights}
-    params = {"hidden": hidden.astype(np.float32), "kernel": 0.3 * jax.random.normal(keys[1], (H, V))}
+    params = {
+        "hidden": hidden.astype(np.float32),
+        "kernel": 0.3 * jax.random.normal(keys[1], (H, V)),
+    }
     return dataclasses.replace(batch, advantages=advantages, extras=extras), given, params, parallel
 
 
 def teacher():
-    """The likeliest ids of a teacher at each token, and their log-probs; one is missing at every other position."""
+    """The likeliest ids of a teacher at each token, and their log-probs; one is missing at every
+    other position.
+    """
     log_q = log_softmax(np.random.default_rng(1).normal(size=(12 * 32, V)) * 2).reshape(12, 32, V)
     ids = np.argsort(-log_q, axis=-1)[..., :K].astype(np.int32)
     log_q = np.take_along_axis(log_q, ids, axis=-1).astype(np.float32)
@@ -107,12 +122,16 @@ TEACHER = teacher()
 
 
 def expected_of():
-    """What the oracles of the parts say: the sum, its gradients by hidden states and kernel, metrics of each part."""
+    """What the oracles of the parts say: the sum, its gradients by hidden states and kernel,
+    metrics of each part.
+    """
     batch, given, params, _ = step()
     names = ("targets", "old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
     arrays = {name: by_token(getattr(batch, name), batch) for name in names}
     arrays["hidden"] = by_token(params["hidden"], batch)
-    rollouts = {int(i): int(r) for i, r in zip(batch.sample_ids.flat, batch.rollout_ids.flat, strict=True)}
+    rollouts = {
+        int(i): int(r) for i, r in zip(batch.sample_ids.flat, batch.rollout_ids.flat, strict=True)
+    }
     head = OracleHead(params["kernel"])
 
     def samples(name):
@@ -135,7 +154,8 @@ def expected_of():
     found["near"] = oracle.policy_loss_from_hidden(none, head, config)
     found["taught"] = taught([*samples("taught")], head)
     metrics = {
-        n: {"loss": x.loss} | x.metrics if hasattr(x, "loss") else {"loss": x[0]} | x[1] for n, (x, *_) in found.items()
+        n: {"loss": x.loss} | x.metrics if hasattr(x, "loss") else {"loss": x[0]} | x[1]
+        for n, (x, *_) in found.items()
     }
     total = sum(PARTS[n].coef * its["loss"] for n, its in metrics.items())
     gradient = {
@@ -155,20 +175,27 @@ def taught(samples, head):
         z = logits(hidden, head)
         log_p, g, own = id_log_probs(z, ids), np.zeros(ids.shape), np.zeros(len(ids))
         for t, k in enumerate(ids >= 0):
-            own[t], g[t, k] = other_losses.top_k_divergence(log_p[t, k], log_q[t, k], "mixed_kl", 0.3)
+            own[t], g[t, k] = other_losses.top_k_divergence(
+                log_p[t, k], log_q[t, k], "mixed_kl", 0.3
+            )
         dh, dw = head_gradient(hidden, head, id_gradient(z, ids, w * g))
         by_hidden.append(s.scatter(dh))
         by_head.append(dw.kernel)
         values.append(own)
         loss += w * own.sum()
-    return (loss, {"divergence": np.concatenate(values).mean()}), by_hidden, HeadGradient(sum(by_head), *[None] * 3)
+    return (
+        (loss, {"divergence": np.concatenate(values).mean()}),
+        by_hidden,
+        HeadGradient(sum(by_head), *[None] * 3),
+    )
 
 
 def by_token(x, batch):
     """`[samples, positions, ...]`, wherever the tokens lie."""
     out = np.zeros((12, 32, *np.shape(x)[batch.tokens.ndim :]), np.float32)
     x, segments, positions = (
-        np.asarray(a).reshape(-1, *a.shape[batch.tokens.ndim - 1 :]) for a in (x, batch.segment_ids, batch.positions)
+        np.asarray(a).reshape(-1, *a.shape[batch.tokens.ndim - 1 :])
+        for a in (x, batch.segment_ids, batch.positions)
     )
     samples = np.asarray(batch.sample_ids).reshape(-1, batch.num_segments)
     rows, columns = np.nonzero(segments)
@@ -204,12 +231,20 @@ def test_the_sum_of_the_parts(path):
     numbers = finalize_metrics(found)
     assert_trees_close(numbers.pop("loss"), loss)
     for name, its in metrics.items():
-        compared = {"near": {"loss", "kl"}, "written": {"loss", "nll", "log_z"}, "taught": {"loss", "divergence"}}
+        compared = {
+            "near": {"loss", "kl"},
+            "written": {"loss", "nll", "log_z"},
+            "taught": {"loss", "divergence"},
+        }
         for what in compared.get(name, {"loss", "pg_loss", "entropy", "tis", "ratio_max"}):
             found = numbers[f"{name}/{what}"]
-            np.testing.assert_allclose(found, its[what], rtol=3e-5, atol=1e-6, err_msg=f"{name}/{what}")
+            np.testing.assert_allclose(
+                found, its[what], rtol=3e-5, atol=1e-6, err_msg=f"{name}/{what}"
+            )
     scale = {k: np.abs(x).max() for k, x in expected.items()}
-    np.testing.assert_allclose(gradient["kernel"], expected["kernel"], rtol=3e-5, atol=3e-6 * scale["kernel"])
+    np.testing.assert_allclose(
+        gradient["kernel"], expected["kernel"], rtol=3e-5, atol=3e-6 * scale["kernel"]
+    )
     mine = by_token(gradient["hidden"], batch)
     np.testing.assert_allclose(mine, expected["hidden"], rtol=3e-5, atol=3e-6 * scale["hidden"])
     assert {name.split("/")[0] for name in numbers} == {*PARTS}
@@ -239,7 +274,10 @@ def test_a_loss_of_sequences_takes_all_parts_to_two_passes():
     batch, given, params, _ = step()
     masks = {name: given["masks"][name] for name in ("policy", "written")}
     of_sequences = PolicyLossConfig(GSPO(0.01, 0.02))
-    parts = {"policy": Part(of_sequences, mask="even"), "written": Part(SFT(), jnp.float32(0.3), mask="odd")}
+    parts = {
+        "policy": Part(of_sequences, mask="even"),
+        "written": Part(SFT(), jnp.float32(0.3), mask="odd"),
+    }
 
     def run(p):
         return loss_from_hidden(p["hidden"], p["kernel"], batch, parts)[0]
@@ -273,11 +311,17 @@ def test_a_rule_that_one_part_breaks():
 
 
 def test_parts_of_statistics():
-    """The same sum from log-probs, and a loss of one part is its coefficient times that loss alone."""
+    """The same sum from log-probs, and a loss of one part is its coefficient times that loss
+    alone.
+    """
     batch, _, params, _ = step()
     states = params["hidden"], params["kernel"]
     where = batch.loss_mask > 0
-    asked = {"ids": batch.extras["teacher_ids"], "logit_stats": ("log_z", "mean_logit"), "entropy": "bonus"}
+    asked = {
+        "ids": batch.extras["teacher_ids"],
+        "logit_stats": ("log_z", "mean_logit"),
+        "entropy": "bonus",
+    }
     stats = log_probs_from_hidden(*states, batch.targets, where=where, **asked)
     found = loss_from_stats(stats, batch, PARTS)
     expected = loss_from_hidden(*states, batch, PARTS)
@@ -296,7 +340,11 @@ class Mine(TokenLoss[TokenStats]):
     extra: str = "mine"
 
     def reads(self, stats, batch, segments):
-        return {**super().reads(stats, batch, segments), "advantages": batch.advantages, "mine": batch.extras["mine"]}
+        return {
+            **super().reads(stats, batch, segments),
+            "advantages": batch.advantages,
+            "mine": batch.extras["mine"],
+        }
 
     def terms(self, stats, batch, constants, segments):
         return {
@@ -310,11 +358,17 @@ class Mine(TokenLoss[TokenStats]):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_loss_of_your_own(path):
-    """Everywhere the same number as in float64; NaN where there is no loss changes nothing, elsewhere it has a name."""
+    """Everywhere the same number as in float64; NaN where there is no loss changes nothing,
+    elsewhere it has a name.
+    """
     options = dict(PATHS[path])
     batch, _, params, parallel = step(options.pop("mesh", None), options.pop("micro_batches", None))
-    mine = np.where(batch.loss_mask > 0, np.cos(np.asarray(batch.positions)), np.nan).astype(np.float32)
-    advantages = np.where(batch.loss_mask > 0, np.sin(np.asarray(batch.positions)), np.nan).astype(np.float32)
+    mine = np.where(batch.loss_mask > 0, np.cos(np.asarray(batch.positions)), np.nan).astype(
+        np.float32
+    )
+    advantages = np.where(batch.loss_mask > 0, np.sin(np.asarray(batch.positions)), np.nan).astype(
+        np.float32
+    )
     batch = dataclasses.replace(batch, advantages=advantages, extras={"mine": mine})
     loss, kernel = Mine(), jnp.asarray(params["kernel"])
 
@@ -333,7 +387,9 @@ def test_a_loss_of_your_own(path):
     rows, targets = np.asarray(params["hidden"], np.float64)[here], np.asarray(batch.targets)[here]
     log_p = log_softmax(rows @ np.asarray(kernel, np.float64))
     own, n = np.take_along_axis(log_p, targets[:, None], -1)[:, 0], here.sum()
-    np.testing.assert_allclose(value, (mine[here] * own**2 - advantages[here] * own).mean(), rtol=2e-5)
+    np.testing.assert_allclose(
+        value, (mine[here] * own**2 - advantages[here] * own).mean(), rtol=2e-5
+    )
     slope = (2 * mine[here] * own - advantages[here]) / n
     expected = rows.T @ (slope[:, None] * (np.eye(V)[targets] - np.exp(log_p)))
     np.testing.assert_allclose(gradient, expected, rtol=3e-5, atol=3e-6 * np.abs(expected).max())
@@ -343,27 +399,38 @@ def test_a_loss_of_your_own(path):
 def test_what_a_loss_of_your_own_reads_is_explained():
     batch, _, _, _ = step()
     stats = TokenStats(jnp.where(batch.loss_mask > 0, -1.0, jnp.nan))
-    sound = dataclasses.replace(batch, advantages=np.ones_like(batch.loss_mask), extras={"mine": batch.loss_mask})
+    sound = dataclasses.replace(
+        batch, advantages=np.ones_like(batch.loss_mask), extras={"mine": batch.loss_mask}
+    )
     assert np.isfinite(loss_from_stats(stats, sound, Mine())[0])
     for field, name in (("advantages", "advantages"), ("mine", "another_array")):
         bad = np.full_like(batch.loss_mask, np.nan)
         changed = {"extras": {"mine": bad}} if field == "mine" else {field: bad}
         loss, found = loss_from_stats(stats, dataclasses.replace(sound, **changed), Mine())
         assert np.isnan(loss)
-        assert explain_broken_rules(found["broken_rules"].value)[0].startswith(f"{name}: expected finite")
+        assert explain_broken_rules(found["broken_rules"].value)[0].startswith(
+            f"{name}: expected finite"
+        )
     with pytest.raises(ValueError, match=r"stats.log_probs: got shape \(4, 2\)"):
         loss_from_stats(TokenStats(stats.log_probs[:, :2]), sound, Mine())
 
 
 def test_a_nucleus_is_for_losses_of_a_policy():
-    """Before: an SFT part of 3.507 became 1.111, with log-probs that were renormalised over a sampler's nucleus."""
+    """Before: an SFT part of 3.507 became 1.111, with log-probs that were renormalised over a
+    sampler's nucleus.
+    """
     batch, _, params, _ = step()
     states = params["hidden"], params["kernel"]
     options = {"nucleus_ids": np.stack([batch.targets, (batch.targets + 1) % V], -1)}
     assert np.isfinite(loss_from_hidden(*states, batch, {"policy": PARTS["policy"]}, **options)[0])
-    for loss in (SFT(), {"policy": PARTS["policy"], "written": PARTS["written"]}, PARTS["near"].loss):
+    for loss in (
+        SFT(),
+        {"policy": PARTS["policy"], "written": PARTS["written"]},
+        PARTS["near"].loss,
+    ):
         with pytest.raises(
-            ValueError, match=r"nucleus_ids: got some for .*, expected None but for the losses of a pol"
+            ValueError,
+            match=r"nucleus_ids: got some for .*, expected None but for the losses of a pol",
         ):
             loss_from_hidden(*states, batch, loss, **options)
 
@@ -381,15 +448,21 @@ def test_bad_input():
     def call(parts=PARTS, normalizer=None, **extras):
         changed = {name: x for name, x in {**batch.extras, **extras}.items() if x is not None}
         given = dataclasses.replace(batch, extras=changed)
-        return loss_from_hidden(params["hidden"], params["kernel"], given, parts, normalizer=normalizer)
+        return loss_from_hidden(
+            params["hidden"], params["kernel"], given, parts, normalizer=normalizer
+        )
 
     with pytest.raises(ValueError, match="loss: got no parts, expected at least one"):
         call({})
     with pytest.raises(TypeError, match=r"loss: got a part named '', expected a string"):
         call({"": SFT()})
-    with pytest.raises(TypeError, match=r"loss: got float, expected a PolicyLossConfig, a policy loss, SFT()"):
+    with pytest.raises(
+        TypeError, match=r"loss: got float, expected a PolicyLossConfig, a policy loss, SFT()"
+    ):
         Part(0.5)
-    with pytest.raises(TypeError, match=r"loss: got float, expected a PolicyLossConfig, a policy loss, SFT()"):
+    with pytest.raises(
+        TypeError, match=r"loss: got float, expected a PolicyLossConfig, a policy loss, SFT()"
+    ):
         call({"a": 0.5})
     with pytest.raises(TypeError, match="loss: got Thawed, expected a frozen dataclass"):
         call(Thawed())
@@ -399,35 +472,63 @@ def test_bad_input():
         Part(PolicyLossConfig(KLCov()))
     with pytest.raises(ValueError, match="coef: got nan, expected a finite number"):
         Part(SFT(), coef=float("nan"))
-    with pytest.raises(TypeError, match=r"mask: got ndarray, expected the name of one of batch.extras"):
+    with pytest.raises(
+        TypeError, match=r"mask: got ndarray, expected the name of one of batch.extras"
+    ):
         Part(SFT(), mask=batch.loss_mask)
-    with pytest.raises(ValueError, match=r"batch.extras: got \['even', .*\], expected 'odd' among them, \[R, T\] for"):
+    with pytest.raises(
+        ValueError,
+        match=r"batch.extras: got \['even', .*\], expected 'odd' among them, \[R, T\] for",
+    ):
         call(odd=None)
     with pytest.raises(
-        ValueError, match=r"batch.extras\['own'\]: got shape \(4, 32, 1\), expected the batch's, \(4, 32"
+        ValueError,
+        match=r"batch.extras\['own'\]: got shape \(4, 32, 1\), expected the batch's, \(4, 32",
     ):
         call(own=jnp.ones((4, 32, 1)))
     with pytest.raises(
-        TypeError, match=r"loss: got Value.*, expected one of log-probs; loss_from_stats takes this one"
+        TypeError,
+        match=r"loss: got Value.*, expected one of log-probs; loss_from_stats takes this one",
     ):
         call(Value())
     without = dataclasses.replace(batch, ref_log_probs=None)
-    with pytest.raises(ValueError, match=r"batch.ref_log_probs: got None, expected f32\[R, T\] for ReferenceKL"):
+    with pytest.raises(
+        ValueError, match=r"batch.ref_log_probs: got None, expected f32\[R, T\] for ReferenceKL"
+    ):
         loss_from_hidden(params["hidden"], params["kernel"], without, {"a": ReferenceKL()})
     of_another = Normalizer.of(SFT(), batch)
-    with pytest.raises(ValueError, match=r"normalizer: got one of aggregation 'token_mean', expected 'rollout_mean'"):
+    with pytest.raises(
+        ValueError,
+        match=r"normalizer: got one of aggregation 'token_mean', expected 'rollout_mean'",
+    ):
         call({"near": PARTS["near"]}, normalizer={"near": of_another})
     two = {name: PARTS[name] for name in ("near", "policy")}
-    with pytest.raises(ValueError, match=r"normalizer: got those of \['near'\], expected one of each part, \['near', "):
+    with pytest.raises(
+        ValueError,
+        match=r"normalizer: got those of \['near'\], expected one of each part, \['near', ",
+    ):
         call(two, normalizer={"near": of_another})  # before: 3.119 for 1.486
-    with pytest.raises(TypeError, match=r"normalizer: got Normalizer, expected Normalizers by the names of parts"):
+    with pytest.raises(
+        TypeError, match=r"normalizer: got Normalizer, expected Normalizers by the names of parts"
+    ):
         call(two, normalizer=of_another)
-    distil = {"taught": PARTS["taught"], "again": TopKDistillation(ids="other", log_probs="teacher_log_probs")}
+    distil = {
+        "taught": PARTS["taught"],
+        "again": TopKDistillation(ids="other", log_probs="teacher_log_probs"),
+    }
     ids, log_q = batch.extras["teacher_ids"], batch.extras["teacher_log_probs"]
     for parts, extras, message in [
         (PARTS, {"teacher_ids": None}, "batch.extras: got .*, expected 'teacher_ids' among them"),
-        (distil, {"other": ids}, r"ids: got \['other', 'teacher_ids'\] of several parts, expected one extra that they"),
-        (PARTS, {"teacher_log_probs": log_q[..., :2]}, r"batch.extras\['teacher_log_probs'\]: got shape \(4, 32, 2\)"),
+        (
+            distil,
+            {"other": ids},
+            r"ids: got \['other', 'teacher_ids'\] of several parts, expected one extra that they",
+        ),
+        (
+            PARTS,
+            {"teacher_log_probs": log_q[..., :2]},
+            r"batch.extras\['teacher_log_probs'\]: got shape \(4, 32, 2\)",
+        ),
         (
             PARTS,
             {"teacher_ids": ids[..., 0]},
@@ -436,5 +537,7 @@ def test_bad_input():
     ]:
         with pytest.raises(ValueError, match=message):
             call(parts, **extras)
-    with pytest.raises(TypeError, match=r"batch.extras\['teacher_ids'\]: got dtype float32, expected integers"):
+    with pytest.raises(
+        TypeError, match=r"batch.extras\['teacher_ids'\]: got dtype float32, expected integers"
+    ):
         call(teacher_ids=log_q)

@@ -29,7 +29,8 @@ SLOPES = {
 
 
 def value_and_grad(estimator, d, weigh=False):
-    below = np.abs(np.random.default_rng(0).normal(size=np.shape(d))) + np.maximum(d, 0)  # so that both are log-probs
+    # so that both are log-probs
+    below = np.abs(np.random.default_rng(0).normal(size=np.shape(d))) + np.maximum(d, 0)
     ref = -jnp.asarray(below, jnp.float32)
     x = ref + jnp.asarray(d, jnp.float32)
     old = jax.lax.stop_gradient(x) - 0.5
@@ -38,7 +39,11 @@ def value_and_grad(estimator, d, weigh=False):
         return kl_divergence(x, ref, estimator, jnp.exp(x - old) if weigh else None)
 
     value, pullback = jax.vjp(fn, x)
-    return np.asarray(value), np.asarray(pullback(jnp.ones_like(value))[0]), np.asarray(x - ref, np.float64)
+    return (
+        np.asarray(value),
+        np.asarray(pullback(jnp.ones_like(value))[0]),
+        np.asarray(x - ref, np.float64),
+    )
 
 
 @pytest.mark.every(3)
@@ -54,7 +59,9 @@ def test_values_and_gradients(estimator):
 @pytest.mark.every(3)
 @pytest.mark.parametrize("estimator", KL_NAMES)
 def test_importance_weight(estimator):
-    """d/dx of w k(x), w = exp(x - old): w (k + k'); with "+" the value is w k and the gradient w d, w constant."""
+    """d/dx of w k(x), w = exp(x - old): w (k + k'); with "+" the value is w k and the gradient w
+    d, w constant.
+    """
     name = estimator.removesuffix("+")
     value, gradient, d = value_and_grad(estimator, D[1:5], weigh=True)
     w, k = np.exp(0.5), FORMULAS[name](d)
@@ -66,7 +73,9 @@ def test_importance_weight(estimator):
 @pytest.mark.parametrize("weigh", [False, True])
 @pytest.mark.parametrize("estimator", KL_NAMES)
 def test_any_log_ratio_is_finite(estimator, weigh):
-    """exp(100) overflows f32: unclamped k3 has value inf and gradient -inf at a log-ratio of -100."""
+    """exp(100) overflows f32: unclamped k3 has value inf and gradient -inf at a log-ratio of
+    -100.
+    """
     value, gradient, _ = value_and_grad(estimator, np.array([-100.0, 100.0, -1e4, 1e4]), weigh)
     assert np.all(np.isfinite(value))
     assert np.all(np.isfinite(gradient))
@@ -79,12 +88,18 @@ def test_k3_pulls_back_from_any_distance():
 
 
 def test_adaptive_coefficient():
-    np.testing.assert_allclose(adaptive_kl_coef(0.2, jnp.float32(30.0), 3.0, samples=500, horizon=1000), 0.2 * 1.1)
-    np.testing.assert_allclose(adaptive_kl_coef(0.2, jnp.float32(2.7), 3.0, samples=500, horizon=1000), 0.2 * 0.95)
+    np.testing.assert_allclose(
+        adaptive_kl_coef(0.2, jnp.float32(30.0), 3.0, samples=500, horizon=1000), 0.2 * 1.1
+    )
+    np.testing.assert_allclose(
+        adaptive_kl_coef(0.2, jnp.float32(2.7), 3.0, samples=500, horizon=1000), 0.2 * 0.95
+    )
     with pytest.raises(ValueError, match="target: got 0, expected a finite number above 0"):
         adaptive_kl_coef(0.2, jnp.float32(1.0), 0, samples=1)
 
 
 def test_unknown_names_list_the_known():
-    with pytest.raises(ValueError, match=r"estimator: got 'k4', expected one of 'k1', 'abs', .*, 'k1\+'"):
+    with pytest.raises(
+        ValueError, match=r"estimator: got 'k4', expected one of 'k1', 'abs', .*, 'k1\+'"
+    ):
         kl_divergence(jnp.zeros(1), jnp.zeros(1), "k4")

@@ -8,7 +8,13 @@ import oracle.preference as truth
 import pytest
 from preference_steps import check, oracle_of, step_of, whole
 
-from jaxppo import RolloutBatch, TokenStats, compute_log_probs, explain_broken_rules, loss_from_stats
+from jaxppo import (
+    RolloutBatch,
+    TokenStats,
+    compute_log_probs,
+    explain_broken_rules,
+    loss_from_stats,
+)
 from jaxppo.losses import preference
 from sharding import make_parallel_mesh
 
@@ -23,7 +29,11 @@ def test_kto_wants_no_pairs():
 def test_a_reward_that_says_nothing_makes_kto_nan(mesh):
     """If NaN counted as not above 0, the sample would be an undesirable one."""
     batch = RolloutBatch.from_samples(
-        step_of(5), row_length=24, rows=8, num_segments=6, parallel=mesh and make_parallel_mesh(mesh)
+        step_of(5),
+        row_length=24,
+        rows=8,
+        num_segments=6,
+        parallel=mesh and make_parallel_mesh(mesh),
     )
     rewards = np.where(batch.sample_ids == 3, np.nan, batch.rewards)
     loss, gradient, found = whole("kto", mesh)(dataclasses.replace(batch, rewards=rewards))
@@ -39,14 +49,23 @@ def test_a_reward_that_says_nothing_makes_kto_nan(mesh):
 
 
 def test_kto_reference_point():
-    """The step's micro-batches are uneven: the mean of the parts' means is another number. Below 0 it is 0."""
+    """The step's micro-batches are uneven: the mean of the parts' means is another number.
+
+    Below 0 it is 0.
+    """
     samples = step_of(7)
-    lower = {name: [np.subtract(getattr(s, name), 1) for s in samples] for name in ("returns", "ref_log_probs")}
+    lower = {
+        name: [np.subtract(getattr(s, name), 1) for s in samples]
+        for name in ("returns", "ref_log_probs")
+    }
     samples = [
-        dataclasses.replace(s, **{name: x[i] for name, x in lower.items()}) for i, s in enumerate(samples)
+        dataclasses.replace(s, **{name: x[i] for name, x in lower.items()})
+        for i, s in enumerate(samples)
     ]  # so that what is above the reference is a log-prob too
     mixed = preference.mismatched_samples(samples)
-    assert [list(x.tokens[: x.start]) for x in mixed] == [list(x.tokens[: x.start]) for x in samples]
+    assert [list(x.tokens[: x.start]) for x in mixed] == [
+        list(x.tokens[: x.start]) for x in samples
+    ]
     assert not any(list(x.tokens) == list(y.tokens) for x in mixed for y in samples)
     parts = [samples[:9], samples[9:]]
     batches = [RolloutBatch.from_samples(x, row_length=24, rows=4, num_segments=6) for x in parts]

@@ -11,7 +11,17 @@ from oracle import OracleHead
 from oracle.step import with_stats
 from policy_steps import normalizer_of, quick_jit, step_of
 from random_losses import BASE, check_metrics, of_jaxppo
-from random_steps import Drawn, Place, Step, agree, batch_of, step_samples, to_rows, to_samples, with_weights
+from random_steps import (
+    Drawn,
+    Place,
+    Step,
+    agree,
+    batch_of,
+    step_samples,
+    to_rows,
+    to_samples,
+    with_weights,
+)
 
 from jaxppo import (
     SFT,
@@ -35,15 +45,24 @@ from sharding.audit import audit
 
 H, V = 6, 40
 STEP = Step(
-    tuple(Drawn(2 + i % 2, (1, 1, 0, 1, 1, 1, 1, 0, 1)[i % 4 :], i, 7 + i // 2, i // 2) for i in range(8)),
+    tuple(
+        Drawn(2 + i % 2, (1, 1, 0, 1, 1, 1, 1, 0, 1)[i % 4 :], i, 7 + i // 2, i // 2)
+        for i in range(8)
+    ),
     6,
     0.3,
     "by token",
     float("nan"),
 )
-CONFIG = BASE | {"kl": {"coef": 0.25, "estimator": "k3", "importance": "sequence"}, "metric_aggregation": "loss"}
+CONFIG = BASE | {
+    "kl": {"coef": 0.25, "estimator": "k3", "importance": "sequence"},
+    "metric_aggregation": "loss",
+}
 CONFIGS = {
-    "ppo": {"kl": {"coef": 0.25, "estimator": "k3", "importance": "none"}, "metric_aggregation": "token_mean"},
+    "ppo": {
+        "kl": {"coef": 0.25, "estimator": "k3", "importance": "none"},
+        "metric_aggregation": "token_mean",
+    },
     "gspo": {"loss": {"name": "gspo", "clip_low": 0.01, "clip_high": 0.02}},
 }
 PATHS = {
@@ -60,14 +79,21 @@ def make_step():
     head = OracleHead(rng.normal(size=(H, V)).astype(np.float32).astype(np.float64))
     samples = []
     for s in step_samples(STEP):
-        hidden, targets = rng.normal(size=(len(s.mask), H)).astype(np.float32), rng.integers(0, V, len(s.mask))
+        hidden, targets = (
+            rng.normal(size=(len(s.mask), H)).astype(np.float32),
+            rng.integers(0, V, len(s.mask)),
+        )
         found = dataclasses.replace(s, hidden=hidden, targets=targets)
         own = with_stats([found], head)[0].log_probs
 
         def near(own=own):
             return np.minimum(own + 0.3 * rng.normal(size=len(own)), -0.01).astype(np.float32)
 
-        samples.append(dataclasses.replace(found, old_log_probs=near(), ref_log_probs=near(), rollout_log_probs=near()))
+        samples.append(
+            dataclasses.replace(
+                found, old_log_probs=near(), ref_log_probs=near(), rollout_log_probs=near()
+            )
+        )
     return with_weights(STEP, samples), head
 
 
@@ -81,9 +107,20 @@ SAMPLES, HEAD = make_step()
     [(n, p, AGGREGATIONS[(i + j) % 4]) for i, n in enumerate(CONFIGS) for j, p in enumerate(PATHS)],
 )
 def test_the_whole_loss_of_a_token_is_weighed(name, path, aggregation, weighted):
-    config = CONFIG | CONFIGS[name] | {"aggregation": aggregation, "weighted_denominators": weighted}
+    config = (
+        CONFIG | CONFIGS[name] | {"aggregation": aggregation, "weighted_denominators": weighted}
+    )
     mine, options = of_jaxppo(config), dict(PATHS[path])
-    place = Place(options.pop("mesh", None), False, "contiguous", False, 16, 8, 2, options.pop("micro_batches", None))
+    place = Place(
+        options.pop("mesh", None),
+        False,
+        "contiguous",
+        False,
+        16,
+        8,
+        2,
+        options.pop("micro_batches", None),
+    )
     batch = dataclasses.replace(batch_of(STEP, SAMPLES, place), weighted_denominators=weighted)
     params = {"hidden": to_rows(batch, SAMPLES, [s.hidden for s in SAMPLES], np.nan)}
     params["kernel"] = HEAD.kernel.astype(np.float32)
@@ -108,7 +145,9 @@ def test_the_whole_loss_of_a_token_is_weighed(name, path, aggregation, weighted)
     expected, by_hidden, by_head = oracle.policy_loss_from_hidden(SAMPLES, HEAD, config)
     check_metrics(loss, finalize_metrics(found), expected, config, 3e-5)
     size = 10 * expected.weights.max()
-    for i, (x, y) in enumerate(zip(to_samples(batch, SAMPLES, gradient["hidden"]), by_hidden, strict=True)):
+    for i, (x, y) in enumerate(
+        zip(to_samples(batch, SAMPLES, gradient["hidden"]), by_hidden, strict=True)
+    ):
         agree(f"gradient of hidden states of sample {i}", x, y, size, 3e-5)
     agree("gradient of the kernel", gradient["kernel"], by_head.kernel, size, 3e-5)
 
@@ -118,7 +157,9 @@ ON = BATCH.loss_mask > 0
 
 
 def sft(batch, aggregation):
-    return loss_from_stats(TokenStats(jnp.asarray(batch.old_log_probs)), batch, SFT(aggregation=aggregation))
+    return loss_from_stats(
+        TokenStats(jnp.asarray(batch.old_log_probs)), batch, SFT(aggregation=aggregation)
+    )
 
 
 def value(batch, aggregation):
@@ -127,24 +168,34 @@ def value(batch, aggregation):
 
 def mtp(batch, aggregation):
     hidden = jax.random.normal(jax.random.key(0), (2, *batch.tokens.shape, 4))
-    return mtp_loss(hidden, jax.random.normal(jax.random.key(1), (4, 50)), batch, MTP(aggregation=aggregation))
+    return mtp_loss(
+        hidden, jax.random.normal(jax.random.key(1), (4, 50)), batch, MTP(aggregation=aggregation)
+    )
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("aggregation", ["token_mean", "token_sum"])
 @pytest.mark.parametrize("loss", [sft, value, mtp])
 def test_other_losses_too(loss, aggregation):
-    """A loss with weights is the sum, over the weights, of the loss on the tokens with that weight."""
+    """A loss with weights is the sum, over the weights, of the loss on the tokens with that
+    weight.
+    """
     rng = np.random.default_rng(0)
-    weights = np.where(ON, rng.choice([0.0, 0.5, 2.0], BATCH.loss_mask.shape), np.nan).astype(np.float32)
+    weights = np.where(ON, rng.choice([0.0, 0.5, 2.0], BATCH.loss_mask.shape), np.nan).astype(
+        np.float32
+    )
     weighed = loss(dataclasses.replace(BATCH, loss_weights=weights), aggregation)[0]
     expected = 0.0
     for w in (0.5, 2.0):
         zeros_and_ones = np.where(ON, weights == w, np.nan).astype(np.float32)
-        expected += w * loss(dataclasses.replace(BATCH, loss_weights=zeros_and_ones), aggregation)[0]
+        expected += (
+            w * loss(dataclasses.replace(BATCH, loss_weights=zeros_and_ones), aggregation)[0]
+        )
         if loss is not mtp:  # mtp has another mask
             part = dataclasses.replace(BATCH, loss_mask=BATCH.loss_mask * (weights == w))
-            share = part.loss_mask.sum() / BATCH.loss_mask.sum() if aggregation == "token_mean" else 1
+            share = (
+                part.loss_mask.sum() / BATCH.loss_mask.sum() if aggregation == "token_mean" else 1
+            )
             found = loss(dataclasses.replace(BATCH, loss_weights=zeros_and_ones), aggregation)[0]
             np.testing.assert_allclose(found, loss(part, aggregation)[0] * share, rtol=1e-5)
     np.testing.assert_allclose(weighed, expected, rtol=1e-5)
@@ -153,9 +204,14 @@ def test_other_losses_too(loss, aggregation):
 
 def test_a_depth_weighs_the_token_that_it_predicts():
     ids, places, mask = jnp.array([[1, 1, 1, 1]]), jnp.arange(4)[None], jnp.array([[1.0, 1, 1, 0]])
-    weights = jnp.array([[7.0, 2.0, 3.0, jnp.nan]])  # of targets 1, 2, 3; depth 1 predicts the last two
-    batch = RolloutBatch(ids, jnp.array([[1, 2, 3, 0]]), ids, places, mask, jnp.array([[0]]), loss_weights=weights)
-    loss, _ = mtp_loss(jnp.zeros((1, 1, 4, 2)), jnp.zeros((2, 8)), batch, MTP(coef=1.0, aggregation="token_sum"))
+    # of targets 1, 2, 3; depth 1 predicts the last two
+    weights = jnp.array([[7.0, 2.0, 3.0, jnp.nan]])
+    batch = RolloutBatch(
+        ids, jnp.array([[1, 2, 3, 0]]), ids, places, mask, jnp.array([[0]]), loss_weights=weights
+    )
+    loss, _ = mtp_loss(
+        jnp.zeros((1, 1, 4, 2)), jnp.zeros((2, 8)), batch, MTP(coef=1.0, aggregation="token_sum")
+    )
     np.testing.assert_allclose(loss, 5 * np.log(8), rtol=1e-6)
 
 
@@ -163,8 +219,15 @@ def test_a_weight_of_0_leaves_a_token_out_of_weighted_denominators():
     weights = (np.arange(BATCH.tokens.shape[1]) % 2 * np.ones((2, 1))).astype(np.float32)
     part = dataclasses.replace(BATCH, loss_mask=BATCH.loss_mask * weights)
     weighed = dataclasses.replace(BATCH, loss_weights=weights, weighted_denominators=True)
-    for aggregation in ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "rollout_mean"):
-        np.testing.assert_allclose(sft(weighed, aggregation)[0], sft(part, aggregation)[0], rtol=1e-6)
+    for aggregation in (
+        "token_mean",
+        "sequence_mean_token_mean",
+        "sequence_mean_token_sum",
+        "rollout_mean",
+    ):
+        np.testing.assert_allclose(
+            sft(weighed, aggregation)[0], sft(part, aggregation)[0], rtol=1e-6
+        )
 
 
 def test_a_number_weighs_a_sample():
@@ -191,23 +254,45 @@ def test_one_pass_stays_one_pass():
 
 def test_bad_weights():
     for bad in (-1.0, np.nan, np.inf):
-        weights = np.where(np.arange(24) == np.argwhere(ON)[0][1], bad, BATCH.loss_mask).astype(np.float32)
+        weights = np.where(np.arange(24) == np.argwhere(ON)[0][1], bad, BATCH.loss_mask).astype(
+            np.float32
+        )
         batch = dataclasses.replace(BATCH, loss_weights=weights)
         loss, found = sft(batch, "token_sum")
         assert np.isnan(loss)
-        assert explain_broken_rules(found["broken_rules"].value)[0].startswith("loss_weights: expected finite weights")
-        with pytest.raises(ValueError, match=r"loss_weights: got .* at row 0, position \d+, expected finite weights"):
+        assert explain_broken_rules(found["broken_rules"].value)[0].startswith(
+            "loss_weights: expected finite weights"
+        )
+        with pytest.raises(
+            ValueError,
+            match=r"loss_weights: got .* at row 0, position \d+, expected finite weights",
+        ):
             batch.validate(50)
     one = dataclasses.replace(BATCH, weighted_denominators=True)
-    with pytest.raises(ValueError, match=r"batch.loss_weights: got None, expected f32\[R, T\] with weighted_denom"):
+    with pytest.raises(
+        ValueError, match=r"batch.loss_weights: got None, expected f32\[R, T\] with weighted_denom"
+    ):
         sft(one, "token_mean")
     normalizer = Normalizer.of(SFT(), BATCH)
     one = dataclasses.replace(one, loss_weights=BATCH.loss_mask)
-    with pytest.raises(ValueError, match="normalizer: got one of weighted_denominators=False, expected the batch's, T"):
-        policy_loss(TokenStats(jnp.asarray(BATCH.returns)), one, PolicyLossConfig(), normalizer=normalizer)
+    with pytest.raises(
+        ValueError,
+        match="normalizer: got one of weighted_denominators=False, expected the batch's, T",
+    ):
+        policy_loss(
+            TokenStats(jnp.asarray(BATCH.returns)), one, PolicyLossConfig(), normalizer=normalizer
+        )
     stats = TokenStats(jnp.asarray(BATCH.returns))
-    one = dataclasses.replace(one, rewards=jnp.zeros(BATCH.sample_ids.shape), group_ids=BATCH.sample_ids)
-    with pytest.raises(ValueError, match=r"batch\.loss_weights: got an array, expected None: a loss of whole samples"):
+    one = dataclasses.replace(
+        one, rewards=jnp.zeros(BATCH.sample_ids.shape), group_ids=BATCH.sample_ids
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"batch\.loss_weights: got an array, expected None: a loss of whole samples",
+    ):
         loss_from_stats(stats, one, preference.DPO())
-    with pytest.raises(ValueError, match=r"batch\.loss_weights: got an array, expected None: a loss of whole samples"):
+    with pytest.raises(
+        ValueError,
+        match=r"batch\.loss_weights: got an array, expected None: a loss of whole samples",
+    ):
         loss_from_stats(stats.log_probs, one, preference.BradleyTerry())

@@ -20,7 +20,10 @@ H, V, K = 4, 11, 3
 RNG = np.random.default_rng(0)
 BATCH, _ = hard_batch()
 BATCH = dataclasses.replace(
-    BATCH, **dict.fromkeys(("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values"))
+    BATCH,
+    **dict.fromkeys(
+        ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values")
+    ),
 )
 TARGETS = RNG.integers(0, V, size=(R, T))
 MASK, IDS = np.asarray(BATCH.loss_mask), np.asarray(BATCH.segment_ids)
@@ -31,7 +34,9 @@ COEF = 0.3
 
 
 def reference(temperature=None):
-    """(nll, accuracy, tokens) of each depth in f64, one position at a time; a token has its own temperature."""
+    """(nll, accuracy, tokens) of each depth in f64, one position at a time; a token has its own
+    temperature.
+    """
     temperature = np.ones((R, T)) if temperature is None else temperature.astype(np.float64)
     found = []
     for k in range(1, K + 1):
@@ -39,7 +44,11 @@ def reference(temperature=None):
         for row, _, places in sequences(BATCH):
             for t, later in zip(places, places[k:], strict=False):
                 if MASK[row, later]:
-                    z = HIDDEN[k - 1, row, t].astype(np.float64) @ KERNEL.astype(np.float64) / temperature[row, later]
+                    z = (
+                        HIDDEN[k - 1, row, t].astype(np.float64)
+                        @ KERNEL.astype(np.float64)
+                        / temperature[row, later]
+                    )
                     losses.append(np.log(np.exp(z).sum()) - z[TARGETS[row, later]])
                     hits.append(z.argmax() == TARGETS[row, later])
         found.append((np.mean(losses), np.mean(hits), len(losses)))
@@ -49,7 +58,9 @@ def reference(temperature=None):
 def everything(parallel, hidden, kernel, batch):
     """Loss, its gradients, and the finished metrics."""
     call = functools.partial(mtp_loss, batch=batch, loss=MTP(coef=COEF), parallel=parallel)
-    (loss, found), gradients = jax.value_and_grad(lambda h, k: call(h, k), (0, 1), has_aux=True)(hidden, kernel)
+    (loss, found), gradients = jax.value_and_grad(lambda h, k: call(h, k), (0, 1), has_aux=True)(
+        hidden, kernel
+    )
     return loss, gradients, finalize_metrics(found)
 
 
@@ -78,7 +89,9 @@ def test_a_temperature_is_that_of_the_token_that_is_predicted():
 
     @quick_jit
     def run(hidden, batch, temperature):
-        return mtp_loss(hidden, KERNEL, batch, MTP(coef=COEF), parallel=parallel, temperature=temperature)[1]
+        return mtp_loss(
+            hidden, KERNEL, batch, MTP(coef=COEF), parallel=parallel, temperature=temperature
+        )[1]
 
     found = run(hidden, to_physical(BATCH), np.take_along_axis(temperature, order, 1))
     for k, (nll, _, _) in enumerate(reference(temperature), 1):
@@ -89,7 +102,9 @@ CASES = [("dp=2,cp=4,tp=1", layout) for layout in LAYOUTS] + [
     ("dp=8,cp=1,tp=1", "zigzag"),
     ("dp=2,cp=2,tp=2", "zigzag"),
 ]
-NIGHTLY = [("dp=1,cp=4,tp=2", layout) for layout in LAYOUTS] + [("dp=1,cp=8,tp=1", layout) for layout in LAYOUTS[:2]]
+NIGHTLY = [("dp=1,cp=4,tp=2", layout) for layout in LAYOUTS] + [
+    ("dp=1,cp=8,tp=1", layout) for layout in LAYOUTS[:2]
+]
 
 
 @pytest.mark.every(4)
@@ -97,19 +112,26 @@ NIGHTLY = [("dp=1,cp=4,tp=2", layout) for layout in LAYOUTS] + [("dp=1,cp=8,tp=1
     ("mesh", "layout"), CASES + [pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY]
 )
 def test_no_layout_or_mesh_changes_a_number(mesh, layout):
-    """Hidden states are NaN where no depth counts them, and the kernel is sharded over the tensor axis."""
+    """Hidden states are NaN where no depth counts them, and the kernel is sharded over the
+    tensor axis.
+    """
     ((_, parallel, to_physical, _),) = layouts_on(mesh, [layout])
     order = np.asarray(to_physical(np.broadcast_to(np.arange(T), (R, T))))
     hidden = np.where(IDS[None, :, :, None] > 0, HIDDEN, np.nan)
     hidden = np.stack([np.take_along_axis(h, order[..., None], 1) for h in hidden])
     got = jax.jit(functools.partial(everything, parallel))(hidden, KERNEL, to_physical(BATCH))
     loss, (dhidden, dkernel), found = got
-    dhidden = np.stack([np.take_along_axis(np.asarray(h), np.argsort(order, 1)[..., None], 1) for h in dhidden])
-    assert_trees_close((loss, (dhidden, dkernel), found), on_one_device(), context=f"{mesh} {layout}")
+    dhidden = np.stack(
+        [np.take_along_axis(np.asarray(h), np.argsort(order, 1)[..., None], 1) for h in dhidden]
+    )
+    assert_trees_close(
+        (loss, (dhidden, dkernel), found), on_one_device(), context=f"{mesh} {layout}"
+    )
 
 
 @pytest.mark.parametrize(
-    "aggregation", ["sequence_mean_token_mean", pytest.param("token_mean", marks=pytest.mark.nightly)]
+    "aggregation",
+    ["sequence_mean_token_mean", pytest.param("token_mean", marks=pytest.mark.nightly)],
 )
 def test_micro_batches_add_up_to_the_step(aggregation):
     """In uneven parts, of which the own denominators would be off."""
@@ -119,7 +141,9 @@ def test_micro_batches_add_up_to_the_step(aggregation):
     def physical(x):
         return x[:, order] if x.shape == (R, T) else x
 
-    batch = dataclasses.replace(jax.tree.map(physical, BATCH), context_layout="zigzag", context_shards=2)
+    batch = dataclasses.replace(
+        jax.tree.map(physical, BATCH), context_layout="zigzag", context_shards=2
+    )
     hidden = HIDDEN[:, :, order]
 
     @jax.jit
@@ -134,14 +158,20 @@ def test_micro_batches_add_up_to_the_step(aggregation):
             total += mtp_loss(states, kernel, part, MTP(aggregation=aggregation), **options)[0]
         return total
 
-    whole, _ = jax.jit(functools.partial(mtp_loss, loss=MTP(K, aggregation=aggregation)))(HIDDEN, KERNEL, BATCH)
+    whole, _ = jax.jit(functools.partial(mtp_loss, loss=MTP(K, aggregation=aggregation)))(
+        HIDDEN, KERNEL, BATCH
+    )
     np.testing.assert_allclose(accumulated(hidden, KERNEL, batch), whole, rtol=1e-6)
 
 
 def test_a_head_for_each_depth():
     """Given as a list or stacked; each depth is as with a head of its own only."""
-    kernels = np.stack([KERNEL, KERNEL + RNG.normal(size=KERNEL.shape).astype(np.float32), KERNEL * 2])
-    both = jax.jit(lambda h, k: (mtp_loss(h, k, BATCH), mtp_loss(list(h), list(k), BATCH)))(HIDDEN, kernels)
+    kernels = np.stack(
+        [KERNEL, KERNEL + RNG.normal(size=KERNEL.shape).astype(np.float32), KERNEL * 2]
+    )
+    both = jax.jit(lambda h, k: (mtp_loss(h, k, BATCH), mtp_loss(list(h), list(k), BATCH)))(
+        HIDDEN, kernels
+    )
     (stacked, found), (listed, _) = both
     assert stacked == listed
     one_head = jax.jit(lambda h, k: mtp_loss(h, k, BATCH)[1])
@@ -153,7 +183,9 @@ def test_a_head_for_each_depth():
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_gradients_that_are_stopped(stopped):
-    """Into the trunk, or into the head: as the docstring says, by `stop_gradient` of that argument."""
+    """Into the trunk, or into the head: as the docstring says, by `stop_gradient` of that
+    argument.
+    """
 
     def loss(*args):
         args = [jax.lax.stop_gradient(x) if i == stopped else x for i, x in enumerate(args)]
@@ -178,7 +210,9 @@ def test_no_device_is_left_waiting(layout):
 def test_a_row_with_nothing_to_predict_gives_zero():
     nothing = dataclasses.replace(BATCH, loss_mask=jnp.zeros_like(BATCH.loss_mask))
     mesh = ParallelMesh(jax.make_mesh((2, 4), ("dp", "cp")))  # Explicit axes
-    loss, gradients, found = jax.jit(functools.partial(everything, mesh))(HIDDEN * np.nan, KERNEL, nothing)
+    loss, gradients, found = jax.jit(functools.partial(everything, mesh))(
+        HIDDEN * np.nan, KERNEL, nothing
+    )
     assert loss == 0
     assert not any(np.asarray(g).any() for g in gradients)
     assert found["mtp_1_nll"] == 0
@@ -198,7 +232,9 @@ def test_bad_input(arguments, message):
         MTP(aggregation="mean")
     with pytest.raises(ValueError, match="depths: got 0, expected a whole number of at least 1"):
         MTP(0)
-    with pytest.raises(ValueError, match="depths: got None, expected a number, for the denominators of each depth"):
+    with pytest.raises(
+        ValueError, match="depths: got None, expected a number, for the denominators of each depth"
+    ):
         Normalizer.of(MTP(), BATCH)
     with pytest.raises(ValueError, match=message):
         mtp_loss(**({"hidden": HIDDEN, "head": KERNEL, "batch": BATCH} | arguments))

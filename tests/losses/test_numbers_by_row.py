@@ -1,4 +1,6 @@
-"""Numbers by row: the ranges, rules and names of the fields that they replace, also where a field is 0."""
+"""Numbers by row: the ranges, rules and names of the fields that they replace, also where a
+field is 0.
+"""
 
 import dataclasses
 import re
@@ -42,19 +44,43 @@ def normal(seed, *shape):
 
 
 def batch_of(numbers=NUMBERS, parallel=None):
-    """A sample a row, of 8 tokens; the first and the last position have no loss, and nothing sound in the extras."""
+    """A sample a row, of 8 tokens; the first and the last position have no loss, and nothing
+    sound in the extras.
+    """
     mask = np.ones((R, T), np.float32)
     mask[:, [0, -1]] = 0
     ids, slots = np.arange(R * T).reshape(R, T) % 7, np.arange(R)[:, None]
-    extras = {"client": np.where(mask > 0, 0, 7), "number": np.where(mask > 0, numbers, np.nan).astype(np.float32)}
+    extras = {
+        "client": np.where(mask > 0, 0, 7),
+        "number": np.where(mask > 0, numbers, np.nan).astype(np.float32),
+    }
     teacher = np.log(np.random.default_rng(5).dirichlet(np.ones(4), (R, T))[..., :3])
-    extras |= {"teacher_ids": np.arange(3) + 0 * ids[..., None], "teacher_log_probs": np.float32(teacher)}
-    extras |= {"sampler_ids": extras["teacher_ids"], "sampler_log_probs": extras["teacher_log_probs"]}
-    arrays = {name: -1 - np.abs(normal(i)) for i, name in enumerate(("old_log_probs", "ref_log_probs"), 1)}
+    extras |= {
+        "teacher_ids": np.arange(3) + 0 * ids[..., None],
+        "teacher_log_probs": np.float32(teacher),
+    }
+    extras |= {
+        "sampler_ids": extras["teacher_ids"],
+        "sampler_log_probs": extras["teacher_log_probs"],
+    }
+    arrays = {
+        name: -1 - np.abs(normal(i)) for i, name in enumerate(("old_log_probs", "ref_log_probs"), 1)
+    }
     arrays |= {"rollout_log_probs": arrays["old_log_probs"] + 0.1, "advantages": normal(3)}
     arrays |= {"values": normal(8), "returns": normal(9)}
     segments, places = np.ones((R, T), np.int32), np.arange(T) + np.zeros((R, 1), np.int32)
-    batch = RolloutBatch(ids, (ids + 1) % 7, segments, places, mask, slots, slots // 2, slots, **arrays, extras=extras)
+    batch = RolloutBatch(
+        ids,
+        (ids + 1) % 7,
+        segments,
+        places,
+        mask,
+        slots,
+        slots // 2,
+        slots,
+        **arrays,
+        extras=extras,
+    )
     batch = dataclasses.replace(batch, rewards=np.float32(slots % 2))
     return batch.put(parallel) if parallel else batch
 
@@ -63,7 +89,11 @@ OWN, ENTROPY, LOG_Z, MEAN_LOGIT = -1 - np.abs(normal(0)), np.abs(normal(4)), nor
 
 
 def stats_of(log_probs=OWN, entropy=ENTROPY):
-    given = {"entropy_mode": "bonus", "log_z": jnp.asarray(LOG_Z), "mean_logit": jnp.asarray(MEAN_LOGIT)}
+    given = {
+        "entropy_mode": "bonus",
+        "log_z": jnp.asarray(LOG_Z),
+        "mean_logit": jnp.asarray(MEAN_LOGIT),
+    }
     return TokenStats(jnp.asarray(log_probs), jnp.asarray(entropy), **given)
 
 
@@ -88,7 +118,9 @@ BY_HAND = {
         lambda c: (-(1 - c) * OWN + c * (LOG_Z - MEAN_LOGIT), ZERO - (1 - c), ZERO),
     ),
     "aggregation_norm": (
-        dataclasses.replace(PLAIN, aggregation="sequence_mean_token_sum_norm", aggregation_norm=7.0),
+        dataclasses.replace(
+            PLAIN, aggregation="sequence_mean_token_sum_norm", aggregation_norm=7.0
+        ),
         lambda c: (-A * OWN / c / R, -A / c / R, ZERO),
     ),
 }
@@ -101,7 +133,10 @@ def test_by_hand(field, mesh):
     loss, of_number = BY_HAND[field]
     value, by_log_prob, by_entropy = of_number(np.float64(NUMBERS))
     parallel = mesh and make_parallel_mesh(mesh)
-    batch, parts = batch_of(parallel=parallel), by_row({"a": loss}, "client", {"a": {field: "number"}})
+    batch, parts = (
+        batch_of(parallel=parallel),
+        by_row({"a": loss}, "client", {"a": {field: "number"}}),
+    )
 
     @jax.jit
     def run(log_probs, entropy):
@@ -119,10 +154,16 @@ def test_by_hand(field, mesh):
 @pytest.mark.parametrize("memory", [2**30, 25_000])
 @pytest.mark.parametrize("field", BY_HAND)
 def test_from_hidden_in_one_pass_or_two(field, memory):
-    """Where the config has 0, entropy_coef had no gradient, and z_loss and label_smoothing crashed."""
+    """Where the config has 0, entropy_coef had no gradient, and z_loss and label_smoothing
+    crashed.
+    """
     batch, parts = BATCH, by_row({"a": BY_HAND[field][0]}, "client", {"a": {field: "number"}})
     hidden, kernel = normal(10, R, T, 8), 0.3 * normal(11, 8, 32)
-    asked = {"entropy": "bonus", "logit_stats": ("log_z", "mean_logit"), "where": batch.loss_mask > 0}
+    asked = {
+        "entropy": "bonus",
+        "logit_stats": ("log_z", "mean_logit"),
+        "where": batch.loss_mask > 0,
+    }
 
     def two(h, w):
         return loss_from_stats(log_probs_from_hidden(h, w, batch.targets, **asked), batch, parts)[0]
@@ -135,7 +176,11 @@ def test_from_hidden_in_one_pass_or_two(field, memory):
 
 
 OFF = OffPolicyConfig(
-    "token", low=0.5, high=2.0, rejections=(Rejection("token_k3", high=9.0), Rejection("token_k1", 0.5)), veto=1e-4
+    "token",
+    low=0.5,
+    high=2.0,
+    rejections=(Rejection("token_k3", high=9.0), Rejection("token_k1", 0.5)),
+    veto=1e-4,
 )
 CORRECTED = PolicyLossConfig(off_policy=OFF)
 # A loss, the field, numbers that it takes, numbers out of its range, and the rule that names it.
@@ -148,7 +193,13 @@ RANGES = [
     (CORRECTED, "off_policy.low", (0.0, 1.9), (-0.1, 2.0, np.nan), "off_policy.low"),
     (CORRECTED, "off_policy.high", (0.6, np.inf), (0.5, np.nan), "off_policy.high"),
     (CORRECTED, "off_policy.veto", (0.5,), (0.0, 1.0), "off_policy.veto"),
-    (CORRECTED, "off_policy.rejections.0.high", (np.inf, 1.0), (0.0, -1.0), "off_policy.rejections.high"),
+    (
+        CORRECTED,
+        "off_policy.rejections.0.high",
+        (np.inf, 1.0),
+        (0.0, -1.0),
+        "off_policy.rejections.high",
+    ),
     (CORRECTED, "off_policy.rejections.1.low", (0.0,), (-0.5, np.nan), "off_policy.rejections.low"),
     (SFT(), "z_loss", (0.0, 1.0), (-0.1,), "z_loss"),
     (SFT(), "label_smoothing", (0.0, 0.9), (1.0,), "label_smoothing"),
@@ -174,10 +225,13 @@ def test_ranges_and_names_are_those_of_fields(loss, field, good, bad, rule):
 
     @jax.jit
     def run(number):
-        numbers = jnp.where(jnp.arange(R)[:, None] == 1, number, BATCH.extras["number"])  # of one row
+        # of one row
+        numbers = jnp.where(jnp.arange(R)[:, None] == 1, number, BATCH.extras["number"])
         batch = dataclasses.replace(BATCH, extras=BATCH.extras | {"number": numbers})
         start = jnp.asarray(good[-1] if np.isfinite(good[-1]) else good[0], jnp.float32)
-        numbers = jnp.where(jnp.arange(R)[:, None] == 1, number, jnp.where(batch.loss_mask > 0, start, jnp.nan))
+        numbers = jnp.where(
+            jnp.arange(R)[:, None] == 1, number, jnp.where(batch.loss_mask > 0, start, jnp.nan)
+        )
         batch = dataclasses.replace(batch, extras=batch.extras | {"number": numbers})
         loss, metrics = loss_from_stats(stats, batch, parts)
         return loss, finalize_metrics(metrics)["a/broken_rules"]
@@ -198,8 +252,16 @@ CENTERED = PolicyLossConfig(CISPO(), ratio_to="rollout", aggregation="token_sum"
 @pytest.mark.parametrize(
     ("loss", "field", "own"),
     [
-        (TopKDistillation("jensen_shannon", aggregation="token_sum"), "beta", lambda x, c: {"beta": c}),
-        (TopKDistillation("adaptive_kl", aggregation="token_sum"), "beta", lambda x, c: {"beta": c}),
+        (
+            TopKDistillation("jensen_shannon", aggregation="token_sum"),
+            "beta",
+            lambda x, c: {"beta": c},
+        ),
+        (
+            TopKDistillation("adaptive_kl", aggregation="token_sum"),
+            "beta",
+            lambda x, c: {"beta": c},
+        ),
         (
             ScoreCentering(CENTERED),
             "clip_high",
@@ -210,7 +272,9 @@ CENTERED = PolicyLossConfig(CISPO(), ratio_to="rollout", aggregation="token_sum"
     ids=["jensen_shannon", "adaptive_kl", "score_centering", "features"],
 )
 def test_losses_of_several_entries_a_token(loss, field, own):
-    """Several ids of a token, or several features: each row's loss with the number of that row as its config's."""
+    """Several ids of a token, or several features: each row's loss with the number of that row
+    as its config's.
+    """
     parts = by_row({"a": loss}, "client", {"a": {field: "number"}})
     x = jax.nn.log_softmax(jnp.asarray(normal(12, R, T, 4)))[..., :3]
 
@@ -221,7 +285,9 @@ def test_losses_of_several_entries_a_token(loss, field, own):
 
     def alone(x, row):
         of_row = dataclasses.replace(loss, **own(loss, float(NUMBERS[row, 0])))
-        batch = dataclasses.replace(BATCH, loss_mask=BATCH.loss_mask * (np.arange(R) == row)[:, None])
+        batch = dataclasses.replace(
+            BATCH, loss_mask=BATCH.loss_mask * (np.arange(R) == row)[:, None]
+        )
         return loss_from_stats(stats_from(x), batch, of_row)[0]
 
     got = jax.jit(jax.value_and_grad(lambda x: loss_from_stats(stats_from(x), BATCH, parts)[0]))(x)
@@ -236,7 +302,9 @@ def test_the_terms_of_a_field_that_is_0_are_explained():
     np.testing.assert_allclose(found.arrays["loss/entropy"], -NUMBERS * ENTROPY * ON, rtol=1e-6)
     with pytest.raises(ValueError, match="stats: got entropies of mode 'metric'"):
         loss_from_stats(dataclasses.replace(stats_of(), entropy_mode="metric"), BATCH, parts)
-    parts = by_row({"a": dataclasses.replace(PLAIN, kl=KL(0.0))}, "client", {"a": {"kl.coef": "number"}})
+    parts = by_row(
+        {"a": dataclasses.replace(PLAIN, kl=KL(0.0))}, "client", {"a": {"kl.coef": "number"}}
+    )
     with pytest.raises(ValueError, match=re.escape("batch.ref_log_probs: got None")):
         loss_from_stats(stats_of(), dataclasses.replace(BATCH, ref_log_probs=None), parts)
 
@@ -256,13 +324,22 @@ def test_a_traced_number_of_the_config_is_only_for_positions_without_loss():
             lambda: by_row({"a": PPO()}, "c", {"a": {"clip_low": "x", "loss.clip_low": "y"}}),
             "numbers: got 'loss.clip_low",
         ),
-        (lambda: by_row({"a": preference.DPO()}, "c", {"a": {"beta": "x"}}), r"numbers: got \['beta'\], expected none"),
-        (lambda: by_row({"a": PPO()}, "c", {"a": ["clip_low"]}), "numbers: got list, expected the names of extras"),
+        (
+            lambda: by_row({"a": preference.DPO()}, "c", {"a": {"beta": "x"}}),
+            r"numbers: got \['beta'\], expected none",
+        ),
+        (
+            lambda: by_row({"a": PPO()}, "c", {"a": ["clip_low"]}),
+            "numbers: got list, expected the names of extras",
+        ),
         (
             lambda: by_row({"a": PPO()}, "c", {"a": {"dual_clip": "x"}}),
             "numbers: got 'dual_clip', expected a number of",
         ),
-        (lambda: by_row({"a": Value()}, "c", {"a": {"metric_aggregation": "x"}}), "numbers: got 'metric_aggregation'"),
+        (
+            lambda: by_row({"a": Value()}, "c", {"a": {"metric_aggregation": "x"}}),
+            "numbers: got 'metric_aggregation'",
+        ),
     ],
 )
 def test_refusals(given, error):
@@ -272,7 +349,10 @@ def test_refusals(given, error):
 
 def test_an_extra_of_samples_is_spread_by_the_caller():
     """The numbers of samples, packed: what `Sample(extras=)` gives them."""
-    samples = [Sample([1, 2, 3], 1, extras={"number": Extra([c, c]), "client": [0, 0]}) for c in (0.25, 0.5)]
+    samples = [
+        Sample([1, 2, 3], 1, extras={"number": Extra([c, c]), "client": [0, 0]})
+        for c in (0.25, 0.5)
+    ]
     batch = RolloutBatch.from_samples(samples, row_length=6)
     parts = by_row({"a": SFT(aggregation="token_sum")}, "client", {"a": {"z_loss": "number"}})
     stats = TokenStats(jnp.zeros((1, 6)), log_z=jnp.full((1, 6), 2.0))

@@ -1,4 +1,6 @@
-"""Losses of one's own: what is wrong with one is said where it is traced, and `assert_token_loss` finds the rest."""
+"""Losses of one's own: what is wrong with one is said where it is traced, and
+`assert_token_loss` finds the rest.
+"""
 
 import dataclasses
 from typing import ClassVar
@@ -52,16 +54,28 @@ def samples():
         n = 2 + i % 3
         ids = np.stack([draws.permutation(12)[:3] for _ in range(n)])
         log_probs = np.log(draws.dirichlet(np.ones(4), n)[:, :3])
-        extras = {"teacher_ids": Extra(ids, fill=-1), "teacher_log_probs": log_probs, "bonus": draws.normal(size=n)}
+        extras = {
+            "teacher_ids": Extra(ids, fill=-1),
+            "teacher_log_probs": log_probs,
+            "bonus": draws.normal(size=n),
+        }
         extras |= {"sampler_ids": Extra(ids, fill=-1), "sampler_log_probs": log_probs}
         extras["teacher_target_log_probs"] = [-1.5] * n
         near = [-2 - np.abs(draws.normal(size=n)) for _ in range(3)]
-        values = {"advantages": draws.normal(size=n), "returns": draws.normal(size=n), "values": draws.normal(size=n)}
-        values |= dict(zip(("old_log_probs", "ref_log_probs", "rollout_log_probs"), near, strict=True))
+        values = {
+            "advantages": draws.normal(size=n),
+            "returns": draws.normal(size=n),
+            "values": draws.normal(size=n),
+        }
+        values |= dict(
+            zip(("old_log_probs", "ref_log_probs", "rollout_log_probs"), near, strict=True)
+        )
         mask = [0.0, *[1.0] * n]
         mask[2] = float(i % 2)
         of = {"group_id": i // 2, "reward": float(i % 2), "sample_id": i, "rollout_id": i // 2}
-        found.append(Sample(draws.integers(0, 12, n + 1), 1, loss_mask=mask, extras=extras, **of, **values))
+        found.append(
+            Sample(draws.integers(0, 12, n + 1), 1, loss_mask=mask, extras=extras, **of, **values)
+        )
     return found
 
 
@@ -87,7 +101,9 @@ def of_terms(fn):
 
 
 def with_metrics(fn):
-    return made(metrics=lambda self, stats, step, constants: fn(stats.log_probs, step.batch.loss_mask))
+    return made(
+        metrics=lambda self, stats, step, constants: fn(stats.log_probs, step.batch.loss_mask)
+    )
 
 
 TRACED = {
@@ -96,22 +112,43 @@ TRACED = {
         made(aggregation_norm=3.0),
         r"Own.aggregation_norm: got 3.0 with aggregation='token_mean', expected None",
     ),
-    "no norm": (made(aggregation="sequence_mean_token_sum_norm"), r"Own.aggregation_norm: got None, expected a finite"),
-    "off_policy": (made(off_policy=3), r"Own.off_policy: got int, expected OffPolicyConfig or None"),
+    "no norm": (
+        made(aggregation="sequence_mean_token_sum_norm"),
+        r"Own.aggregation_norm: got None, expected a finite",
+    ),
+    "off_policy": (
+        made(off_policy=3),
+        r"Own.off_policy: got int, expected OffPolicyConfig or None",
+    ),
     "asks": (made(asks=3), r"Own.asks: got int, expected losses.token_loss.Asks"),
     "token_local": (made(token_local=1), r"Own.token_local: got int, expected True or False"),
-    "a scalar": (of_terms(lambda x, _: {"a": -x.mean()}), r"Own.terms\['a'\]: got shape \(\), expected \("),
-    "a number": (of_terms(lambda x, _: {"a": 1.0}), r"Own.terms\['a'\]: got float, expected an array \[R, T\]"),
+    "a scalar": (
+        of_terms(lambda x, _: {"a": -x.mean()}),
+        r"Own.terms\['a'\]: got shape \(\), expected \(",
+    ),
+    "a number": (
+        of_terms(lambda x, _: {"a": 1.0}),
+        r"Own.terms\['a'\]: got float, expected an array \[R, T\]",
+    ),
     "integers": (
         of_terms(lambda x, _: {"a": jnp.ones(x.shape, int)}),
         r"Own.terms\['a'\]: got dtype int32, expected flo",
     ),
-    "a list": (of_terms(lambda x, _: [-x]), r"Own.terms: got list, expected the terms of each token's loss by name"),
-    "an array": (of_terms(lambda x, _: -x), r"Own.terms: got an array, expected the terms of each token's loss by"),
+    "a list": (
+        of_terms(lambda x, _: [-x]),
+        r"Own.terms: got list, expected the terms of each token's loss by name",
+    ),
+    "an array": (
+        of_terms(lambda x, _: -x),
+        r"Own.terms: got an array, expected the terms of each token's loss by",
+    ),
     "no term": (of_terms(lambda x, _: {}), r"Own.terms: got no term, expected at least one"),
     "a sum over a sequence": (
         of_terms(lambda x, segments: {"a": segments.spread(segments.sum(x))}),
-        r"Own.token_local: got True with segments.sum in its loss of a token, expected token_local=False",
+        (
+            r"Own.token_local: got True with segments.sum in its loss of a token, expected"
+            r" token_local=False"
+        ),
     ),
     "constants of log-probs": (
         made(constants=lambda self, stats, step: {"x": stats.log_probs}),
@@ -123,15 +160,24 @@ TRACED = {
     ),
     "metrics": (
         with_metrics(lambda x, mask: {"a": x}),
-        r"Own.metrics\['a'\]: got another term, expected \(values, weights, how\) with arrays \[R, T\]",
+        (
+            r"Own.metrics\['a'\]: got another term, expected \(values, weights, how\) with arrays"
+            r" \[R, T\]"
+        ),
     ),
     "a Metric": (
         with_metrics(lambda x, mask: {"a": Metric(x.sum(), mask.sum())}),
-        r"Own.metrics\['a'\]: got Metric, expected \(values, weights, how\) .*, which is reduced for you",
+        (
+            r"Own.metrics\['a'\]: got Metric, expected \(values, weights, how\) .*, which is"
+            r" reduced for you"
+        ),
     ),
     "a metric of every loss": (
         with_metrics(lambda x, mask: {"broken_rules": (x, mask, "mean"), "loss": (x, mask, "sum")}),
-        r"Own.metrics: got \['broken_rules', 'loss'\], expected other names: every loss reports these",
+        (
+            r"Own.metrics: got \['broken_rules', 'loss'\], expected other names: every loss reports"
+            r" these"
+        ),
     ),
     "a metric's way": (
         with_metrics(lambda x, mask: {"a": (x, mask, "avg")}),
@@ -151,7 +197,10 @@ TRACED = {
     ),
     "reads of an absent array": (
         made(reads=lambda self, stats, batch, segments: {"extras": None}),
-        r"Own.reads\['extras'\]: got None, expected an array: Own reads it, and the batch or the statistics lack it",
+        (
+            r"Own.reads\['extras'\]: got None, expected an array: Own reads it, and the batch or"
+            r" the statistics lack it"
+        ),
     ),
     "left_out": (
         made(left_out=lambda self, stats, batch: jnp.array(True)),
@@ -174,7 +223,12 @@ TRACED = {
         r"Mine.__call__, losses: got shape \(\), expected \(",
     ),
     "a policy's sum over a sequence": (
-        policy(lambda self, x, old, advantages, *, segments, **_: (segments.spread(segments.sum(x)), {})),
+        policy(
+            lambda self, x, old, advantages, *, segments, **_: (
+                segments.spread(segments.sum(x)),
+                {},
+            )
+        ),
         r"Mine.token_local: got True with segments.sum in its loss of a token",
     ),
 }
@@ -183,40 +237,75 @@ TRACED = {
 @pytest.mark.parametrize("what", TRACED)
 def test_said_where_it_is_traced(what):
     loss, message = TRACED[what]
-    for call in (lambda: loss_from_stats(STATS, BATCH, loss), lambda: loss_from_hidden(*HIDDEN, BATCH, loss)):
+    for call in (
+        lambda: loss_from_stats(STATS, BATCH, loss),
+        lambda: loss_from_hidden(*HIDDEN, BATCH, loss),
+    ):
         with pytest.raises((TypeError, ValueError), match="^" + message):
             call()
 
 
 def test_an_array_that_the_batch_lacks():
-    """It was Python's "unsupported operand type(s) for *: 'NoneType'", though `reads` named the array."""
+    """It was Python's "unsupported operand type(s) for *: 'NoneType'", though `reads` named the
+    array.
+    """
 
     def terms(self, stats, batch, constants, segments):
         return {"a": batch.old_log_probs * stats.log_probs}
 
     def reads(self, stats, batch, segments):
-        return {"old_log_probs": batch.old_log_probs, "own": None if stats is None else stats.log_probs}
+        return {
+            "old_log_probs": batch.old_log_probs,
+            "own": None if stats is None else stats.log_probs,
+        }
 
     loss = made(terms=terms, reads=reads)
     lacking = dataclasses.replace(BATCH, old_log_probs=None)
-    for call in (lambda x: loss_from_stats(STATS, x, loss), lambda x: loss_from_hidden(*HIDDEN, x, loss)):
+    for call in (
+        lambda x: loss_from_stats(STATS, x, loss),
+        lambda x: loss_from_hidden(*HIDDEN, x, loss),
+    ):
         assert np.isfinite(float(call(BATCH)[0]))
-        with pytest.raises(ValueError, match=r"^Own.reads\['old_log_probs'\]: got None, expected an array: Own reads"):
+        with pytest.raises(
+            ValueError,
+            match=r"^Own.reads\['old_log_probs'\]: got None, expected an array: Own reads",
+        ):
             call(lacking)
 
 
 def test_indicators_have_names_of_their_own():
     """Those with the name of a metric of every policy loss were dropped: ratio_mean was 1 for 7."""
-    options = {"kl": KL(0.1), "off_policy": OffPolicyConfig(weights="token", high=2.0), "clip_by_sign": True}
+    options = {
+        "kl": KL(0.1),
+        "off_policy": OffPolicyConfig(weights="token", high=2.0),
+        "clip_by_sign": True,
+    }
     batch = dataclasses.replace(BATCH, rollout_log_probs=BATCH.old_log_probs)
     _, plain = loss_from_stats(STATS, batch, PolicyLossConfig(PPO(), **options))
     names = {*plain, "entropy", "unusable_tokens"} - {"clip_fraction", "clip_fraction_lower"}
-    assert {"loss", "broken_rules", "ratio_mean", "ppo_kl", "kl", "pg_loss", "rollout_capped"} < names
+    assert {
+        "loss",
+        "broken_rules",
+        "ratio_mean",
+        "ppo_kl",
+        "kl",
+        "pg_loss",
+        "rollout_capped",
+    } < names
     for name in names:
-        own = policy(lambda self, x, old, advantages, name=name, **_: (-advantages * x, {name: 7 + 0 * x, "own": x}))
-        with pytest.raises(ValueError, match=rf"^Mine.__call__: got indicators \['{name}'\], expected other names"):
+        own = policy(
+            lambda self, x, old, advantages, name=name, **_: (
+                -advantages * x,
+                {name: 7 + 0 * x, "own": x},
+            )
+        )
+        with pytest.raises(
+            ValueError, match=rf"^Mine.__call__: got indicators \['{name}'\], expected other names"
+        ):
             loss_from_stats(STATS, batch, PolicyLossConfig(own, **options))
-    own = policy(lambda self, x, old, advantages, **_: (-advantages * x, {"clip_fraction": 7 + 0 * x}))
+    own = policy(
+        lambda self, x, old, advantages, **_: (-advantages * x, {"clip_fraction": 7 + 0 * x})
+    )
     _, found = loss_from_stats(STATS, batch, own)
     assert float(found["clip_fraction"].value) == 7
 
@@ -258,7 +347,8 @@ def test_a_part_is_checked_where_it_is_made():
         Part(made(aggregation="mean"), coef=0.5)
 
 
-ERRORS = 0.5 * np.sin(np.arange(BATCH.returns.size)).reshape(BATCH.returns.shape)  # a value without one has no gradient
+# a value without one has no gradient
+ERRORS = 0.5 * np.sin(np.arange(BATCH.returns.size)).reshape(BATCH.returns.shape)
 VALUES = jnp.asarray(BATCH.returns + ERRORS, jnp.float32)
 STATES = States(HIDDEN[0] * 3, 0.1 * HIDDEN[0])
 OURS = {
@@ -289,7 +379,11 @@ def test_the_losses_of_this_package(name):
 
 
 def test_a_loss_that_reads_an_extra():
-    loss = made(terms=lambda self, stats, batch, constants, segments: {"a": -batch.extras["bonus"] * stats.log_probs})
+    loss = made(
+        terms=lambda self, stats, batch, constants, segments: {
+            "a": -batch.extras["bonus"] * stats.log_probs
+        }
+    )
     assert_token_loss(loss, BATCH, meshes=MESHES)
 
 
@@ -309,10 +403,13 @@ def weighted(weight, **attributes):
 
 
 def test_a_wrong_flag():
-    """Sums over a row are seen by no trace: 6.70 from statistics, 10.16 from hidden states in one such case."""
+    """Sums over a row are seen by no trace: 6.70 from statistics, 10.16 from hidden states in
+    one such case.
+    """
     loss = weighted(lambda x, _: x.sum(axis=1, keepdims=True))
     with pytest.raises(
-        AssertionError, match=r"Own.token_local: got True, but the loss of the token at .* expected token_l"
+        AssertionError,
+        match=r"Own.token_local: got True, but the loss of the token at .* expected token_l",
     ):
         assert_token_loss(loss, BATCH, meshes=[])
     right = weighted(lambda x, segments: segments.spread(segments.sum(x)), token_local=False)
@@ -328,14 +425,18 @@ def test_what_differs_on_a_mesh():
 def test_what_differs_from_hidden_states():
     """A number of the shape of the rows: a block of one pass has other rows."""
     loss = made(
-        terms=lambda self, stats, batch, constants, segments: {"a": -stats.log_probs / stats.log_probs.shape[0]}
+        terms=lambda self, stats, batch, constants, segments: {
+            "a": -stats.log_probs / stats.log_probs.shape[0]
+        }
     )
     with pytest.raises(AssertionError, match="Own from hidden states, against statistics,"):
         assert_token_loss(loss, BATCH, meshes=[])
 
 
 def test_what_is_read_where_the_mask_is_0():
-    """The batch of `reads` is as the caller gave it: its rules must look where the mask is 1, as those by name do."""
+    """The batch of `reads` is as the caller gave it: its rules must look where the mask is 1, as
+    those by name do.
+    """
 
     class Leaky(_Weighted):
         weight = staticmethod(lambda x, _: 1.0 + 0 * x)
@@ -349,11 +450,14 @@ def test_what_is_read_where_the_mask_is_0():
 
 def test_what_shows_nothing_is_refused():
     nothing = dataclasses.replace(BATCH, advantages=np.zeros_like(BATCH.advantages))
-    with pytest.raises(AssertionError, match=r"PPO: got gradients of at most 0\.0, expected finite ones"):
+    with pytest.raises(
+        AssertionError, match=r"PPO: got gradients of at most 0\.0, expected finite ones"
+    ):
         assert_token_loss(PPO(), nothing)
     unsound = dataclasses.replace(BATCH, advantages=np.full_like(BATCH.advantages, np.nan))
     with pytest.raises(
-        AssertionError, match=r"PPO: got the loss nan for this batch, expected a finite one\. advantages: ex"
+        AssertionError,
+        match=r"PPO: got the loss nan for this batch, expected a finite one\. advantages: ex",
     ):
         assert_token_loss(PPO(), unsound)
     with pytest.raises(ValueError, match="stats: got None, expected the statistics that Value"):
@@ -361,7 +465,9 @@ def test_what_shows_nothing_is_refused():
     with pytest.raises(ValueError, match="stats: got some, expected None for a loss of log-probs"):
         assert_token_loss(SFT(), BATCH, stats=STATS)
     with pytest.raises(ValueError, match="meshes: got 8 devices for 3 rows of 5 positions"):
-        assert_token_loss(SFT(), RolloutBatch.from_samples([Sample([1, 2, 3], 1)] * 3, row_length=5, rows=3))
+        assert_token_loss(
+            SFT(), RolloutBatch.from_samples([Sample([1, 2, 3], 1)] * 3, row_length=5, rows=3)
+        )
 
 
 def test_asks_of_the_head():

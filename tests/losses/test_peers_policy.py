@@ -34,16 +34,22 @@ from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
 
 MESHES = [None, "dp=2,cp=2,tp=2"]
-RECORDS = json.loads((Path(__file__).parents[1] / "golden" / "peers" / "policy_losses.json").read_text())
+RECORDS = json.loads(
+    (Path(__file__).parents[1] / "golden" / "peers" / "policy_losses.json").read_text()
+)
 
 
 def of(*systems):
     found = [r for r in RECORDS if r["system"] in systems]
-    return pytest.mark.parametrize("record", found, ids=[f"{r['system']} {r['call']}" for r in found])
+    return pytest.mark.parametrize(
+        "record", found, ids=[f"{r['system']} {r['call']}" for r in found]
+    )
 
 
 def case_of(record) -> Case:
-    arrays = [{k: np.asarray(v, np.float32) for k, v in record[side].items()} for side in ("in", "grad")]
+    arrays = [
+        {k: np.asarray(v, np.float32) for k, v in record[side].items()} for side in ("in", "grad")
+    ]
     return Case(record["system"], str(record["call"]), "", record["options"], *arrays)
 
 
@@ -51,13 +57,18 @@ def trl(options) -> PolicyLossConfig:
     """Their fuzz's epsilon is 0.2 and 0.28, CISPO's upper bound 5, the sampler's cap 1.5."""
     kind, level = options["kind"], options["level"]
     clipped = (GSPO if level == "sequence" else PPO)(0.2, 0.28, options["delta"])
-    loss = {"cispo": CISPO(clip_high=4.0, level=level), "sapo": SAPO(level=level), "vespo": VESPO()}.get(kind, clipped)
+    loss = {
+        "cispo": CISPO(clip_high=4.0, level=level),
+        "sapo": SAPO(level=level),
+        "vespo": VESPO(),
+    }.get(kind, clipped)
     aggregation = {"grpo": "sequence_mean_token_mean", "dr_grpo": "sequence_mean_token_sum_norm"}
     aggregation |= {"sapo": "sequence_mean_token_mean", "luspo": "sequence_mean_token_sum"}
     off_policy = {}
     if options.get("vllm") is not None and kind != "vespo":  # whose ratio is over the sampler
         off_policy |= {"weights": options["vllm"], "high": 1.5}
-    if options.get("opsm") is not None:  # by the drift from the sampler where there is one, whatever the ratio is over
+    # by the drift from the sampler where there is one, whatever the ratio is over
+    if options.get("opsm") is not None:
         compares = "current/old" if options["vllm"] is None else "current/rollout"
         off_policy |= {"opsm_delta": options["opsm"], "opsm_compares": compares}
     return PolicyLossConfig(
@@ -72,12 +83,18 @@ def trl(options) -> PolicyLossConfig:
 
 def nemo(options) -> PolicyLossConfig:
     bounds = options["ratio_clip_min"], options["ratio_clip_max"]
-    weight = ("token", "current/rollout") if options.get("use_on_policy_kl_approximation") else ("score",)
+    weight = (
+        ("token", "current/rollout")
+        if options.get("use_on_policy_kl_approximation")
+        else ("score",)
+    )
     return PolicyLossConfig(
         CISPO(*bounds) if options["use_cispo"] else PPO(*bounds, options["ratio_clip_c"]),
         kl=KL(options["reference_policy_kl_penalty"], options["reference_policy_kl_type"], *weight),
         ratio_to="current" if options["force_on_policy_ratio"] else "old",
-        aggregation="token_mean" if options["loss_type"] == "TOKEN_LEVEL" else "sequence_mean_token_mean",
+        aggregation=(
+            "token_mean" if options["loss_type"] == "TOKEN_LEVEL" else "sequence_mean_token_mean"
+        ),
     )
 
 
@@ -94,14 +111,22 @@ def check(record, config, mesh, step=lambda batch, log_probs: batch):
 
     found, gradient = quick_jit(jax.value_and_grad(run))(padded.pack(case.inputs["log_probs"]))
     scale = np.abs(case.outputs["log_probs"]).max()
-    assert_trees_close(np.float32(found), np.float32(record["loss"]), rtol=1e-5, atol=2e-6, context="loss")
     assert_trees_close(
-        padded.pad(gradient), case.outputs["log_probs"], rtol=1e-5, atol=2e-6 * scale, context="gradient"
+        np.float32(found), np.float32(record["loss"]), rtol=1e-5, atol=2e-6, context="loss"
+    )
+    assert_trees_close(
+        padded.pad(gradient),
+        case.outputs["log_probs"],
+        rtol=1e-5,
+        atol=2e-6 * scale,
+        context="gradient",
     )
 
 
 def positive_nll(log_probs, batch, parallel):
-    """The negative log-likelihood of the samples with a reward above 0: the part "written" of the recipe."""
+    """The negative log-likelihood of the samples with a reward above 0: the part "written" of
+    the recipe.
+    """
     positive = advantages.spread((batch.rewards > 0).astype(np.float32), batch, parallel=parallel)
     masked = dataclasses.replace(batch, loss_mask=batch.loss_mask * positive)
     return loss_from_stats(TokenStats(log_probs), masked, SFT(), parallel=parallel)[0]
@@ -126,16 +151,22 @@ def test_nemo_kl(record, mesh):
 @pytest.mark.parametrize("mesh", MESHES)
 @of("prime-rl")
 def test_prime_rl(record, mesh):
-    """The vectors are of August 2026: the square was on, and the mask of "default" asked for the sign of A.
+    """The vectors are of August 2026: the square was on, and the mask of "default" asked for the
+    sign of A.
 
-    Their default dropped A > 0 with p - q > 0.15 and A < 0 with p - q < -0.1. In the first call that is the token at
-    -0.18, and not the one at -0.152 with A > 0; in the others it is none. Bounds on either side say the same of them.
+    Their default dropped A > 0 with p - q > 0.15 and A < 0 with p - q < -0.1. In the first call
+    that is the token at -0.18, and not the one at -0.152 with A > 0; in the others it is none.
+    Bounds on either side say the same of them.
     """
     config = dataclasses.replace(presets.prime_rl_default(), aggregation="token_sum")
     if record["options"]["kind"] == "default":
         low = 0.16 if record["call"] == 0 else 0.3
         check(
-            record, dataclasses.replace(config, loss=ProbabilityMask(low, 0.3, pull=record["options"]["kl_tau"])), mesh
+            record,
+            dataclasses.replace(
+                config, loss=ProbabilityMask(low, 0.3, pull=record["options"]["kl_tau"])
+            ),
+            mesh,
         )
     else:
         loss = dataclasses.replace(presets.prime_rl_ref_kl().loss, pull=1e-3)
@@ -144,7 +175,9 @@ def test_prime_rl(record, mesh):
 
 def towards_the_reference(batch, log_probs):
     zeros = np.zeros_like(batch.loss_mask)
-    reward = advantages.on_policy_distillation(zeros, log_probs, batch.ref_log_probs, batch.loss_mask)
+    reward = advantages.on_policy_distillation(
+        zeros, log_probs, batch.ref_log_probs, batch.loss_mask
+    )
     return dataclasses.replace(batch, advantages=reward)
 
 
@@ -163,18 +196,30 @@ def test_liger(record, mesh):
     padded = Padded.of(case)
     config = trl({**record["options"], "bias": False})
     batch = padded.batch(case, tokens=None)
-    batch = dataclasses.replace(batch, targets=padded.pack(case.inputs["targets"], 0).astype(np.int32))
+    batch = dataclasses.replace(
+        batch, targets=padded.pack(case.inputs["targets"], 0).astype(np.int32)
+    )
     hidden = padded.packing.pack(list(case.inputs["hidden"]), 0)
 
     def run(hidden, kernel):
         return policy_loss_from_hidden(hidden, kernel, batch, config, parallel=parallel)[0]
 
-    found, (by_hidden, by_kernel) = quick_jit(jax.value_and_grad(run, (0, 1)))(hidden, case.inputs["kernel"])
-    terms = np.log(case.inputs["kernel"].shape[1]) * np.abs(case.inputs["advantages"]).max()  # which cancel
+    found, (by_hidden, by_kernel) = quick_jit(jax.value_and_grad(run, (0, 1)))(
+        hidden, case.inputs["kernel"]
+    )
+    # which cancel
+    terms = np.log(case.inputs["kernel"].shape[1]) * np.abs(case.inputs["advantages"]).max()
     np.testing.assert_allclose(found, record["loss"], rtol=1e-5, atol=1e-6 * terms)
-    expected = [x[: len(y)] for x, y in zip(case.outputs["hidden"], padded.packing.unpack(by_hidden), strict=True)]
-    assert_trees_close(padded.packing.unpack(by_hidden), expected, rtol=2e-5, atol=5e-6, context="hidden")
-    assert_trees_close(np.asarray(by_kernel), case.outputs["kernel"], rtol=2e-5, atol=5e-6, context="kernel")
+    expected = [
+        x[: len(y)]
+        for x, y in zip(case.outputs["hidden"], padded.packing.unpack(by_hidden), strict=True)
+    ]
+    assert_trees_close(
+        padded.packing.unpack(by_hidden), expected, rtol=2e-5, atol=5e-6, context="hidden"
+    )
+    assert_trees_close(
+        np.asarray(by_kernel), case.outputs["kernel"], rtol=2e-5, atol=5e-6, context="kernel"
+    )
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -190,7 +235,8 @@ def test_skyrl_rollout_is(record, mesh):
         ("importance_sampling", {}, -6.75),
         ("ppo", {}, -1.9),
         ("cispo", {}, 2.510483),
-        ("cispo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, 1.528345),  # SkyRL's numbers
+        # SkyRL's numbers
+        ("cispo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, 1.528345),
         ("dro", {"beta": 0.05}, 1.702954),
         ("dro", {"beta": 1.0}, 3.479762),
     ],
@@ -212,7 +258,8 @@ def test_tinker_by_hand(name, numbers, expected):
 
 
 def test_tinker_gspo_by_hand():
-    """The policies above, A = (1, 0, 1, -1): s is the fourth root of 1.25 * 0.5 * 6 * 1, the token without A included.
+    """The policies above, A = (1, 0, 1, -1): s is the fourth root of 1.25 * 0.5 * 6 * 1, the token
+    without A included.
 
     Another sample of one token, p = 0.3 and q = 0.2, has s = 1.5.
     """
@@ -239,7 +286,9 @@ def test_tinker_gspo_by_hand():
 @pytest.mark.parametrize("mesh", MESHES)
 @of("nemo seq-mask-tis")
 def test_nemo_sequence_mask(record, mesh):
-    """Two of the four sequences, whose geometric means are 1.14 and 0.82, are out of bounds and have no loss."""
+    """Two of the four sequences, whose geometric means are 1.14 and 0.82, are out of bounds and
+    have no loss.
+    """
     check(record, presets.sequence_masked_importance_sampling(**record["options"]), mesh)
 
 
@@ -291,15 +340,23 @@ def one_token(x, advantage=1.0, old=-1.0):
 
 @pytest.mark.parametrize(("ratio", "kept"), [(0.45, False), (0.6, True), (1.4, True), (1.8, False)])
 def test_bounds_of_a_sequence_are_of_trainer_over_sampler(ratio, kept):
-    """Bounds of 0.5 and 1.5: by their inverses 1.8 would be kept, and 0.6 not. What is kept is not bounded."""
+    """Bounds of 0.5 and 1.5: by their inverses 1.8 would be kept, and 0.6 not.
+
+    What is kept is not bounded.
+    """
     stats, batch = one_token(-1.0)
-    batch = dataclasses.replace(batch, rollout_log_probs=batch.old_log_probs - np.float32(np.log(ratio)))
+    batch = dataclasses.replace(
+        batch, rollout_log_probs=batch.old_log_probs - np.float32(np.log(ratio))
+    )
     loss, _ = policy_loss(stats, batch, presets.sequence_masked_importance_sampling(0.5, 1.5))
     np.testing.assert_allclose(loss, -ratio * kept, rtol=1e-6)
 
 
 def test_roll_by_hand():
-    """kimi15: -A x + tau / 2 (x - x_o)^2. tis: -sg(clip(r, 0, 1)) A x. Dual clip: at most -A (1 + 2 pg_clip)."""
+    """kimi15: -A x + tau / 2 (x - x_o)^2. tis: -sg(clip(r, 0, 1)) A x.
+
+    Dual clip: at most -A (1 + 2 pg_clip).
+    """
     for x in (-1.5, -0.7):
         stats, batch = one_token(x)
         loss, _ = policy_loss(stats, batch, PolicyLossConfig(DRO(beta=0.1)))
@@ -312,16 +369,22 @@ def test_roll_by_hand():
 
 
 def test_skyrl_prompt_mean():
-    """The mean over prompts of the mean over all tokens of a prompt's responses: rollouts that are prompts."""
+    """The mean over prompts of the mean over all tokens of a prompt's responses: rollouts that
+    are prompts.
+    """
     rng = np.random.default_rng(0)
     lengths, groups = (5, 2, 3, 1), (4, 4, 9, 9)
     samples = [
-        Sample([1] * (n + 1), 1, group_id=g, advantages=rng.normal(size=n), old_log_probs=-np.ones(n))
+        Sample(
+            [1] * (n + 1), 1, group_id=g, advantages=rng.normal(size=n), old_log_probs=-np.ones(n)
+        )
         for n, g in zip(lengths, groups, strict=True)
     ]
     batch = RolloutBatch.from_samples(samples, row_length=24)
     batch = dataclasses.replace(batch, rollout_ids=batch.group_ids)
     config = PolicyLossConfig(Reinforce(), ratio_to="current", aggregation="rollout_mean")
     loss, _ = policy_loss(TokenStats(-np.ones_like(batch.loss_mask)), batch, config)
-    of_prompt = [np.concatenate([s.advantages for s in samples if s.group_id == g]).mean() for g in (4, 9)]
+    of_prompt = [
+        np.concatenate([s.advantages for s in samples if s.group_id == g]).mean() for g in (4, 9)
+    ]
     np.testing.assert_allclose(loss, np.mean(of_prompt), rtol=1e-6)

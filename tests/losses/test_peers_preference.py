@@ -24,10 +24,15 @@ def test_a_beta_of_0_is_refused():
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
-@pytest.mark.parametrize("record", [record for record, beta in zip(RECORDS, BETAS, strict=True) if beta > 0])
+@pytest.mark.parametrize(
+    "record", [record for record, beta in zip(RECORDS, BETAS, strict=True) if beta > 0]
+)
 def test_nemo(record, mesh):
     """Their rewards are not multiplied by beta."""
-    options, given = record["options"], {k: np.asarray(v, np.float32) for k, v in record["in"].items()}
+    options, given = (
+        record["options"],
+        {k: np.asarray(v, np.float32) for k, v in record["in"].items()},
+    )
     beta = options["reference_policy_kl_penalty"]
     loss = preference.DPO(
         beta,
@@ -61,10 +66,14 @@ def test_nemo(record, mesh):
     def fn(x):
         return loss_from_stats(TokenStats(x), batch, loss, parallel=parallel)
 
-    (value, found), gradient = quick_jit(jax.value_and_grad(fn, has_aux=True))(pad(given["log_probs"]))
+    (value, found), gradient = quick_jit(jax.value_and_grad(fn, has_aux=True))(
+        pad(given["log_probs"])
+    )
     result, found = record["result"], finalize_metrics(found)
     np.testing.assert_allclose(value, result["loss"], rtol=1e-6)
     np.testing.assert_allclose(gradient[:rows, :length], record["grad"], rtol=1e-5, atol=1e-7)
     for name in ("chosen", "rejected"):
-        np.testing.assert_allclose(found[f"{name}_reward"], beta * result[f"rewards_{name}_mean"], rtol=1e-6)
+        np.testing.assert_allclose(
+            found[f"{name}_reward"], beta * result[f"rewards_{name}_mean"], rtol=1e-6
+        )
     np.testing.assert_allclose(found["accuracy"], result["accuracy"])

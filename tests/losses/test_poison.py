@@ -1,7 +1,8 @@
-"""Each input of each loss is spoilt in turn: the loss is NaN and the rule names the input, or nothing changes at all.
+"""Each input of each loss is spoilt in turn: the loss is NaN and the rule names the input, or
+nothing changes at all.
 
-An input is a float array of the batch, another array of the call, or a number that a schedule may trace. A loss is
-compiled once, with all its numbers traced; the data are spoilt.
+An input is a float array of the batch, another array of the call, or a number that a schedule may
+trace. A loss is compiled once, with all its numbers traced; the data are spoilt.
 """
 
 import dataclasses
@@ -43,7 +44,15 @@ from jaxppo.policy_losses import BY_NAME
 
 R, T, H, V, K = 2, 12, 4, 20, 3
 RNG = np.random.default_rng(5)
-OF_TOKENS = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns", "loss_weights")
+OF_TOKENS = (
+    "advantages",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "values",
+    "returns",
+    "loss_weights",
+)
 OF_K_IDS = {"id_log_probs", "teacher_log_probs", "sampled"}
 LOG_PROBS = {"log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs", *OF_K_IDS}
 LOG_PROBS |= {"teacher_target_log_probs"}
@@ -58,7 +67,9 @@ def make_batch() -> RolloutBatch:
         tokens = RNG.integers(0, V, 6)
         if i % 2:
             tokens[:2] = samples[-1].tokens[:2]  # the two of a pair have one prompt
-        samples.append(Sample(tokens, response_start=2, group_id=i // 2, reward=float(i % 2), **values))
+        samples.append(
+            Sample(tokens, response_start=2, group_id=i // 2, reward=float(i % 2), **values)
+        )
     return RolloutBatch.from_samples(samples, row_length=T, rows=R, num_segments=2)
 
 
@@ -72,7 +83,11 @@ def normal(*shape):
 
 
 def ids_of(columns=V):
-    return np.stack([RNG.permutation(columns)[:K] for _ in range(R * T)]).reshape(R, T, K).astype(np.int32)
+    return (
+        np.stack([RNG.permutation(columns)[:K] for _ in range(R * T)])
+        .reshape(R, T, K)
+        .astype(np.int32)
+    )
 
 
 def log_probs_of(*shape):
@@ -93,7 +108,9 @@ IDS = ids_of()
 
 
 def stats_of(x):
-    return TokenStats(x["log_probs"], x["entropy"], x["log_z"], x["mean_logit"], entropy_mode="bonus")
+    return TokenStats(
+        x["log_probs"], x["entropy"], x["log_z"], x["mean_logit"], entropy_mode="bonus"
+    )
 
 
 def numbers_of(loss) -> dict[str, float]:
@@ -107,7 +124,9 @@ def with_numbers(loss, x):
 
 
 def aggregated(x, batch, make, **options):
-    """The normalizer of the step, with the numbers of x added to its own, which are 0 in the sound case."""
+    """The normalizer of the step, with the numbers of x added to its own, which are 0 in the
+    sound case.
+    """
     found = make(batch, **options)
     return jax.tree.map(lambda y: y + x["denominators"], found)
 
@@ -125,11 +144,15 @@ def of_policy(loss, **options):
             its, entropy_coef=x["entropy_coef"], kl=dataclasses.replace(its.kl, coef=x["kl.coef"])
         )
         if its.off_policy is not None:
-            its = dataclasses.replace(its, off_policy=dataclasses.replace(its.off_policy, opsm_delta=x["opsm_delta"]))
+            its = dataclasses.replace(
+                its, off_policy=dataclasses.replace(its.off_policy, opsm_delta=x["opsm_delta"])
+            )
         its = dataclasses.replace(its, aggregation_norm=x.get("aggregation_norm"))
         if "selected" in x:
             batch = dataclasses.replace(batch, extras={"selected": x["selected"]})
-        return policy_loss(stats_of(x), batch, its, normalizer=aggregated(x, batch, partial(Normalizer.of, its)))
+        return policy_loss(
+            stats_of(x), batch, its, normalizer=aggregated(x, batch, partial(Normalizer.of, its))
+        )
 
     if config.off_policy is not None:
         inputs["opsm_delta"] = 0.1
@@ -140,28 +163,42 @@ def of_policy(loss, **options):
 
 def from_hidden(x, batch):
     head = Head(x["head"], x["bias"], lora=LoRA(x["lora.a"], x["lora.b"], 0.5))
-    options = {"temperature": x["temperature"], "adapter_ids": x["adapter_ids"], "nucleus_ids": x["nucleus_ids"]}
+    options = {
+        "temperature": x["temperature"],
+        "adapter_ids": x["adapter_ids"],
+        "nucleus_ids": x["nucleus_ids"],
+    }
     return policy_loss_from_hidden(x["hidden"], head, batch, PolicyLossConfig(), **options)
 
 
 def joint(x, batch):
     parts = {
         "policy": Part(PolicyLossConfig(), coef=x["part.coef"]),
-        "written": Part(SFT(label_smoothing=x["label_smoothing"], z_loss=x["z_loss"]), mask="mask", weights="weights"),
+        "written": Part(
+            SFT(label_smoothing=x["label_smoothing"], z_loss=x["z_loss"]),
+            mask="mask",
+            weights="weights",
+        ),
         "reference": Part(ReferenceKL()),
         "teacher": Part(TopKDistillation("mixed_kl", beta=x["beta"])),
     }
-    extras = {name: x[name] for name in ("mask", "weights", "teacher_log_probs")} | {"teacher_ids": x["ids"]}
+    extras = {name: x[name] for name in ("mask", "weights", "teacher_log_probs")} | {
+        "teacher_ids": x["ids"]
+    }
     batch = dataclasses.replace(batch, extras=extras)
     normalizer = aggregated(x, batch, partial(Normalizer.of, parts))
-    return loss_from_hidden(x["hidden"], x["head"], batch, parts, normalizer=normalizer, temperature=x["temperature"])
+    return loss_from_hidden(
+        x["hidden"], x["head"], batch, parts, normalizer=normalizer, temperature=x["temperature"]
+    )
 
 
 def top_k(divergence, x, batch):
     stats = TokenStats(x["log_probs"], id_log_probs=x["id_log_probs"], ids=IDS)
     return loss_from_stats(
         stats,
-        dataclasses.replace(batch, extras={"teacher_ids": x["ids"], "teacher_log_probs": x["teacher_log_probs"]}),
+        dataclasses.replace(
+            batch, extras={"teacher_ids": x["ids"], "teacher_log_probs": x["teacher_log_probs"]}
+        ),
         TopKDistillation(divergence=divergence, beta=x["beta"]),
     )
 
@@ -169,7 +206,9 @@ def top_k(divergence, x, batch):
 def sampled_tail(x, batch):
     stats = TokenStats(x["log_probs"], id_log_probs=x["id_log_probs"], ids=IDS)
     names = ("teacher_log_probs", "teacher_target_log_probs")
-    batch = dataclasses.replace(batch, extras={"teacher_ids": x["ids"]} | {name: x[name] for name in names})
+    batch = dataclasses.replace(
+        batch, extras={"teacher_ids": x["ids"]} | {name: x[name] for name in names}
+    )
     return loss_from_stats(stats, batch, TopKDistillation("reverse_kl", tail="sampled"))
 
 
@@ -178,7 +217,9 @@ def centring(x, batch):
     config = PolicyLossConfig(with_numbers(loss_named("cispo"), x), ratio_to="rollout")
     return loss_from_stats(
         stats,
-        dataclasses.replace(batch, extras={"sampler_ids": x["ids"], "sampler_log_probs": x["sampled"]}),
+        dataclasses.replace(
+            batch, extras={"sampler_ids": x["ids"], "sampler_log_probs": x["sampled"]}
+        ),
         ScoreCentering(config),
     )
 
@@ -192,7 +233,9 @@ def of_preference(loss):
         if isinstance(loss, preference.BradleyTerry):
             return loss_from_stats(x["scores"], batch, its)
         if "hidden" in x:
-            return loss_from_hidden(x["hidden"], x["head"], batch, its, temperature=x["temperature"])
+            return loss_from_hidden(
+                x["hidden"], x["head"], batch, its, temperature=x["temperature"]
+            )
         return loss_from_stats(TokenStats(x["log_probs"]), batch, its)
 
     return call
@@ -200,15 +243,25 @@ def of_preference(loss):
 
 def value(x, batch):
     return loss_from_stats(
-        x["new_values"], batch, Value(clip=x["clip"], factor=x["factor"], huber_delta=x["huber_delta"])
+        x["new_values"],
+        batch,
+        Value(clip=x["clip"], factor=x["factor"], huber_delta=x["huber_delta"]),
     )
 
 
 SCHEDULES = {"temperature": np.float32(0.9)}
 TOP_K = STATS | OF_IDS | {"ids": IDS}
-ADAPTERS = {"bias": normal(V), "lora.a": normal(2, H, 2), "lora.b": normal(2, 2, V), "adapter_ids": np.array([0, -1])}
+ADAPTERS = {
+    "bias": normal(V),
+    "lora.a": normal(2, H, 2),
+    "lora.b": normal(2, 2, V),
+    "adapter_ids": np.array([0, -1]),
+}
 CORRECTED = OffPolicyConfig(
-    weights="token", batch_normalize=True, rejections=(Rejection("token_k1", 0.01, 100.0),), opsm_delta=0.1
+    weights="token",
+    batch_normalize=True,
+    rejections=(Rejection("token_k1", 0.01, 100.0),),
+    opsm_delta=0.1,
 )
 PREFERENCES = {
     "dpo": preference.DPO(label_smoothing=0.1, nll_coef=0.1),
@@ -224,7 +277,9 @@ CASES = {
     "policy, dual clip": of_policy(loss_named("ppo", dual_clip=3.0)),
     "policy, gspo's dual clip": of_policy(loss_named("gspo", dual_clip=3.0)),
     "policy, over the sampler": of_policy(loss_named("ppo"), ratio_to="rollout"),
-    "policy, corrected": of_policy(loss_named("ppo"), off_policy=CORRECTED, aggregation="sequence_mean_token_mean"),
+    "policy, corrected": of_policy(
+        loss_named("ppo"), off_policy=CORRECTED, aggregation="sequence_mean_token_mean"
+    ),
     "policy, constant length": of_policy(
         loss_named("ppo"), aggregation="sequence_mean_token_sum_norm", aggregation_norm=8.0
     ),
@@ -240,7 +295,9 @@ CASES = {
         STATS | {"label_smoothing": 0.1, "z_loss": 0.1},
     ),
     "sft from hidden": (
-        lambda x, batch: loss_from_hidden(x["hidden"], x["head"], batch, SFT(), temperature=x["temperature"]),
+        lambda x, batch: loss_from_hidden(
+            x["hidden"], x["head"], batch, SFT(), temperature=x["temperature"]
+        ),
         STATES | {"temperature": np.ones((R, T), np.float32)},
     ),
     "value": (value, {"new_values": normal(R, T), "clip": 0.2, "factor": 0.5, "huber_delta": 1.0}),
@@ -271,11 +328,24 @@ CASES = {
             draft_ids=x["draft_ids"],
             normalizers=aggregated(x, batch, partial(Normalizer.of, Draft(1))),
         ),
-        STATES | TEACHER | SCHEDULES | {"eta": 3.0, "coef": 0.1, "denominators": 0.0, "draft_ids": np.arange(V)[::-1]},
+        STATES
+        | TEACHER
+        | SCHEDULES
+        | {
+            "eta": 3.0,
+            "coef": 0.1,
+            "denominators": 0.0,
+            "draft_ids": np.arange(V)[::-1],
+        },
     ),
     "distillation": (
         lambda x, batch: distillation_loss(
-            x["hidden"], x["head"], x["teacher_hidden"], x["teacher_head"], batch, temperature=x["temperature"]
+            x["hidden"],
+            x["head"],
+            x["teacher_hidden"],
+            x["teacher_head"],
+            batch,
+            temperature=x["temperature"],
         ),
         STATES | TEACHER | SCHEDULES,
     ),
@@ -285,7 +355,9 @@ CASES = {
         lambda x, batch: loss_from_hidden(
             x["hidden"],
             x["head"],
-            dataclasses.replace(batch, extras={"teacher_ids": x["ids"], "teacher_log_probs": x["teacher_log_probs"]}),
+            dataclasses.replace(
+                batch, extras={"teacher_ids": x["ids"], "teacher_log_probs": x["teacher_log_probs"]}
+            ),
             TopKDistillation(),
             temperature=x["temperature"],
         ),
@@ -296,24 +368,40 @@ CASES = {
         STATES
         | SCHEDULES
         | {"ids": IDS, "teacher_log_probs": OF_IDS["teacher_log_probs"], "mask": BATCH.loss_mask}
-        | {"weights": np.ones((R, T), np.float32), "part.coef": 0.7, "label_smoothing": 0.1, "z_loss": 0.1}
+        | {
+            "weights": np.ones((R, T), np.float32),
+            "part.coef": 0.7,
+            "label_smoothing": 0.1,
+            "z_loss": 0.1,
+        }
         | {"beta": 0.3, "denominators": 0.0},
     ),
     "score centring": (
         centring,
         STATS
         | numbers_of(loss_named("cispo"))
-        | {"ids": IDS, "id_log_probs": OF_IDS["id_log_probs"], "sampled": OF_IDS["teacher_log_probs"]},
+        | {
+            "ids": IDS,
+            "id_log_probs": OF_IDS["id_log_probs"],
+            "sampled": OF_IDS["teacher_log_probs"],
+        },
     ),
-    **{f"preference, {name}": (of_preference(x), STATS | numbers_of(x)) for name, x in PREFERENCES.items()},
-    "preference from hidden": (of_preference(PREFERENCES["dpo"]), STATES | SCHEDULES | numbers_of(PREFERENCES["dpo"])),
+    **{
+        f"preference, {name}": (of_preference(x), STATS | numbers_of(x))
+        for name, x in PREFERENCES.items()
+    },
+    "preference from hidden": (
+        of_preference(PREFERENCES["dpo"]),
+        STATES | SCHEDULES | numbers_of(PREFERENCES["dpo"]),
+    ),
     "reward model": (
         of_preference(preference.BradleyTerry(margin=0.5, centring=0.1)),
         {"scores": normal(R, T), "margin": 0.5, "centring": 0.1},
     ),
     "top-k, sampled tail": (sampled_tail, TOP_K | {"teacher_target_log_probs": log_probs_of(R, T)}),
 }
-# the word of an explanation that stands for an input: an input of a model is found by what the model returns
+# the word of an explanation that stands for an input: an input of a model is found by what the
+# model returns
 WORDS = {
     "new_values": "values",
     "lora.a": "heads",
@@ -329,23 +417,29 @@ WORDS = {
     "weights": "loss_weights",
     "denominators": "normalizer",
 }
-# a probability of 0: the student's beside a teacher who has the token, or the reverse, is an infinite divergence
+# a probability of 0: the student's beside a teacher who has the token, or the reverse, is an
+# infinite divergence
 
 
 def poisons(name: str, x, of_stats: bool) -> list[float]:
     """Values for the entry at the chosen token of an input."""
-    if name == "ids":  # outside the vocabulary, a second time; of another id the statistics do not know
+    # outside the vocabulary, a second time; of another id the statistics do not know
+    if name == "ids":
         return [V, -2, int(x[*AT, 0]), *([int((x[*AT].max() + 1) % V)] if of_stats else [])]
     if name == "draft_ids":
         return [V, -2, int(x[1])]
     if name in ("nucleus_ids", "adapter_ids"):
         return [V, -2]
-    values = [np.nan, np.inf, -np.inf] + [0.5] * (name in LOG_PROBS or name in ("loss_mask", "mask"))
+    values = [np.nan, np.inf, -np.inf] + [0.5] * (
+        name in LOG_PROBS or name in ("loss_mask", "mask")
+    )
     return values + [7.0, -1.0] * (name == "selected")
 
 
 def refused(case: str, name: str) -> list[float]:
-    """The values of a number, out of some, that the call refuses where they are known: as traced ones they are NaN."""
+    """The values of a number, out of some, that the call refuses where they are known: as traced
+    ones they are NaN.
+    """
     call, inputs = CASES[case]
     if name == "denominators" or np.ndim(inputs[name]):
         return []
@@ -386,13 +480,22 @@ def place_of(name: str, x) -> tuple[int, ...]:
 
 
 def spoilt(name: str, x, poison):
-    x = np.array(x, np.result_type(np.asarray(x).dtype, np.float32) if np.asarray(x).dtype.kind == "f" else None)
+    x = np.array(
+        x,
+        (
+            np.result_type(np.asarray(x).dtype, np.float32)
+            if np.asarray(x).dtype.kind == "f"
+            else None
+        ),
+    )
     x[place_of(name, x)] = poison
     return x
 
 
 def same(a, b) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return all(
+        np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
 
 
 ONLY_IN_METRICS = {
@@ -412,18 +515,32 @@ ONLY_IN_METRICS = {
 @pytest.mark.parametrize("case", CASES)
 def test_each_input_spoilt(case):
     call, inputs = CASES[case]
-    floats = {name: np.asarray(x, np.float32) for name, x in inputs.items() if np.asarray(x).dtype.kind == "f"}
+    floats = {
+        name: np.asarray(x, np.float32)
+        for name, x in inputs.items()
+        if np.asarray(x).dtype.kind == "f"
+    }
     whole = {name: x for name, x in inputs.items() if name not in floats}
     of_batch = {name: np.asarray(getattr(BATCH, name), np.float32) for name in FLOATS}
-    learnt = [x for x in ("log_probs", "id_log_probs", "hidden", "head", "new_values", "scores") if x in floats]
+    learnt = [
+        x
+        for x in ("log_probs", "id_log_probs", "hidden", "head", "new_values", "scores")
+        if x in floats
+    ]
 
     @quick_jit
     def run(given, of_batch):
         def loss_of(learnt_ones):
             return call(given | learnt_ones, dataclasses.replace(BATCH, **of_batch))
 
-        (loss, found), gradient = jax.value_and_grad(loss_of, has_aux=True)({name: given[name] for name in learnt})
-        return loss, gradient, {name: x.value for name, x in found.items() if name.endswith("broken_rules")}
+        (loss, found), gradient = jax.value_and_grad(loss_of, has_aux=True)(
+            {name: given[name] for name in learnt}
+        )
+        return (
+            loss,
+            gradient,
+            {name: x.value for name, x in found.items() if name.endswith("broken_rules")},
+        )
 
     sound = run(floats | whole, of_batch)
     assert all(int(x) == 0 for x in sound[2].values())
@@ -433,7 +550,11 @@ def test_each_input_spoilt(case):
         beyond = refused(case, name) if name in inputs else []
         for poison in [*poisons(name, x, "id_log_probs" in inputs), *beyond]:
             new = {name: spoilt(name, x, poison)}
-            given = (floats | whole, of_batch | new) if name in of_batch else (floats | whole | new, of_batch)
+            given = (
+                (floats | whole, of_batch | new)
+                if name in of_batch
+                else (floats | whole | new, of_batch)
+            )
             loss, gradient, broken = run(*given)
             if same((loss, gradient), sound[:2]) and not any(broken.values()):
                 continue

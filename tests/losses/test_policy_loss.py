@@ -1,4 +1,6 @@
-"""A policy loss does not depend on packing, order, mesh, layout, micro-batches or garbage at positions without loss."""
+"""A policy loss does not depend on packing, order, mesh, layout, micro-batches or garbage at
+positions without loss.
+"""
 
 import dataclasses
 
@@ -9,7 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from policy_steps import AGGREGATIONS, LOSSES, accumulated, by_sample, config_of, loss_of, step_of, whole, with_garbage
+from policy_steps import (
+    AGGREGATIONS,
+    LOSSES,
+    accumulated,
+    by_sample,
+    config_of,
+    loss_of,
+    step_of,
+    whole,
+    with_garbage,
+)
 
 from jaxppo import KL, PPO, OffPolicyConfig, Rejection, RolloutBatch, TokenStats, finalize_metrics
 from sharding import make_parallel_mesh
@@ -23,7 +35,8 @@ OTHER_PAIRS = [(loss, a) for loss in LOSSES for a in AGGREGATIONS if (loss, a) n
 def results(batch, run):
     """(loss beside the sum of the token weights, gradients by sample), to compare between packings.
 
-    The loss sums terms of either sign, each about as large as its weight; so rounding is relative to the weights' sum.
+    The loss sums terms of either sign, each about as large as its weight; so rounding is relative
+    to the weights' sum.
     """
     loss, (by_log_prob, by_entropy) = run(batch)
     weights = -np.sum(by_entropy) / 0.01
@@ -37,7 +50,9 @@ def test_nothing_else_matters(loss):
     zigzag = make_parallel_mesh(MESH, context_layout="zigzag")
 
     @settings(max_examples=5, deadline=None, derandomize=True, database=None)
-    @given(seed=st.integers(0, 10**6), garbage=st.sampled_from([np.nan, np.inf, -1e30]), data=st.data())
+    @given(
+        seed=st.integers(0, 10**6), garbage=st.sampled_from([np.nan, np.inf, -1e30]), data=st.data()
+    )
     def check(seed, garbage, data):
         samples = step_of(seed)
         packed = RolloutBatch.from_samples(samples, row_length=24, rows=4, num_segments=9)
@@ -46,11 +61,15 @@ def test_nothing_else_matters(loss):
         order = data.draw(st.permutations(range(len(samples))))
         shuffled = [samples[i] for i in order]
         long_rows = RolloutBatch.from_samples(shuffled, row_length=40, rows=3, num_segments=9)
-        sharded = RolloutBatch.from_samples(shuffled, row_length=24, rows=4, num_segments=9, parallel=zigzag)
+        sharded = RolloutBatch.from_samples(
+            shuffled, row_length=24, rows=4, num_segments=9, parallel=zigzag
+        )
         for name, got in {
             "garbage": results(with_garbage(packed, garbage), whole(config)),
             "order and row length": results(with_garbage(long_rows, garbage), whole(config)),
-            "mesh and layout": results(with_garbage(sharded, garbage), whole(config, MESH, "zigzag")),
+            "mesh and layout": results(
+                with_garbage(sharded, garbage), whole(config, MESH, "zigzag")
+            ),
         }.items():
             # A masked mean that multiplied instead of selecting would be NaN here.
             assert_trees_close(got, expected, rtol=1e-5, atol=2e-6, context=name)
@@ -61,9 +80,12 @@ def test_nothing_else_matters(loss):
 def check_micro_batches(loss, aggregation, **options):
     config = config_of(loss, aggregation, **options)
     samples = step_of(3)
-    # 14, 2 and 0 loss tokens: of ppo's token_mean, 0.369, the mean of the parts' means is 0.440, their sum 1.319.
+    # 14, 2 and 0 loss tokens: of ppo's token_mean, 0.369, the mean of the parts' means is 0.440,
+    # their sum 1.319.
     uneven = [samples[i] for i in (0, 3, 4, 5, 6, 7)], [samples[8]], [samples[1], samples[2]]
-    parts = [RolloutBatch.from_samples(part, row_length=32, rows=2, num_segments=6) for part in uneven]
+    parts = [
+        RolloutBatch.from_samples(part, row_length=32, rows=2, num_segments=6) for part in uneven
+    ]
     stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *parts)
     together = RolloutBatch.from_samples(samples, row_length=32, rows=4, num_segments=6)
     got = results(stacked, accumulated(config, MESH))
@@ -88,7 +110,9 @@ def test_micro_batches_add_up_all(loss, aggregation):
     [
         OffPolicyConfig(weights="token", high=1.1, batch_normalize=True),
         OffPolicyConfig(weights="sequence", high=1.3, batch_normalize=True, outside="zero"),
-        OffPolicyConfig(weights="geometric", opsm_delta=0.1, rejections=(Rejection("seq_mean_k1", 0.98, 1.05),)),
+        OffPolicyConfig(
+            weights="geometric", opsm_delta=0.1, rejections=(Rejection("seq_mean_k1", 0.98, 1.05),)
+        ),
     ],
     ids=["token", "sequence", "masks"],
 )
@@ -97,7 +121,11 @@ def test_micro_batches_add_up_off_policy(off_policy):
 
 
 def test_micro_batches_merge_metrics():
-    config = config_of(PPO(0.2, 0.28, 1.2), off_policy=OffPolicyConfig(weights="token", high=1.1), clip_by_sign=True)
+    config = config_of(
+        PPO(0.2, 0.28, 1.2),
+        off_policy=OffPolicyConfig(weights="token", high=1.1),
+        clip_by_sign=True,
+    )
     batch = RolloutBatch.from_samples(step_of(6), row_length=24, rows=6, num_segments=9)
     stacked = jax.tree.map(lambda x: x.reshape(3, 2, *x.shape[1:]), batch)
     *_, found = accumulated(config, MESH, metrics=True)(stacked)
@@ -105,9 +133,24 @@ def test_micro_batches_merge_metrics():
     expected = finalize_metrics(metrics)
     assert_trees_close(finalize_metrics(found), expected, rtol=1e-5, atol=1e-6)
     assert {name for name, x in expected.items() if x == 0} == {"broken_rules", "rollout_capped"}
-    assert {"loss", "pg_loss", "entropy", "kl", "ppo_kl", "clip_fraction", "clip_fraction_lower"} <= set(found)
+    assert {
+        "loss",
+        "pg_loss",
+        "entropy",
+        "kl",
+        "ppo_kl",
+        "clip_fraction",
+        "clip_fraction_lower",
+    } <= set(found)
     assert {"clip_fraction_positive", "clip_fraction_negative"} <= set(found)
-    assert {"ratio_mean", "ratio_min", "ratio_max", "effective_sample_size", "tis", "sampler_k3"} <= set(found)
+    assert {
+        "ratio_mean",
+        "ratio_min",
+        "ratio_max",
+        "effective_sample_size",
+        "tis",
+        "sampler_k3",
+    } <= set(found)
 
 
 def test_metrics_say_what_they_mean():
@@ -136,7 +179,9 @@ def test_metrics_say_what_they_mean():
         "ratio_min": r.min(),
         "ratio_max": r.max(),
         "effective_sample_size": r.sum() ** 2 / (len(r) * (r**2).sum()),
-        "sampler_log_prob_abs_diff": np.abs(batch.old_log_probs - batch.rollout_log_probs)[on].mean(),
+        "sampler_log_prob_abs_diff": (
+            np.abs(batch.old_log_probs - batch.rollout_log_probs)[on].mean()
+        ),
     }
     assert 0 < expected["clip_fraction_positive"] != expected["clip_fraction_negative"] > 0
     for name, value in expected.items():
@@ -147,7 +192,9 @@ def test_metrics_say_what_they_mean():
 @pytest.mark.parametrize("loss", LOSSES)
 def test_no_loss_token_anywhere_is_exactly_zero(loss):
     batch = RolloutBatch.from_samples(step_of(1), row_length=24, rows=4, num_segments=9)
-    batch = with_garbage(dataclasses.replace(batch, loss_mask=np.zeros_like(batch.loss_mask)), np.nan)
+    batch = with_garbage(
+        dataclasses.replace(batch, loss_mask=np.zeros_like(batch.loss_mask)), np.nan
+    )
     value, gradients = whole(config_of(loss, AGGREGATIONS[LOSSES.index(loss) % 6]))(batch)
     assert value == 0
     assert not any(np.any(g) for g in gradients)
@@ -155,7 +202,9 @@ def test_no_loss_token_anywhere_is_exactly_zero(loss):
 
 @pytest.mark.parametrize("explicit", [False, True])
 def test_inside_the_users_own_shard_map(explicit):
-    """A user's shard_map with ShardAxes gives what the mesh-level call gives, on Auto and on Explicit meshes."""
+    """A user's shard_map with ShardAxes gives what the mesh-level call gives, on Auto and on
+    Explicit meshes.
+    """
     config = config_of("gspo", "rollout_mean")
     batch = RolloutBatch.from_samples(step_of(2), row_length=24, rows=4, num_segments=9)
     parallel = make_parallel_mesh(MESH, explicit=explicit)
@@ -174,7 +223,9 @@ def test_inside_the_users_own_shard_map(explicit):
 
     specs = batch.specs(parallel)
     placed = jax.device_put(batch, jax.tree.map(parallel.sharding, specs))
-    shard_map = jax.shard_map(own, mesh=parallel.mesh, in_specs=(specs,), out_specs=(P(), specs.returns))
+    shard_map = jax.shard_map(
+        own, mesh=parallel.mesh, in_specs=(specs,), out_specs=(P(), specs.returns)
+    )
     expected, (gradients, _) = whole(config)(batch)
     assert_trees_close(jax.jit(mesh_level)(placed), (expected, gradients), rtol=1e-5, atol=2e-6)
     assert_trees_close(jax.jit(shard_map)(placed), (expected, gradients), rtol=1e-5, atol=2e-6)
@@ -195,7 +246,12 @@ def test_batch_and_coefficients_are_constants():
 
     x = {name: jnp.asarray(getattr(batch, name)) for name in floats}
     found = gradients(
-        x | {"entropy": jnp.float32(0.1), "kl": jnp.float32(0.1), "log_probs": jnp.asarray(batch.returns)}
+        x
+        | {
+            "entropy": jnp.float32(0.1),
+            "kl": jnp.float32(0.1),
+            "log_probs": jnp.asarray(batch.returns),
+        }
     )
     assert np.any(found.pop("log_probs"))
     for name, gradient in found.items():
@@ -204,18 +260,27 @@ def test_batch_and_coefficients_are_constants():
 
 def test_current_log_probs_are_a_ratio_of_one():
     batch = RolloutBatch.from_samples(step_of(2), row_length=24, rows=4, num_segments=9)
-    batch = dataclasses.replace(batch, old_log_probs=None, rollout_log_probs=None, ref_log_probs=None)
-    _, (gradient, _), found = whole(config_of("ppo", ratio_to="current", kl=None), metrics=True)(batch)
+    batch = dataclasses.replace(
+        batch, old_log_probs=None, rollout_log_probs=None, ref_log_probs=None
+    )
+    _, (gradient, _), found = whole(config_of("ppo", ratio_to="current", kl=None), metrics=True)(
+        batch
+    )
     assert found["ratio_min"].value == found["ratio_max"].value == 1
     np.testing.assert_allclose(
-        gradient, np.where(batch.loss_mask > 0, -batch.advantages, 0) / batch.loss_mask.sum(), rtol=1e-6, atol=1e-9
+        gradient,
+        np.where(batch.loss_mask > 0, -batch.advantages, 0) / batch.loss_mask.sum(),
+        rtol=1e-6,
+        atol=1e-9,
     )
 
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "gmpo"])
 def test_context_shards_without_loss_tokens(loss):
-    """Seven of eight context shards own none: their gradient is exactly 0, and they take part in every collective."""
+    """Seven of eight context shards own none: their gradient is exactly 0, and they take part in
+    every collective.
+    """
     batch = RolloutBatch.from_samples(step_of(2), row_length=64, rows=3, num_segments=9)
     batch = dataclasses.replace(batch, loss_mask=batch.loss_mask * (np.arange(64) < 8))
     config = config_of(loss, "sequence_mean_token_mean")
@@ -235,5 +300,7 @@ def test_micro_batches_on_an_explicit_mesh():
     got = accumulated(config, MESH, explicit=True)(placed)
     value, gradients = whole(config)(batch)
     assert_trees_close(
-        jax.tree.map(lambda x: np.asarray(x).reshape(-1, 24) if x.ndim else x, got), (value, gradients), atol=2e-6
+        jax.tree.map(lambda x: np.asarray(x).reshape(-1, 24) if x.ndim else x, got),
+        (value, gradients),
+        atol=2e-6,
     )

@@ -1,4 +1,6 @@
-"""Each registered loss by itself: its gradient, its extremes, its flags; and losses of the user's own."""
+"""Each registered loss by itself: its gradient, its extremes, its flags; and losses of the
+user's own.
+"""
 
 import dataclasses
 import functools
@@ -32,14 +34,22 @@ def arguments(dtype):
 
 def call(loss, log_probs, old, advantages, **hyperparameters):
     loss = loss_named(loss, **hyperparameters) if isinstance(loss, str) else loss
-    extra = {"selected": jnp.asarray(MASK * (np.arange(8) % 2), log_probs.dtype)} if loss.selects else {}
+    extra = (
+        {"selected": jnp.asarray(MASK * (np.arange(8) % 2), log_probs.dtype)}
+        if loss.selects
+        else {}
+    )
     mask = jnp.asarray(MASK, log_probs.dtype)
-    return loss(log_probs, old, advantages, mask=mask, segments=Segments(jnp.asarray(SEGMENTS), 2), **extra)
+    return loss(
+        log_probs, old, advantages, mask=mask, segments=Segments(jnp.asarray(SEGMENTS), 2), **extra
+    )
 
 
 class Constants:
-    """stop_gradient that on later calls gives what it gave at the point of differentiation: then f64 differences of a
-    loss with constants in it (a detached ratio, a detached mask) are the differences that its gradient claims."""
+    """stop_gradient that on later calls gives what it gave at the point of differentiation: then
+    f64 differences of a loss with constants in it (a detached ratio, a detached mask) are the
+    differences that its gradient claims.
+    """
 
     def __init__(self):
         self.recorded, self.place, self.original = [], None, jax.lax.stop_gradient
@@ -53,8 +63,15 @@ class Constants:
 
 
 ALL = {name: {"dual_clip": 1.5} if name in ("aspo", "ppo", "gspo") else {} for name in LOSSES}
-OF_SEQUENCES = [("cispo", {"level": "sequence", "unified_mask": True}), ("sapo", {"level": "sequence"})]
-MORE = [("gspo", {"gradient": "token"}), ("cispo", {"unified_mask": True}), ("probability_mask", {"pull": 0.3})]
+OF_SEQUENCES = [
+    ("cispo", {"level": "sequence", "unified_mask": True}),
+    ("sapo", {"level": "sequence"}),
+]
+MORE = [
+    ("gspo", {"gradient": "token"}),
+    ("cispo", {"unified_mask": True}),
+    ("probability_mask", {"pull": 0.3}),
+]
 VARIANTS = [*ALL.items(), *MORE, *OF_SEQUENCES]
 
 
@@ -105,9 +122,11 @@ def test_any_log_ratio_is_finite(name):
 @pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in LOSSES), *OF_SEQUENCES])
 def test_token_local_flag_is_true(name, options):
-    """No token of a token-local loss feels another's log-prob; those of others do, or they lose the one-pass path.
+    """No token of a token-local loss feels another's log-prob; those of others do, or they lose the
+    one-pass path.
 
-    By values, not by the Jacobian: the weight of a sequence may be a constant of differentiation, as VESPO's is.
+    By values, not by the Jacobian: the weight of a sequence may be a constant of differentiation,
+    as VESPO's is.
     """
     log_probs, old, advantages = arguments(jnp.float32)
 
@@ -122,7 +141,9 @@ def test_token_local_flag_is_true(name, options):
 @pytest.mark.every(4)
 @pytest.mark.parametrize("name", [n for n in LOSSES if loss_named(n).token_local])
 def test_token_local_losses_in_blocks(name):
-    """The sum over blocks of tokens, each by itself, is the loss: what a one-pass head relies on."""
+    """The sum over blocks of tokens, each by itself, is the loss: what a one-pass head relies
+    on.
+    """
     batch = RolloutBatch.from_samples(step_of(4), row_length=24, rows=4, num_segments=9)
     loss = PolicyTokenLoss(config_of(name, "sequence_mean_token_mean", entropy_coef=0.0, kl=None))
     assert loss.token_local
@@ -139,18 +160,27 @@ def test_token_local_losses_in_blocks(name):
         stats = TokenStats(part.returns, part.values)
         losses = sum(loss.terms(stats, part, None, None).values())
         total += jnp.sum(losses * cut(weights))
-    expected, _ = loss_of(TokenStats(batch.returns, batch.values), batch, loss.config, None, selected=selected)
+    expected, _ = loss_of(
+        TokenStats(batch.returns, batch.values), batch, loss.config, None, selected=selected
+    )
     np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gspo_gradients_differ_where_masks_are_uneven():
-    """Sequence: each loss token has s / n of the sequence's weight. Token: its own weight times s."""
+    """Sequence: each loss token has s / n of the sequence's weight.
+
+    Token: its own weight times s.
+    """
     log_probs, old, _ = arguments(jnp.float32)
     weights = jnp.asarray(MASK * np.arange(8.0), jnp.float32)
     gradients = {}
     for how in ("sequence", "token"):
         fn = functools.partial(call, "gspo", clip_high=9.0, gradient=how)
-        gradients[how] = jax.grad(lambda x: jnp.sum(fn(x, old, jnp.ones(MASK.shape))[0] * weights))(log_probs)  # noqa: B023
+
+        def weighted(log_probs, fn=fn):
+            return jnp.sum(fn(log_probs, old, jnp.ones(MASK.shape))[0] * weights)
+
+        gradients[how] = jax.grad(weighted)(log_probs)
     first = (SEGMENTS[0] == 1) & (MASK[0] > 0)
     s = np.exp(np.mean((log_probs - old)[0][first]))
     np.testing.assert_allclose(gradients["sequence"][0][first], -s * (0 + 2) / 2, rtol=1e-5)
@@ -164,7 +194,9 @@ class Squared(PolicyLoss):
     scale: float = 1.0
 
     def __call__(self, log_probs, old_log_probs, advantages, *, mask, segments, selected=None):
-        return self.scale * (log_probs - advantages) ** 2, {"far": (jnp.abs(log_probs) > 1).astype(jnp.float32)}
+        return self.scale * (log_probs - advantages) ** 2, {
+            "far": (jnp.abs(log_probs) > 1).astype(jnp.float32)
+        }
 
 
 def test_a_loss_of_the_users_own():
@@ -172,8 +204,12 @@ def test_a_loss_of_the_users_own():
     config = PolicyLossConfig(Squared(2.0))
     value, _, found = whole(config, metrics=True)(batch)
     on = batch.loss_mask > 0
-    np.testing.assert_allclose(value, 2 * np.mean((batch.returns - batch.advantages)[on] ** 2), rtol=1e-5)
-    np.testing.assert_allclose(found["far"].value, np.mean(np.abs(batch.returns[on]) > 1), rtol=1e-6)
+    np.testing.assert_allclose(
+        value, 2 * np.mean((batch.returns - batch.advantages)[on] ** 2), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        found["far"].value, np.mean(np.abs(batch.returns[on]) > 1), rtol=1e-6
+    )
     assert not PolicyTokenLoss(config).token_local
 
 
@@ -193,7 +229,9 @@ def test_a_token_that_the_probability_mask_drops_is_pulled_still_and_the_cap_kee
     np.testing.assert_array_equal(values(x)[1]["clip_fraction"], [1, 1, 0, 0])
 
 
-@pytest.mark.parametrize(("a", "topr", "up"), [(1.0, [0.6931, 1.6094, 0.5108, 1.2040], None), (-1.0, None, None)])
+@pytest.mark.parametrize(
+    ("a", "topr", "up"), [(1.0, [0.6931, 1.6094, 0.5108, 1.2040], None), (-1.0, None, None)]
+)
 def test_topr_and_up_grpo_by_hand(a, topr, up):
     """p = (.5, .2, .6, .3), old (.4, .4, .1, .2): ratios 1.25, .5, 6 and 1.5."""
     x, old = jnp.log(jnp.array([0.5, 0.2, 0.6, 0.3])), jnp.log(jnp.array([0.4, 0.4, 0.1, 0.2]))
@@ -212,7 +250,8 @@ def test_topr_and_up_grpo_by_hand(a, topr, up):
 
 
 def test_flipped_weights_by_hand():
-    """Ratios 1.5, 0.5, 0.25 with A = 2, then 1.5 and 0.5 with A = -2, 4 with A = -1 and A = 0; the old p is 0.1.
+    """Ratios 1.5, 0.5, 0.25 with A = 2, then 1.5 and 0.5 with A = -2, 4 with A = -1 and A = 0; the
+    old p is 0.1.
 
     PPO's gradients are 0, -1, -0.5, 3, 0, 4 and 0: the token that fell most is pulled up least.
     """
@@ -221,11 +260,17 @@ def test_flipped_weights_by_hand():
     x = np.log(0.1 * ratio)
 
     def values(x):
-        return ASPO(clip_low=0.25, clip_high=0.25, dual_clip=2.5)(x, jnp.full(7, np.float32(np.log(0.1))), a)
+        return ASPO(clip_low=0.25, clip_high=0.25, dual_clip=2.5)(
+            x, jnp.full(7, np.float32(np.log(0.1))), a
+        )
 
     at = jnp.asarray(x, jnp.float32)
-    np.testing.assert_allclose(values(at)[0], [-1.6, -4, -5 * x[2], 3, 1.5, 2.5 * x[5], 0], rtol=1e-5)
-    np.testing.assert_allclose(jax.grad(lambda x: values(x)[0].sum())(at), [0, -4, -5, 3, 0, 2.5, 0], rtol=1e-5)
+    np.testing.assert_allclose(
+        values(at)[0], [-1.6, -4, -5 * x[2], 3, 1.5, 2.5 * x[5], 0], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        jax.grad(lambda x: values(x)[0].sum())(at), [0, -4, -5, 3, 0, 2.5, 0], rtol=1e-5
+    )
     np.testing.assert_array_equal(values(at)[1]["clip_fraction"], [1, 0, 0, 0, 1, 0, 0])
     np.testing.assert_array_equal(values(at)[1]["heavy_fraction"], [0, 0, 1, 0, 0, 1, 0])
 
@@ -235,14 +280,19 @@ def test_the_unified_mask_asks_for_the_sign_of_the_advantage():
     ratio, a = np.array([2.0, 2.0, 0.4, 0.4]), np.array([1.0, -1.0, 1.0, -1.0])
     old = jnp.full(4, -2.0)
     x = old + jnp.log(jnp.asarray(ratio, jnp.float32))
-    values, found = CISPO(0.25, 0.5, unified_mask=True)(x, old, jnp.asarray(a, jnp.float32), mask=None, segments=None)
+    values, found = CISPO(0.25, 0.5, unified_mask=True)(
+        x, old, jnp.asarray(a, jnp.float32), mask=None, segments=None
+    )
     np.testing.assert_allclose(values, np.array([0, 1.5, -0.75, 0]) * x, rtol=1e-5)
     np.testing.assert_array_equal(found["masked_fraction"], [1, 0, 0, 1])
     np.testing.assert_array_equal(found["clip_fraction"], [1, 1, 1, 1])
 
 
 def test_the_gradient_of_a_gate_that_is_nearly_one():
-    """It is 4 r p (1 - p). With 1 - p taken from p in f32 it is off by 0.4% at a ratio of 15, by 6% at 17."""
+    """It is 4 r p (1 - p).
+
+    With 1 - p taken from p in f32 it is off by 0.4% at a ratio of 15, by 6% at 17.
+    """
     ratios = np.array([1.0, 5.0, 10.0, 15.0, 17.0])
     p, q = 1 / (1 + np.exp(1 - ratios)), 1 / (1 + np.exp(ratios - 1))
     given = (jnp.zeros(5), jnp.ones(5))

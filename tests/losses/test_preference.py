@@ -1,4 +1,6 @@
-"""Losses of pairs: the oracle's, wherever the samples of a pair lie; what is no pair; what is refused."""
+"""Losses of pairs: the oracle's, wherever the samples of a pair lie; what is no pair; what is
+refused.
+"""
 
 import dataclasses
 import functools
@@ -53,7 +55,9 @@ def test_the_oracle_wherever_pairs_lie(name, mesh):
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize(("name", "mesh"), [("dpo", "dp=2,cp=2,tp=2"), ("orpo", None), ("kto", "dp=2,cp=2,tp=2")])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("dpo", "dp=2,cp=2,tp=2"), ("orpo", None), ("kto", "dp=2,cp=2,tp=2")]
+)
 def test_micro_batches_add_up(name, mesh):
     """Micro-batches of four pairs, one and one: the mean of their means is another number."""
     samples, parallel = step_of(2), mesh and make_parallel_mesh(mesh)
@@ -61,11 +65,17 @@ def test_micro_batches_add_up(name, mesh):
     def of(*groups):
         return [s for s in samples if s.group_id // 7 in groups]
 
-    pack = functools.partial(RolloutBatch.from_samples, row_length=24, rows=4, num_segments=6, parallel=parallel)
-    batches = jax.tree.map(lambda *x: np.stack(x), *(pack(of(*g)) for g in ((0, 2, 3, 5), (1,), (4,))))
+    pack = functools.partial(
+        RolloutBatch.from_samples, row_length=24, rows=4, num_segments=6, parallel=parallel
+    )
+    batches = jax.tree.map(
+        lambda *x: np.stack(x), *(pack(of(*g)) for g in ((0, 2, 3, 5), (1,), (4,)))
+    )
 
     def run(batches):
-        normalizer = Normalizer.of(SFT(aggregation="sequence_mean_token_mean"), batches, parallel=parallel)
+        normalizer = Normalizer.of(
+            SFT(aggregation="sequence_mean_token_mean"), batches, parallel=parallel
+        )
         places = jnp.eye(3)
 
         def loss_fn(x, given):
@@ -74,7 +84,9 @@ def test_micro_batches_add_up(name, mesh):
             options = {"parallel": parallel, "normalizer": part}
             return loss_from_stats(stats, batch, LOSSES[name], **options)
 
-        (loss, found), gradient = accumulate_gradients(loss_fn, (places, batches, normalizer))(batches.returns)
+        (loss, found), gradient = accumulate_gradients(loss_fn, (places, batches, normalizer))(
+            batches.returns
+        )
         return loss, gradient, finalize_metrics(found)
 
     check(name, samples, batches, quick_jit(run)(batches))
@@ -84,12 +96,17 @@ def test_the_constructor_keeps_pairs_together():
     samples = step_of(3)
     batches = preference.micro_batches_of_pairs(samples, 4, row_length=24)
     assert batches.micro_batches == len(batches.tokens) == 4
-    batches.validate(vocab_size=50, normalizer=Normalizer.of(SFT(aggregation="sequence_mean_token_mean"), batches))
+    batches.validate(
+        vocab_size=50,
+        normalizer=Normalizer.of(SFT(aggregation="sequence_mean_token_mean"), batches),
+    )
     held = [set(x[x >= 0].tolist()) for x in batches.group_ids]
     assert sorted(g for groups in held for g in groups) == [0, 7, 14, 21, 28, 35]
     tokens = (batches.segment_ids > 0).sum(axis=(1, 2))
     assert tokens.max() - tokens.min() <= 24
-    with pytest.raises(ValueError, match="micro_batches: got 7, expected 1 to 6, the number of pairs"):
+    with pytest.raises(
+        ValueError, match="micro_batches: got 7, expected 1 to 6, the number of pairs"
+    ):
         preference.micro_batches_of_pairs(samples, 7, row_length=24)
 
 
@@ -97,7 +114,10 @@ BROKEN = {
     "a sample without its pair": lambda s: s[:-1],
     "three of one group": lambda s: [*s, dataclasses.replace(s[0], sample_id=99, reward=9.0)],
     "equal rewards": lambda s: [dataclasses.replace(x, reward=1.0) for x in s],
-    "no loss token in one": lambda s: [dataclasses.replace(s[0], loss_mask=np.zeros(len(s[0].tokens))), *s[1:]],
+    "no loss token in one": lambda s: [
+        dataclasses.replace(s[0], loss_mask=np.zeros(len(s[0].tokens))),
+        *s[1:],
+    ],
 }
 
 
@@ -124,7 +144,9 @@ def test_a_pair_in_two_micro_batches_is_nan():
     normalizer = Normalizer.of(SFT(aggregation="sequence_mean_token_mean"), stacked)
 
     def loss_fn(x, given):
-        return loss_from_stats(TokenStats(x * given[0].returns), given[0], preference.DPO(), normalizer=given[1])
+        return loss_from_stats(
+            TokenStats(x * given[0].returns), given[0], preference.DPO(), normalizer=given[1]
+        )
 
     (loss, found), _ = accumulate_gradients(loss_fn, (stacked, normalizer))(jnp.float32(1))
     assert np.isnan(loss)
@@ -136,14 +158,18 @@ def test_a_pair_in_two_micro_batches_is_nan():
 def test_from_hidden(mesh):
     """The two public functions one after the other, gradients of hidden states and kernel too."""
     parallel = mesh and make_parallel_mesh(mesh)
-    batch = RolloutBatch.from_samples(step_of(6), row_length=24, rows=8, num_segments=6, parallel=parallel)
+    batch = RolloutBatch.from_samples(
+        step_of(6), row_length=24, rows=8, num_segments=6, parallel=parallel
+    )
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(*batch.tokens.shape, 6)).astype(np.float32)
     kernel = rng.normal(size=(6, 50)).astype(np.float32)
     options = {"parallel": parallel, "temperature": 0.8}
 
     def two(hidden, kernel, batch):
-        stats = log_probs_from_hidden(hidden, kernel, batch.targets, where=batch.loss_mask > 0, **options)
+        stats = log_probs_from_hidden(
+            hidden, kernel, batch.targets, where=batch.loss_mask > 0, **options
+        )
         return loss_from_stats(stats, batch, LOSSES["dpo"], parallel=parallel)
 
     def one(hidden, kernel, batch):
@@ -154,7 +180,11 @@ def test_from_hidden(mesh):
 
     (loss, found), gradients = jax.jit(run(one))(hidden, kernel)
     (expected, metrics), wanted = jax.jit(run(two))(hidden, kernel)
-    assert_trees_close((loss, finalize_metrics(found), gradients), (expected, finalize_metrics(metrics), wanted), 1e-5)
+    assert_trees_close(
+        (loss, finalize_metrics(found), gradients),
+        (expected, finalize_metrics(metrics), wanted),
+        1e-5,
+    )
     assert hang_risks(jax.make_jaxpr(run(one))(hidden, kernel)) == []
     assert "two passes" in audit(jax.grad(lambda h: one(h, kernel, batch)[0]), hidden).notes[0]
 
@@ -163,7 +193,9 @@ def test_from_hidden(mesh):
 def test_inside_the_users_own_shard_map(explicit):
     """As a call on the mesh: pairs are found over the data axes that the caller's shards lie on."""
     samples, parallel = step_of(0), make_parallel_mesh("dp=2,cp=2,tp=2", explicit=explicit)
-    batch = RolloutBatch.from_samples(samples, row_length=24, rows=8, num_segments=6, parallel=parallel)
+    batch = RolloutBatch.from_samples(
+        samples, row_length=24, rows=8, num_segments=6, parallel=parallel
+    )
     specs = batch.specs(parallel)
     placed = jax.device_put(batch, jax.tree.map(parallel.sharding, specs))
 
@@ -195,17 +227,25 @@ def test_odds_of_a_certain_response_are_finite():
 
 @pytest.mark.parametrize("nll", ["sequence_mean_token_mean", "sequence_mean_token_sum"])
 def test_the_likelihood_is_that_of_sft_with_this_aggregation(nll):
-    """One name, one number: a "token_mean" over the chosen responses is a part of its own, and another number."""
+    """One name, one number: a "token_mean" over the chosen responses is a part of its own, and
+    another number.
+    """
     batch = RolloutBatch.from_samples(step_of(0), row_length=24, rows=8, num_segments=6)
     owners = np.take_along_axis(batch.rewards, np.maximum(batch.segment_ids - 1, 0), -1)
     groups = np.take_along_axis(batch.group_ids, np.maximum(batch.segment_ids - 1, 0), -1)
-    best = {g: batch.rewards[batch.group_ids == g].max() for g in np.unique(batch.group_ids[batch.group_ids >= 0])}
+    best = {
+        g: batch.rewards[batch.group_ids == g].max()
+        for g in np.unique(batch.group_ids[batch.group_ids >= 0])
+    }
     chosen = (batch.loss_mask > 0) & (owners == np.vectorize(lambda g: best.get(g, np.inf))(groups))
     batch = dataclasses.replace(batch, extras={"chosen": chosen.astype(np.float32)})
     stats = TokenStats(batch.returns)
 
     def both(aggregation):
-        parts = {"dpo": preference.DPO(), "sft": Part(SFT(aggregation=aggregation), coef=0.5, mask="chosen")}
+        parts = {
+            "dpo": preference.DPO(),
+            "sft": Part(SFT(aggregation=aggregation), coef=0.5, mask="chosen"),
+        }
         return float(loss_from_stats(stats, batch, parts)[0])
 
     got = float(loss_from_stats(stats, batch, preference.DPO(nll_coef=0.5, nll=nll))[0])
@@ -216,16 +256,24 @@ def test_the_likelihood_is_that_of_sft_with_this_aggregation(nll):
 def test_refusals():
     batch = RolloutBatch.from_samples(step_of(0), row_length=24, rows=8)
     stats, loss = TokenStats(batch.returns), preference.DPO()
-    for name, what in {"rewards": loss, "group_ids": preference.SimPO(), "ref_log_probs": preference.KTO(0.0)}.items():
+    for name, what in {
+        "rewards": loss,
+        "group_ids": preference.SimPO(),
+        "ref_log_probs": preference.KTO(0.0),
+    }.items():
         with pytest.raises(ValueError, match=rf"batch.{name}: got None, expected"):
             loss_from_stats(stats, dataclasses.replace(batch, **{name: None}), what)
-    with pytest.raises(TypeError, match="loss: got str, expected a PolicyLossConfig, a policy loss, SFT"):
+    with pytest.raises(
+        TypeError, match="loss: got str, expected a PolicyLossConfig, a policy loss, SFT"
+    ):
         loss_from_stats(stats, batch, "dpo")
     with pytest.raises(TypeError, match="stats: got ndarray, expected TokenStats"):
         loss_from_stats(batch.returns, batch, loss)
     with pytest.raises(ValueError, match=r"stats.log_probs: got shape \(4, 24\)"):
         loss_from_stats(TokenStats(batch.returns[:4]), batch, loss)
-    with pytest.raises(ValueError, match="normalizer: got one of aggregation 'token_mean', expected 'sequence_mean"):
+    with pytest.raises(
+        ValueError, match="normalizer: got one of aggregation 'token_mean', expected 'sequence_mean"
+    ):
         loss_from_stats(stats, batch, loss, normalizer=Normalizer.of(SFT(), batch))
     part = dataclasses.replace(batch, micro_batches=2)
     with pytest.raises(ValueError, match="normalizer: got None for one of 2 micro-batches"):
@@ -238,17 +286,28 @@ def test_refusals():
         lambda: preference.DPO(beta=-1): "beta: got -1",
         **{
             functools.partial(x, beta=0): "beta: got 0, expected a finite number above 0"
-            for x in (preference.DPO, preference.SimPO, preference.AOT, functools.partial(preference.KTO, 0.0))
+            for x in (
+                preference.DPO,
+                preference.SimPO,
+                preference.AOT,
+                functools.partial(preference.KTO, 0.0),
+            )
         },
         lambda: preference.DPO(label_smoothing=0.6): "label_smoothing: got 0.6",
-        lambda: preference.DPO(nll="mean"): "nll: got 'mean', expected one of 'sequence_mean_token_mean', ",
+        lambda: preference.DPO(
+            nll="mean"
+        ): "nll: got 'mean', expected one of 'sequence_mean_token_mean', ",
         lambda: preference.IPO(beta=0): "beta: got 0, expected a finite number above 0",
         lambda: preference.SimPO(nll_coef=-0.1): "nll_coef: got -0.1",
         lambda: preference.KTO(reference_point=float("nan")): "reference_point: got nan",
         lambda: preference.BradleyTerry(margin=-1): "margin: got -1",
-        lambda: preference.samples_of_pairs([[1]], [[2]], []): "rejected: got 0, expected 1, as many as prompts",
+        lambda: preference.samples_of_pairs(
+            [[1]], [[2]], []
+        ): "rejected: got 0, expected 1, as many as prompts",
         lambda: preference.samples_of_pairs([[1]], [[2]], [[]]): r"rejected\[0\]: got no token",
-        lambda: preference.samples_of_pairs([[1]], [[2]], [[3]], margins=[0.0]): r"margins\[0\]: got 0.0",
+        lambda: preference.samples_of_pairs(
+            [[1]], [[2]], [[3]], margins=[0.0]
+        ): r"margins\[0\]: got 0.0",
         lambda: preference.mismatched_samples(step_of(0)[:1]): "samples: got the group 0 alone",
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -22,10 +22,14 @@ def test_reward_model(mesh):
     scores = np.float32(rng.normal(size=COUNT))
     parallel = mesh and make_parallel_mesh(mesh, context_layout=MESHES[mesh])
     samples = [dataclasses.replace(s, returns=np.full(len(s.returns), np.nan)) for s in samples]
-    batch = RolloutBatch.from_samples(samples, row_length=24, rows=8, num_segments=6, parallel=parallel)
+    batch = RolloutBatch.from_samples(
+        samples, row_length=24, rows=8, num_segments=6, parallel=parallel
+    )
     # a score stands at the last position, where no target is
     of_row = np.take_along_axis(np.pad(batch.sample_ids, ((0, 0), (1, 0))), batch.segment_ids, 1)
-    is_last = (batch.segment_ids > 0) & (batch.positions == np.array([len(s.tokens) for s in samples])[of_row] - 1)
+    is_last = (batch.segment_ids > 0) & (
+        batch.positions == np.array([len(s.tokens) for s in samples])[of_row] - 1
+    )
     placed = np.where(is_last, scores[of_row], np.nan).astype(np.float32)
     assert is_last.sum() == COUNT
 
@@ -35,7 +39,9 @@ def test_reward_model(mesh):
     (loss, found), gradient = quick_jit(jax.value_and_grad(fn, has_aux=True))(placed)
     expected, by_score, metrics = truth.bradley_terry(oracle_of(samples), scores, **options)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    np.testing.assert_allclose(gradient, np.where(is_last, by_score[of_row], 0), rtol=2e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        gradient, np.where(is_last, by_score[of_row], 0), rtol=2e-5, atol=1e-7
+    )
     found = finalize_metrics(found)
     assert found.pop("broken_rules") == 0
     assert found.keys() == metrics.keys()

@@ -61,7 +61,10 @@ BF16 = jnp.full((R, T, K), np.log(1 / 8), jnp.bfloat16)
 
 def lines_of(found) -> list[str]:
     return [
-        line for name, x in found.items() if name.endswith("broken_rules") for line in explain_broken_rules(x.value)
+        line
+        for name, x in found.items()
+        if name.endswith("broken_rules")
+        for line in explain_broken_rules(x.value)
     ]
 
 
@@ -76,7 +79,9 @@ def expected_divergence() -> float:
 def test_a_teacher_that_was_rounded_to_bf16(dtype):
     """Before: NaN from both, with `broken_rules` 0."""
     teacher = BF16.astype(dtype)
-    assert float(np.exp(np.asarray(teacher, np.float64))[0, 0].sum()) == pytest.approx(1.001317, abs=1e-6)
+    assert float(np.exp(np.asarray(teacher, np.float64))[0, 0].sum()) == pytest.approx(
+        1.001317, abs=1e-6
+    )
     check_top_k(IDS, np.asarray(teacher), V)
     stats = log_probs_from_hidden(HIDDEN, KERNEL, BATCH.targets, ids=IDS, where=LOSS)
     ways = {
@@ -115,7 +120,9 @@ def test_a_teacher_that_was_rounded_to_bf16(dtype):
 
 @pytest.mark.parametrize("tail", ["bucket", "renormalise", "leave_out"])
 def test_how_far_a_teacher_may_be_off(tail):
-    """A log-prob up to 0.125 counts as 0, and the mass may be e^0.125; beyond that the loss is NaN, by name."""
+    """A log-prob up to 0.125 counts as 0, and the mass may be e^0.125; beyond that the loss is
+    NaN, by name.
+    """
     stats = log_probs_from_hidden(HIDDEN, KERNEL, BATCH.targets, ids=IDS, where=LOSS)
     alone, sure = (np.full((R, T, K), -np.inf, np.float32) for _ in range(2))
     sure[..., 0] = 0
@@ -133,7 +140,10 @@ def test_how_far_a_teacher_may_be_off(tail):
         loss, found = run(alone)
         assert float(loss) == float(expected)
         assert float(found["teacher_capped"].value) == capped
-    for teacher in (np.where(np.arange(K) == 0, 0.13, alone), np.full((R, T, K), np.log(1.15 / K), np.float32)):
+    for teacher in (
+        np.where(np.arange(K) == 0, 0.13, alone),
+        np.full((R, T, K), np.log(1.15 / K), np.float32),
+    ):
         loss, found = run(teacher.astype(np.float32))
         assert np.isnan(loss)
         (line,) = lines_of(found)
@@ -148,9 +158,15 @@ def with_sampler(value: float) -> RolloutBatch:
 
 READ = {
     "ratio": PolicyLossConfig(ratio_to="rollout"),
-    "weights": PolicyLossConfig(off_policy=OffPolicyConfig(weights="token", high=5.0, batch_normalize=True)),
-    "weights of sequences": PolicyLossConfig(off_policy=OffPolicyConfig(weights="sequence", high=5.0)),
-    "rejections": PolicyLossConfig(off_policy=OffPolicyConfig(rejections=(Rejection("seq_mean_k1", 0.5, 2.0),))),
+    "weights": PolicyLossConfig(
+        off_policy=OffPolicyConfig(weights="token", high=5.0, batch_normalize=True)
+    ),
+    "weights of sequences": PolicyLossConfig(
+        off_policy=OffPolicyConfig(weights="sequence", high=5.0)
+    ),
+    "rejections": PolicyLossConfig(
+        off_policy=OffPolicyConfig(rejections=(Rejection("seq_mean_k1", 0.5, 2.0),))
+    ),
 }
 STATS = TokenStats(jnp.asarray(BATCH.old_log_probs) - 0.2)
 
@@ -173,7 +189,9 @@ def test_a_sampler_whose_log_prob_is_above_zero(name):
 @pytest.mark.parametrize("value", [0.03, 5.0, np.nan, np.inf, -np.inf])
 def test_a_sampler_that_only_metrics_read(value):
     """Before: +0.03 made the loss of the default config NaN."""
-    run = jax.value_and_grad(lambda stats, batch: policy_loss(stats, batch, PolicyLossConfig()), has_aux=True)
+    run = jax.value_and_grad(
+        lambda stats, batch: policy_loss(stats, batch, PolicyLossConfig()), has_aux=True
+    )
     (expected, _), slope = run(STATS, BATCH)
     (loss, found), gradient = run(STATS, with_sampler(value))
     assert float(loss) == float(expected)
@@ -200,12 +218,16 @@ def test_statistics_of_other_ids():
         for run in (
             lambda ids: loss_from_stats(
                 stats,
-                dataclasses.replace(BATCH, extras={"teacher_ids": ids, "teacher_log_probs": teacher}),
+                dataclasses.replace(
+                    BATCH, extras={"teacher_ids": ids, "teacher_log_probs": teacher}
+                ),
                 TopKDistillation(),
             ),
             lambda ids: loss_from_stats(
                 stats,
-                dataclasses.replace(BATCH, extras={"sampler_ids": ids, "sampler_log_probs": teacher}),
+                dataclasses.replace(
+                    BATCH, extras={"sampler_ids": ids, "sampler_log_probs": teacher}
+                ),
                 ScoreCentering(config),
             ),
         ):
@@ -213,7 +235,9 @@ def test_statistics_of_other_ids():
             loss, found = run(ids)
             assert np.isnan(loss)
             (line,) = lines_of(found)
-            assert line.startswith("ids: expected -1, or 0 to V - 1, each id once at a position, and those of the")
+            assert line.startswith(
+                "ids: expected -1, or 0 to V - 1, each id once at a position, and those of the"
+            )
 
 
 NUCLEUS = np.stack([BATCH.targets, np.full((R, T), 3), np.full((R, T), -1)], -1).astype(np.int32)
@@ -228,7 +252,9 @@ def of_logits(hidden, parallel, nucleus):
 def of_hidden(hidden, parallel, nucleus):
     options = {"nucleus_ids": nucleus, "parallel": parallel}
     stats = log_probs_from_hidden(hidden, KERNEL, BATCH.targets, **options)
-    return stats.log_probs, policy_loss_from_hidden(hidden, KERNEL, BATCH, PolicyLossConfig(), **options)
+    return stats.log_probs, policy_loss_from_hidden(
+        hidden, KERNEL, BATCH, PolicyLossConfig(), **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -241,7 +267,10 @@ def of_hidden(hidden, parallel, nucleus):
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2", "dp=2,tp=4"])
 @pytest.mark.parametrize("bad", [V, 10**6, -2])
 def test_a_nucleus_outside_the_vocabulary(bad, mesh, path, explained):
-    """Before: such ids were dropped. A nucleus of them alone left the target, whose log-prob was 0."""
+    """Before: such ids were dropped.
+
+    A nucleus of them alone left the target, whose log-prob was 0.
+    """
     parallel = mesh and make_parallel_mesh(mesh)
     nucleus = NUCLEUS.copy()
     nucleus[(*AT, 1)] = bad
@@ -265,7 +294,9 @@ def test_a_nucleus_outside_the_vocabulary(bad, mesh, path, explained):
 def test_an_adapter_that_is_not_there(mesh):
     """Before: explained as a target outside the vocabulary. In micro-batches, on a mesh."""
     parallel = mesh and make_parallel_mesh(mesh)
-    lora = LoRA(*(RNG.normal(size=shape).astype(np.float32) for shape in ((3, H, 2), (3, 2, V))), 0.5)
+    lora = LoRA(
+        *(RNG.normal(size=shape).astype(np.float32) for shape in ((3, H, 2), (3, 2, V))), 0.5
+    )
     batches = jax.tree.map(lambda x: jnp.asarray(x).reshape(2, 2, *x.shape[1:]), BATCH)
     normalizer = Normalizer.of(SFT(), batches, parallel=parallel)
 
@@ -275,10 +306,14 @@ def test_an_adapter_that_is_not_there(mesh):
             place, batch, normalizer, adapter_ids = given
             own = hidden[place]
             options = {"adapter_ids": adapter_ids, "normalizer": normalizer, "parallel": parallel}
-            return policy_loss_from_hidden(own, Head(KERNEL, lora=lora), batch, PolicyLossConfig(), **options)
+            return policy_loss_from_hidden(
+                own, Head(KERNEL, lora=lora), batch, PolicyLossConfig(), **options
+            )
 
         given = jnp.arange(2), batches, normalizer, adapter_ids.reshape(2, 2)
-        (loss, found), _ = accumulate_gradients(part, given)(jnp.asarray(HIDDEN.reshape(2, 2, T, H)))
+        (loss, found), _ = accumulate_gradients(part, given)(
+            jnp.asarray(HIDDEN.reshape(2, 2, T, H))
+        )
         return loss, finalize_metrics(found)["broken_rules"]
 
     loss, number = run(jnp.array([0, 2, -1, 1]))

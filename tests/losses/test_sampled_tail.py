@@ -1,4 +1,6 @@
-"""Top-k distillation with a sampled tail: the oracle's numbers on any mesh, and its mean over the drawn tokens."""
+"""Top-k distillation with a sampled tail: the oracle's numbers on any mesh, and its mean over
+the drawn tokens.
+"""
 
 import dataclasses
 
@@ -35,18 +37,30 @@ def batch_of(targets, mask, **arrays):
     one = jnp.ones(targets.shape, jnp.int32)
     row = jnp.tile(jnp.arange(targets.shape[1], dtype=jnp.int32)[None], (targets.shape[0], 1))
     rows = jnp.arange(targets.shape[0], dtype=jnp.int32)[:, None]
-    return RolloutBatch(one, jnp.asarray(targets, jnp.int32), one, row, jnp.asarray(mask), rows, **arrays)
+    return RolloutBatch(
+        one, jnp.asarray(targets, jnp.int32), one, row, jnp.asarray(mask), rows, **arrays
+    )
 
 
 def taught(batch, ids, log_q, of_targets):
     names = ("teacher_ids", "teacher_log_probs", "teacher_target_log_probs")
-    arrays = jnp.asarray(ids, jnp.int32), jnp.asarray(log_q, jnp.float32), jnp.asarray(of_targets, jnp.float32)
+    arrays = (
+        jnp.asarray(ids, jnp.int32),
+        jnp.asarray(log_q, jnp.float32),
+        jnp.asarray(of_targets, jnp.float32),
+    )
     return dataclasses.replace(batch, extras=dict(zip(names, arrays, strict=True)))
 
 
 def step():
-    """Hidden states, a kernel and a teacher's logits; half of the targets are among the teacher's likeliest."""
-    hidden, kernel, z = RNG.normal(size=(R, T, H)), RNG.normal(size=(H, V)) / 2, 2 * RNG.normal(size=(R, T, V))
+    """Hidden states, a kernel and a teacher's logits; half of the targets are among the
+    teacher's likeliest.
+    """
+    hidden, kernel, z = (
+        RNG.normal(size=(R, T, H)),
+        RNG.normal(size=(H, V)) / 2,
+        2 * RNG.normal(size=(R, T, V)),
+    )
     log_q = log_softmax(z.reshape(-1, V)).reshape(z.shape)
     ids = np.argsort(-log_q, axis=-1)[..., :K]
     targets = np.where(RNG.random((R, T)) < 0.5, ids[..., 1], np.argsort(log_q, axis=-1)[..., 3])
@@ -61,7 +75,9 @@ STEP = step()
 
 
 def truth(at=MASK > 0):
-    """The loss of these tokens, divided by the number of all loss tokens, and its gradients by states and kernel."""
+    """The loss of these tokens, divided by the number of all loss tokens, and its gradients by
+    states and kernel.
+    """
     hidden, kernel, ids, of_ids, targets, of_targets = STEP
     rows, head, n = hidden[at], OracleHead(kernel), int(MASK.sum())
     z, sets = logits(rows, head), np.concatenate([ids[at], targets[at][:, None]], axis=-1)
@@ -72,7 +88,9 @@ def truth(at=MASK > 0):
         there = sets[t] >= 0
         place = list(sets[t]).index(sets[t, -1])  # K is the target's own
         drawn_id = -1 if place == K else place
-        value, slopes[t, there] = other_losses.sampled_tail(log_p[t, there], log_q[t, there], drawn_id)
+        value, slopes[t, there] = other_losses.sampled_tail(
+            log_p[t, there], log_q[t, there], drawn_id
+        )
         total, outside = total + value, outside + (drawn_id < 0)
     assert 1 < outside < len(sets) - 1
     by_hidden, by_head = head_gradient(rows, head, id_gradient(z, sets, slopes / n))
@@ -81,15 +99,22 @@ def truth(at=MASK > 0):
     return total / n, of_hidden, by_head.kernel
 
 
-@pytest.mark.parametrize(("mesh", "memory"), [(None, None), (None, 2**15), ("dp=2,cp=2,tp=2", None)])
+@pytest.mark.parametrize(
+    ("mesh", "memory"), [(None, None), (None, 2**15), ("dp=2,cp=2,tp=2", None)]
+)
 def test_the_oracle(mesh, memory):
     """In one pass and in two; NaN and ids beyond the vocabulary where there is no loss."""
     parallel = mesh and make_parallel_mesh(mesh)
     hidden, kernel, ids, of_ids, targets, of_targets = STEP
     off = MASK == 0
     given = [np.where(off[..., None], 10**6, ids), np.where(off[..., None], np.nan, of_ids)]
-    batch = taught(batch_of(np.where(off, -100, targets), MASK), *given, np.where(off, np.nan, of_targets))
-    states = jnp.asarray(np.where(off[..., None], np.nan, hidden), jnp.float32), jnp.asarray(kernel, jnp.float32)
+    batch = taught(
+        batch_of(np.where(off, -100, targets), MASK), *given, np.where(off, np.nan, of_targets)
+    )
+    states = (
+        jnp.asarray(np.where(off[..., None], np.nan, hidden), jnp.float32),
+        jnp.asarray(kernel, jnp.float32),
+    )
 
     def run(hidden, kernel):
         return loss_from_hidden(hidden, kernel, batch, LOSS, parallel=parallel, memory=memory)
@@ -101,7 +126,9 @@ def test_the_oracle(mesh, memory):
     assert float(found["broken_rules"].value) == 0
 
 
-LACKING = {  # a log-prob of the teacher that is not there: that of an id, or of a target that is an id or is none
+# a log-prob of the teacher that is not there: that of an id, or of a target that is an id or is
+# none
+LACKING = {
     "of an id": ((0, 0), np.nan),
     "of an id, too large": ((0, 2), np.inf),
     "of a target": ((0, 3), np.nan),
@@ -109,9 +136,13 @@ LACKING = {  # a log-prob of the teacher that is not there: that of an id, or of
 }
 
 
-@pytest.mark.parametrize(("mesh", "memory"), [(None, None), (None, 2**15), ("dp=2,cp=2,tp=2", None)])
+@pytest.mark.parametrize(
+    ("mesh", "memory"), [(None, None), (None, 2**15), ("dp=2,cp=2,tp=2", None)]
+)
 def test_tokens_for_which_the_teacher_lacks_a_log_prob(mesh, memory):
-    """They have no loss and no gradient, and stay in the denominators; without a rule the loss is NaN."""
+    """They have no loss and no gradient, and stay in the denominators; without a rule the loss
+    is NaN.
+    """
     parallel = mesh and make_parallel_mesh(mesh)
     hidden, kernel, ids, of_ids, targets, of_targets = STEP
     of_ids, of_targets, at = of_ids.copy(), of_targets.copy(), MASK > 0
@@ -129,18 +160,27 @@ def test_tokens_for_which_the_teacher_lacks_a_log_prob(mesh, memory):
     expected, *by = truth(at)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert_trees_close(gradients, tuple(by), rtol=2e-5, atol=2e-6)
-    assert (float(found["unusable_tokens"].value), float(found["broken_rules"].value)) == (len(LACKING), 0)
-    np.testing.assert_allclose(found["divergence"].value, expected * MASK.sum() / at.sum(), rtol=1e-5)
+    assert (float(found["unusable_tokens"].value), float(found["broken_rules"].value)) == (
+        len(LACKING),
+        0,
+    )
+    np.testing.assert_allclose(
+        found["divergence"].value, expected * MASK.sum() / at.sum(), rtol=1e-5
+    )
     assert np.isnan(loss_from_hidden(*states, batch, LOSS)[0])
 
 
 def test_a_drawn_token_that_the_student_finds_impossible():
-    """By hand: one id, of p = 0.5 and q = 0.25; the tail of a drawn token with p = 0.25 and q = 0.5 is 1 - log 2.
+    """By hand: one id, of p = 0.5 and q = 0.25; the tail of a drawn token with p = 0.25 and q = 0.5
+    is 1 - log 2.
 
-    The second token of three has p = 0 where the teacher has 0.5: the divergence of such a sample is infinite.
+    The second token of three has p = 0 where the teacher has 0.5: the divergence of such a sample
+    is infinite.
     """
     tokens = jnp.array([[2, 3, 2]])
-    batch = taught(batch_of(tokens, np.ones((1, 3))), [[[1]] * 3], np.log([[[0.25]] * 3]), np.log([[0.5] * 3]))
+    batch = taught(
+        batch_of(tokens, np.ones((1, 3))), [[[1]] * 3], np.log([[[0.25]] * 3]), np.log([[0.5] * 3])
+    )
     batch = dataclasses.replace(batch, real_last_targets=True)
     own, of_ids = jnp.log(jnp.array([[0.25, 0.0, 0.25]])), jnp.log(jnp.full((1, 3, 1), 0.5))
 
@@ -151,17 +191,26 @@ def test_a_drawn_token_that_the_student_finds_impossible():
     each = (0.5 * np.log(2) - 0.5 + 0.25) + (2 - 1 - np.log(2))
     np.testing.assert_allclose(value, 2 * each / 3, rtol=1e-6)
     np.testing.assert_allclose(by_own, np.array([[-1, 0, -1]]) * np.log(2) / 3, rtol=1e-6)
-    np.testing.assert_allclose(by_ids[..., 0], np.array([[1, 0, 1]]) * 0.5 * np.log(2) / 3, rtol=1e-6)
+    np.testing.assert_allclose(
+        by_ids[..., 0], np.array([[1, 0, 1]]) * 0.5 * np.log(2) / 3, rtol=1e-6
+    )
     assert float(found["unusable_tokens"].value) == 1
     assert np.isnan(run(own, of_ids, LOSS)[0])
 
 
 def drawn(z, teacher, ids):
-    """The loss of logits z `[V]` for each token that may be drawn, by its probability: V positions of one row."""
+    """The loss of logits z `[V]` for each token that may be drawn, by its probability: V
+    positions of one row.
+    """
     n = len(z)
     log_p, log_q = log_softmax(z[None])[0], log_softmax(teacher[None])[0]
     weights = jnp.asarray(np.exp(log_p), jnp.float32)[None]
-    batch = batch_of(np.arange(n)[None], np.ones((1, n), np.float32), loss_weights=weights, real_last_targets=True)
+    batch = batch_of(
+        np.arange(n)[None],
+        np.ones((1, n), np.float32),
+        loss_weights=weights,
+        real_last_targets=True,
+    )
     batch = taught(batch, np.tile(ids, (1, n, 1)), np.tile(log_q[ids], (1, n, 1)), log_q[None])
     loss = dataclasses.replace(LOSS, aggregation="token_sum")
 
@@ -175,8 +224,8 @@ def drawn(z, teacher, ids):
 
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_the_mean_over_drawn_tokens_is_the_whole_divergence(k):
-    """In value and gradient. A slope of log(p / q) in the tail beside the raw p log(p / q) of the ids, as others write
-    it down, is off by the gradient of the ids' mass: by 0.1 here.
+    """In value and gradient. A slope of log(p / q) in the tail beside the raw p log(p / q) of the
+    ids, as others write it down, is off by the gradient of the ids' mass: by 0.1 here.
     """
     z, teacher = 1.5 * np.random.default_rng(0).normal(size=(2, 6))
     ids = np.argsort(-teacher)[:k]
@@ -191,7 +240,9 @@ def test_the_mean_over_drawn_tokens_is_the_whole_divergence(k):
 
 
 def test_where_both_agree_no_token_moves():
-    """With 1 + log(p / q) as both slopes the gradient of a token alone is not 0, though that of the mean is."""
+    """With 1 + log(p / q) as both slopes the gradient of a token alone is not 0, though that of
+    the mean is.
+    """
     z = np.random.default_rng(1).normal(size=6)
     log_p = log_softmax(z[None])[0].astype(np.float32)
     ids = np.tile([[[1, 4]]], (1, 6, 1))
@@ -201,7 +252,9 @@ def test_where_both_agree_no_token_moves():
     def run(own, of_ids):
         return loss_from_stats(TokenStats(own, id_log_probs=of_ids), batch, LOSS)[0]
 
-    value, slopes = jax.value_and_grad(run, (0, 1))(jnp.asarray(log_p)[None], jnp.asarray(log_p[ids]))
+    value, slopes = jax.value_and_grad(run, (0, 1))(
+        jnp.asarray(log_p)[None], jnp.asarray(log_p[ids])
+    )
     assert float(value) == 0
     assert all(not x.any() for x in slopes)
 
@@ -212,15 +265,20 @@ def test_a_teacher_that_was_rounded_counts_as_certain():
     stats = TokenStats(jnp.full((1, 2), -1.0), id_log_probs=jnp.full((1, 2, 1), -2.0))
 
     def run(of_target):
-        given = taught(batch, np.full((1, 2, 1), 1), np.full((1, 2, 1), -2.0), np.full((1, 2), of_target))
+        given = taught(
+            batch, np.full((1, 2, 1), 1), np.full((1, 2, 1), -2.0), np.full((1, 2), of_target)
+        )
         return loss_from_stats(stats, given, LOSS)
 
-    np.testing.assert_allclose(run(0.1)[0], np.e - 2, rtol=1e-6)  # q / p - 1 + log(p / q) with q = 1
+    # q / p - 1 + log(p / q) with q = 1
+    np.testing.assert_allclose(run(0.1)[0], np.e - 2, rtol=1e-6)
     assert float(run(0.1)[0]) == float(run(0.0)[0])
     for value in (0.13, np.nan, -np.inf):
         loss, found = run(value)
         assert np.isnan(loss)
-        assert explain_broken_rules(found["broken_rules"].value)[0].startswith("teacher_target_log_probs: expected")
+        assert explain_broken_rules(found["broken_rules"].value)[0].startswith(
+            "teacher_target_log_probs: expected"
+        )
 
 
 def test_what_is_missing_is_named():
@@ -229,15 +287,25 @@ def test_what_is_missing_is_named():
     batch = taught(batch_of(targets, MASK), ids, of_ids, of_targets)
 
     def run(loss=LOSS, **extras):
-        return loss_from_hidden(*states, dataclasses.replace(batch, extras=batch.extras | extras), loss)
+        return loss_from_hidden(
+            *states, dataclasses.replace(batch, extras=batch.extras | extras), loss
+        )
 
     lacking = {name: x for name, x in batch.extras.items() if name != "teacher_target_log_probs"}
-    with pytest.raises(ValueError, match=r"batch\.extras: got .*, expected 'teacher_target_log_probs' among them, f32"):
+    with pytest.raises(
+        ValueError,
+        match=r"batch\.extras: got .*, expected 'teacher_target_log_probs' among them, f32",
+    ):
         loss_from_hidden(*states, dataclasses.replace(batch, extras=lacking), LOSS)
-    with pytest.raises(ValueError, match=r"'teacher_target_log_probs'\]: got shape \(4, 8, 2\), expected the batch's"):
+    with pytest.raises(
+        ValueError,
+        match=r"'teacher_target_log_probs'\]: got shape \(4, 8, 2\), expected the batch's",
+    ):
         run(teacher_target_log_probs=jnp.zeros((4, 8, 2)))
     for kind in ("forward_kl", "jensen_shannon"):
-        with pytest.raises(ValueError, match=f"divergence: got '{kind}', expected 'reverse_kl' with tail='sampled'"):
+        with pytest.raises(
+            ValueError, match=f"divergence: got '{kind}', expected 'reverse_kl' with tail='sampled'"
+        ):
             TopKDistillation(kind, tail="sampled")
     renamed = dataclasses.replace(LOSS, target_log_probs="other")
     found = run(renamed, other=batch.extras["teacher_target_log_probs"])[0]

@@ -66,14 +66,20 @@ def value_options(draw, aggregation: str) -> dict[str, Any]:
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_value_loss(aggregation: str):
     drawn = st.lists(steps, min_size=1, max_size=3)
-    search(f"value {aggregation}", 0.01, value_options(aggregation), places(), drawn)(check_value_loss)
-    search(f"value {aggregation}, large", 0.005, value_options(aggregation), places(), LARGE)(check_value_loss)
+    search(f"value {aggregation}", 0.01, value_options(aggregation), places(), drawn)(
+        check_value_loss
+    )
+    search(f"value {aggregation}, large", 0.005, value_options(aggregation), places(), LARGE)(
+        check_value_loss
+    )
 
 
 def check_value_loss(options: dict, where: Place, drawn: list[Step]):
     parallel, aggregation = where.parallel, options["aggregation"]
     run = accumulated(
-        lambda p, b, n: loss_from_stats(p["values"], b, Value(**options), parallel=parallel, normalizer=n),
+        lambda p, b, n: loss_from_stats(
+            p["values"], b, Value(**options), parallel=parallel, normalizer=n
+        ),
         where,
         lambda b: normalizer_of(b, aggregation, parallel=parallel),
     )
@@ -86,14 +92,20 @@ def check_value_loss(options: dict, where: Place, drawn: list[Step]):
         heaviest = np.max(sample_weights(samples, aggregation, options["aggregation_norm"]))
         agree("loss", loss, expected, 0.0)
         check_found(found, known, 1e-5)
-        check_rows("values", batch, samples, gradient["rows"]["values"], by_values, heaviest, rtol=1e-5)
+        check_rows(
+            "values", batch, samples, gradient["rows"]["values"], by_values, heaviest, rtol=1e-5
+        )
 
 
 @st.composite
 def sft_options(draw, aggregation: str) -> dict[str, Any]:
     smooth = st.just(0.0) | between(0.0625, 0.5)
     found = {"aggregation": aggregation, "aggregation_norm": norm_of(draw, aggregation)}
-    return found | {"label_smoothing": draw(smooth), "z_loss": draw(smooth), "dft": draw(st.booleans())}
+    return found | {
+        "label_smoothing": draw(smooth),
+        "z_loss": draw(smooth),
+        "dft": draw(st.booleans()),
+    }
 
 
 @pytest.mark.every(7)
@@ -101,7 +113,9 @@ def sft_options(draw, aggregation: str) -> dict[str, Any]:
 def test_sft_loss(aggregation: str):
     where = places((None, *MESHES), (None, None, 2), sequence_parallel=True)
     drawn = st.lists(steps, min_size=1, max_size=2)
-    search(f"sft {aggregation}", 0.02, sft_options(aggregation), where, heads.map(simple), drawn)(check_sft_loss)
+    search(f"sft {aggregation}", 0.02, sft_options(aggregation), where, heads.map(simple), drawn)(
+        check_sft_loss
+    )
     given = sft_options(aggregation), where, heads.map(simple), LARGE
     search(f"sft {aggregation}, large", 0.005, *given)(check_sft_loss)
 
@@ -115,11 +129,15 @@ def check_sft_loss(options: dict, where: Place, shape: HeadShape, drawn: list[St
     def loss_of(p: Any, batch: Any, normalizer: Any) -> Any:
         head, call = head_of(shape, p["head"]), {"parallel": parallel, "temperature": T}
         if plain:
-            return loss_from_hidden(p["hidden"], head, batch, SFT(**of_loss), normalizer=normalizer, **call)
+            return loss_from_hidden(
+                p["hidden"], head, batch, SFT(**of_loss), normalizer=normalizer, **call
+            )
         where = batch.loss_mask.astype(jnp.float32) > 0
         call |= {"logit_stats": ("log_z", "mean_logit", "accuracy"), "where": where}
         stats = log_probs_from_hidden(p["hidden"], head, batch.targets, **call)
-        return loss_from_stats(stats, batch, SFT(**options), parallel=parallel, normalizer=normalizer)
+        return loss_from_stats(
+            stats, batch, SFT(**options), parallel=parallel, normalizer=normalizer
+        )
 
     aggregation = options["aggregation"]
     run = accumulated(loss_of, where, lambda b: normalizer_of(b, aggregation, parallel=parallel))
@@ -129,30 +147,48 @@ def check_sft_loss(options: dict, where: Place, shape: HeadShape, drawn: list[St
         if not with_gap(found):
             continue
         batch = batch_of(step, found.samples, where)
-        params = {"rows": {"hidden": hidden_rows(step, found, batch, shape, False)}, "head": found.arrays}
+        params = {
+            "rows": {"hidden": hidden_rows(step, found, batch, shape, False)},
+            "head": found.arrays,
+        }
         loss, gradient, values = run(params, batch)
-        with_entropy = found.samples if plain else [dataclasses.replace(s, entropy=None) for s in found.samples]
-        samples = [dataclasses.replace(s, log_z=None, likeliest=None) if plain else s for s in with_entropy]
+        with_entropy = (
+            found.samples
+            if plain
+            else [dataclasses.replace(s, entropy=None) for s in found.samples]
+        )
+        samples = [
+            dataclasses.replace(s, log_z=None, likeliest=None) if plain else s for s in with_entropy
+        ]
         expected, by_stats, known = truth.sft_loss(samples, **options)
         agree("loss", loss, expected, 0.0, 3e-5)
         check_found(values, known, 3e-5)
         by_hidden, by_head = through_head(found.samples, found.head, by_stats)
         floor = 10 * np.max(sample_weights(samples, aggregation, options["aggregation_norm"]))
         allowed = BF16 if shape.dtype == "bfloat16" else F32
-        check_rows("hidden", batch, samples, gradient["rows"]["hidden"], by_hidden, floor, **allowed)
+        check_rows(
+            "hidden", batch, samples, gradient["rows"]["hidden"], by_hidden, floor, **allowed
+        )
         check_head(gradient["head"], by_head, shape, floor, **allowed)
 
 
 @pytest.mark.every(7)
-@pytest.mark.parametrize("aggregation", ["token_mean", "token_sum", "sequence_mean_token_mean", "rollout_mean"])
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "token_sum", "sequence_mean_token_mean", "rollout_mean"]
+)
 def test_mtp_loss(aggregation: str):
-    head, where = heads.map(lambda s: simple(s, nucleus=False)), places((None, *MESHES), (None, None, 2))
+    head, where = (
+        heads.map(lambda s: simple(s, nucleus=False)),
+        places((None, *MESHES), (None, None, 2)),
+    )
     given = st.just(aggregation), st.integers(1, 3), between(0.0625, 1), where, head, steps
     search(f"mtp {aggregation}", 0.01, *given)(check_mtp_loss)
     search(f"mtp {aggregation}, large", 0.005, *given[:-1], large_steps)(check_mtp_loss)
 
 
-def check_mtp_loss(aggregation: str, depths: int, coef: float, where: Place, shape: HeadShape, step: Step):
+def check_mtp_loss(
+    aggregation: str, depths: int, coef: float, where: Place, shape: HeadShape, step: Step
+):
     parallel, T = where.parallel, 0.75 if shape.temperature == "number" else 1.0
     given = [head_step(dataclasses.replace(step, seed=step.seed + k), shape) for k in range(depths)]
     samples, head = given[0].samples, given[0].head
@@ -170,7 +206,9 @@ def check_mtp_loss(aggregation: str, depths: int, coef: float, where: Place, sha
     params = {"rows": hidden, "head": given[0].arrays}
     loss, gradient, found = accumulated(loss_of, where, normalizers_of)(params, batch)
     states = [[s.hidden for s in x.samples] for x in given]
-    expected, by_hidden, by_heads, known = truth.mtp_loss(samples, states, head, coef=coef, aggregation=aggregation)
+    expected, by_hidden, by_heads, known = truth.mtp_loss(
+        samples, states, head, coef=coef, aggregation=aggregation
+    )
     if not all(with_gap(x) for x in given):
         known = known | {k: float(found[k]) for k in known if k.endswith("accuracy")}
     agree("loss", loss, expected, 0.1, 3e-5)
@@ -178,22 +216,39 @@ def check_mtp_loss(aggregation: str, depths: int, coef: float, where: Place, sha
     allowed = BF16 if shape.dtype == "bfloat16" else F32
     floor = 10 * coef * np.max(sample_weights(samples, aggregation))
     for k in range(depths):
-        check_rows(f"hidden {k}", batch, samples, gradient["rows"][f"hidden {k}"], by_hidden[k], floor, **allowed)
-    sums = type(by_heads[0])(*(None if x[0] is None else np.sum(x, axis=0) for x in zip(*by_heads, strict=True)))
+        check_rows(
+            f"hidden {k}",
+            batch,
+            samples,
+            gradient["rows"][f"hidden {k}"],
+            by_hidden[k],
+            floor,
+            **allowed,
+        )
+    sums = type(by_heads[0])(
+        *(None if x[0] is None else np.sum(x, axis=0) for x in zip(*by_heads, strict=True))
+    )
     # each depth's gradient is rounded to the dtype of the parameter before they are summed
-    check_head(gradient["head"], sums, shape, floor, **(allowed | {"share": allowed["share"] * depths}))
+    check_head(
+        gradient["head"], sums, shape, floor, **(allowed | {"share": allowed["share"] * depths})
+    )
 
 
 @pytest.mark.every(7)
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jensen_shannon"])
 def test_distillation_loss(kind: str):
-    head, where = heads.map(lambda s: simple(s, nucleus=False)), places((None, *MESHES), (None, None, 2))
+    head, where = (
+        heads.map(lambda s: simple(s, nucleus=False)),
+        places((None, *MESHES), (None, None, 2)),
+    )
     given = st.just(kind), between(0.125, 0.875), st.sampled_from(AGGREGATIONS), where, head, steps
     search(f"distillation {kind}", 0.01, *given)(check_distillation_loss)
     search(f"distillation {kind}, large", 0.005, *given[:-1], large_steps)(check_distillation_loss)
 
 
-def check_distillation_loss(kind: str, beta: float, aggregation: str, where: Place, shape: HeadShape, step: Step):
+def check_distillation_loss(
+    kind: str, beta: float, aggregation: str, where: Place, shape: HeadShape, step: Step
+):
     parallel, T = where.parallel, 0.75 if shape.temperature == "number" else 1.0
     norm = 8.0 if aggregation == "sequence_mean_token_sum_norm" else None
     student = head_step(step, shape)
@@ -203,10 +258,18 @@ def check_distillation_loss(kind: str, beta: float, aggregation: str, where: Pla
     batch = batch_of(step, samples, where)
 
     def loss_of(p: Any, batch: Any, normalizer: Any) -> Any:
-        options = {"divergence": kind, "beta": beta, "temperature": T, "parallel": parallel, "normalizer": normalizer}
+        options = {
+            "divergence": kind,
+            "beta": beta,
+            "temperature": T,
+            "parallel": parallel,
+            "normalizer": normalizer,
+        }
         of_teacher = lax.stop_gradient((p["teacher"], head_of(plain, p["teacher_head"])))
         of_loss = {"aggregation": aggregation, "aggregation_norm": norm}
-        return distillation_loss(p["hidden"], head_of(shape, p["head"]), *of_teacher, batch, **of_loss, **options)
+        return distillation_loss(
+            p["hidden"], head_of(shape, p["head"]), *of_teacher, batch, **of_loss, **options
+        )
 
     rows = {"hidden": hidden_rows(step, student, batch, shape, False)}
     rows |= {"teacher": hidden_rows(step, teacher, batch, plain, False)}
@@ -228,5 +291,7 @@ def check_distillation_loss(kind: str, beta: float, aggregation: str, where: Pla
     check_found(found, {"loss": expected, "divergence": sum(map(np.sum, values)) / count}, 3e-5)
     allowed, floor = BF16 if shape.dtype == "bfloat16" else F32, 10 * np.max(weights)
     check_rows("hidden", batch, samples, gradient["rows"]["hidden"], by_hidden, floor, **allowed)
-    sums = type(by_head[0])(*(None if x[0] is None else np.sum(x, axis=0) for x in zip(*by_head, strict=True)))
+    sums = type(by_head[0])(
+        *(None if x[0] is None else np.sum(x, axis=0) for x in zip(*by_head, strict=True))
+    )
     check_head(gradient["head"], sums, shape, floor, **allowed)

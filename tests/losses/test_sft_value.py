@@ -29,7 +29,9 @@ from sharding.testing import assert_mesh_invariant, assert_trees_close
 
 
 def sft(parallel, x, batch, normalizer=None, **options):
-    return loss_from_stats(TokenStats(x), batch, SFT(**options), parallel=parallel, normalizer=normalizer)
+    return loss_from_stats(
+        TokenStats(x), batch, SFT(**options), parallel=parallel, normalizer=normalizer
+    )
 
 
 def value(parallel, x, batch, normalizer=None, **options):
@@ -51,7 +53,9 @@ def test_same_on_every_mesh_and_blind_to_nan_outside_the_mask(fn):
     batch, x = hard_batch()
 
     def run(parallel, x, batch):
-        (loss, metrics), grad = jax.value_and_grad(lambda x: fn(parallel, x, batch), has_aux=True)(x)
+        (loss, metrics), grad = jax.value_and_grad(lambda x: fn(parallel, x, batch), has_aux=True)(
+            x
+        )
         return loss, finalize_metrics(metrics), grad
 
     loss, metrics, grad = assert_mesh_invariant(run, x, batch, meshes=MESHES)
@@ -77,7 +81,13 @@ def test_micro_batches_add_up(fn, aggregation):
         return jax.tree.map(lambda a: a[k], tree)
 
     parts = [
-        fn(None, stack(x)[k], part(stacked, k), aggregation=aggregation, normalizer=part(normalizers, k))[0]
+        fn(
+            None,
+            stack(x)[k],
+            part(stacked, k),
+            aggregation=aggregation,
+            normalizer=part(normalizers, k),
+        )[0]
         for k in range(2)
     ]
     np.testing.assert_allclose(sum(parts), whole, rtol=1e-6)
@@ -95,15 +105,31 @@ def test_nothing_to_learn_from_is_zero():
 def test_value_conventions():
     one, ids = jnp.ones((1, 2)), jnp.ones((1, 2), int)
     sample = jnp.zeros((1, 1), int)
-    # The first value moved by 0.5 towards its return: outside the clip, clipped is worse. The second away from it.
+    # The first value moved by 0.5 towards its return: outside the clip, clipped is worse. The
+    # second away from it.
     batch = RolloutBatch(
-        ids, ids, ids, ids, one, sample, values=0 * one, returns=jnp.array([[1.0, -1.0]]), real_last_targets=True
+        ids,
+        ids,
+        ids,
+        ids,
+        one,
+        sample,
+        values=0 * one,
+        returns=jnp.array([[1.0, -1.0]]),
+        real_last_targets=True,
     )
     now = jnp.array([[0.5, 0.5]])
     loss, worse = loss_from_stats(now, batch, Value(clip=0.2))
-    double, outside = loss_from_stats(now, batch, Value(clip=0.2, factor=1.0, clip_fraction="outside"))
-    np.testing.assert_allclose([loss, double], [0.5 * (0.64 + 2.25) / 2, (0.64 + 2.25) / 2], rtol=1e-6)
-    assert (float(worse["clip_fraction"].value), float(outside["clip_fraction"].value)) == (0.5, 1.0)
+    double, outside = loss_from_stats(
+        now, batch, Value(clip=0.2, factor=1.0, clip_fraction="outside")
+    )
+    np.testing.assert_allclose(
+        [loss, double], [0.5 * (0.64 + 2.25) / 2, (0.64 + 2.25) / 2], rtol=1e-6
+    )
+    assert (float(worse["clip_fraction"].value), float(outside["clip_fraction"].value)) == (
+        0.5,
+        1.0,
+    )
     plain, metrics = loss_from_stats(now, batch, Value(clip=None))
     np.testing.assert_allclose(plain, 0.5 * (0.25 + 2.25) / 2, rtol=1e-6)
     assert "clip_fraction" not in metrics
@@ -124,24 +150,35 @@ def test_dynamic_fine_tuning_by_hand():
 
 
 def test_huber_by_hand():
-    """0.5 e^2 up to delta and delta (|e| - delta / 2) beyond, for the clipped value too, as in AReaL."""
+    """0.5 e^2 up to delta and delta (|e| - delta / 2) beyond, for the clipped value too, as in
+    AReaL.
+    """
     ids, one = jnp.ones((1, 3), int), jnp.ones((1, 3))
     sample, returns = jnp.zeros((1, 1), int), jnp.array([[1.0, -1.0, 3.0]])
-    batch = RolloutBatch(ids, ids, ids, ids, one, sample, values=0 * one, returns=returns, real_last_targets=True)
+    batch = RolloutBatch(
+        ids, ids, ids, ids, one, sample, values=0 * one, returns=returns, real_last_targets=True
+    )
     now = jnp.array([[0.5, 0.5, 0.1]])
 
     def run(x):
-        return loss_from_stats(x, batch, Value(clip=0.25, huber_delta=1.0, aggregation="token_sum"))[0]
+        return loss_from_stats(
+            x, batch, Value(clip=0.25, huber_delta=1.0, aggregation="token_sum")
+        )[0]
 
     loss, gradient = jax.value_and_grad(run)(now)
     # errors -0.75 (clipped; the value itself is nearer), 1.5, -2.9
     np.testing.assert_allclose(loss, 0.5 * 0.75**2 + (1.5 - 0.5) + (2.9 - 0.5), rtol=1e-6)
     np.testing.assert_allclose(gradient, [[0, 1, -1]], atol=1e-7)
     np.testing.assert_allclose(
-        jax.grad(lambda x: loss_from_stats(x, batch, Value(clip=None, huber_delta=2.0))[0])(now)[0, 2], -2 / 3
+        jax.grad(lambda x: loss_from_stats(x, batch, Value(clip=None, huber_delta=2.0))[0])(now)[
+            0, 2
+        ],
+        -2 / 3,
     )
     for wrong in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=f"huber_delta: got {wrong}, expected a finite number above 0"):
+        with pytest.raises(
+            ValueError, match=f"huber_delta: got {wrong}, expected a finite number above 0"
+        ):
             loss_from_stats(now, batch, Value(huber_delta=wrong))
 
 
@@ -153,7 +190,9 @@ def written_out(hidden, kernel, batch):
     """Label smoothing and z-loss, from the log-probs of all tokens."""
     counts = batch.loss_mask > 0
     every = jnp.broadcast_to(jnp.arange(V), (*counts.shape, V))
-    stats = reference_from_hidden(hidden, kernel, batch.targets, where=counts, ids=every, logit_stats=("log_z",))
+    stats = reference_from_hidden(
+        hidden, kernel, batch.targets, where=counts, ids=every, logit_stats=("log_z",)
+    )
     target = 0.9 * jax.nn.one_hot(batch.targets, V) + 0.1 / V
     losses = -(target * stats.id_log_probs).sum(-1) + 1e-2 * stats.log_z**2
     return jnp.where(counts, losses, 0).sum() / counts.sum(dtype=jnp.float32)
@@ -164,15 +203,23 @@ def written_out(hidden, kernel, batch):
 def test_label_smoothing_and_z_loss_on_every_mesh(path):
     batch, _ = hard_batch()
     rng = np.random.default_rng(3)
-    targets = jnp.asarray(np.where(batch.loss_mask > 0, rng.integers(0, V, batch.loss_mask.shape), -100))
+    targets = jnp.asarray(
+        np.where(batch.loss_mask > 0, rng.integers(0, V, batch.loss_mask.shape), -100)
+    )
     batch = dataclasses.replace(batch, targets=targets)
     hidden = jnp.asarray(rng.normal(size=(*targets.shape, H)), jnp.float32)
     kernel = jnp.asarray(rng.normal(size=(H, V)), jnp.float32)
 
     def loss(parallel, hidden, kernel, batch):
-        options = {"where": batch.loss_mask > 0, "logit_stats": ("log_z", "mean_logit"), "parallel": parallel}
+        options = {
+            "where": batch.loss_mask > 0,
+            "logit_stats": ("log_z", "mean_logit"),
+            "parallel": parallel,
+        }
         if path == "hidden":
-            stats = log_probs_from_hidden(hidden, Head(kernel, vocab_size=V), batch.targets, **options)
+            stats = log_probs_from_hidden(
+                hidden, Head(kernel, vocab_size=V), batch.targets, **options
+            )
         else:
             hidden = jnp.where(batch.loss_mask[..., None] > 0, hidden, 0)
             logits = jnp.matmul(hidden, jnp.pad(kernel, ((0, 0), (0, 7))), precision="highest")
@@ -186,7 +233,9 @@ def test_label_smoothing_and_z_loss_on_every_mesh(path):
         return value, finalize_metrics(metrics), grads
 
     spoiled = jnp.where(batch.loss_mask[..., None] > 0, hidden, jnp.nan)
-    got, metrics, grads = assert_mesh_invariant(run, spoiled, kernel, batch, meshes=["dp=2,cp=2,tp=2"], atol=3e-6)
+    got, metrics, grads = assert_mesh_invariant(
+        run, spoiled, kernel, batch, meshes=["dp=2,cp=2,tp=2"], atol=3e-6
+    )
     expected = jax.jit(jax.value_and_grad(written_out, (0, 1)))(hidden, kernel, batch)
     assert_trees_close((got, grads), expected, atol=3e-6)
     assert metrics["log_z"] > 0
@@ -210,23 +259,30 @@ def test_coefficients_may_be_traced():
     log_z = np.log(np.exp(z).sum(-1))
     of_uniform, of_target = log_z - z.mean(-1), log_z - z[:, 3]
     for s, c in ((0.1, 1e-2), (0.0, 1e-2), (0.1, 0.0)):
-        value, (slope, by_options) = run(kernel, {"label_smoothing": jnp.float32(s), "z_loss": jnp.float32(c)})
+        value, (slope, by_options) = run(
+            kernel, {"label_smoothing": jnp.float32(s), "z_loss": jnp.float32(c)}
+        )
         expected = (1 - s) * of_target + s * of_uniform + c * log_z**2
         np.testing.assert_allclose(value, expected.mean(), rtol=1e-5)
         assert np.isfinite(slope).all()
         assert not any(by_options.values())
-    sft(None, jnp.zeros(batch.loss_mask.shape), batch, z_loss=jnp.float32(0))  # known to be 0: needs no log_z
+    # known to be 0: needs no log_z
+    sft(None, jnp.zeros(batch.loss_mask.shape), batch, z_loss=jnp.float32(0))
 
 
 def test_bad_input():
     batch, x = hard_batch()
-    with pytest.raises(ValueError, match=r"values: got shape \(4, 32\), expected the batch's \[R, T\], \(8, 32\)"):
+    with pytest.raises(
+        ValueError, match=r"values: got shape \(4, 32\), expected the batch's \[R, T\], \(8, 32\)"
+    ):
         loss_from_stats(x[:4], batch, Value())
     with pytest.raises(ValueError, match=r"stats.log_probs: got shape"):
         sft(None, x[:, :3], batch)
     with pytest.raises(TypeError, match="stats: got ArrayImpl, expected TokenStats"):
         loss_from_stats(x, batch, SFT())
-    with pytest.raises(ValueError, match=r"stats.log_z: got None, expected f32\[R, T\]: .*label_smoothing=0.1"):
+    with pytest.raises(
+        ValueError, match=r"stats.log_z: got None, expected f32\[R, T\]: .*label_smoothing=0.1"
+    ):
         sft(None, x, batch, label_smoothing=0.1)
     with pytest.raises(ValueError, match=r"label_smoothing: got 1.0"):
         sft(None, x, batch, label_smoothing=1.0)
@@ -260,6 +316,7 @@ def test_a_sample_without_a_reward_has_no_returns():
         explained.append((float(loss), explain_broken_rules(found["broken_rules"].value)))
     assert np.isnan(explained[0][0])
     assert explained[0][1] == [
-        "returns: expected finite numbers where loss_mask is 1; those of a sample without a reward, None, are NaN"
+        "returns: expected finite numbers where loss_mask is 1; those of a sample without a reward,"
+        " None, are NaN"
     ]
     assert explained[1] == (pytest.approx(0.5 * 1 / 3), [])

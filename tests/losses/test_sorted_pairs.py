@@ -27,7 +27,11 @@ def truth(log_probs, samples, beta, e, ranks):
     own = np.where(mask, log_probs, 0).sum(axis=1)
     ref = np.array([s.at("ref_log_probs").sum() for s in samples])
     c, r = np.transpose(pairs_of(samples))
-    sides = (own[c] - own[r], ref[c] - ref[r]) if ranks == "pairs" else (own[c] - ref[c], own[r] - ref[r])
+    sides = (
+        (own[c] - own[r], ref[c] - ref[r])
+        if ranks == "pairs"
+        else (own[c] - ref[c], own[r] - ref[r])
+    )
     d = beta * (np.sort(sides[0]) - np.sort(sides[1]))
     return np.mean((1 - e) * np.log1p(np.exp(-d)) + e * np.log1p(np.exp(d)))
 
@@ -37,12 +41,16 @@ def truth(log_probs, samples, beta, e, ranks):
 def test_the_oracle(ranks, mesh):
     samples = step_of(3)
     parallel = mesh and make_parallel_mesh(mesh, context_layout=MESHES[mesh])
-    batch = RolloutBatch.from_samples(samples, row_length=24, rows=8, num_segments=6, parallel=parallel)
+    batch = RolloutBatch.from_samples(
+        samples, row_length=24, rows=8, num_segments=6, parallel=parallel
+    )
     loss = preference.AOT(0.3, 0.1, ranks)
 
     @jax.jit
     def run(x):
-        return jax.value_and_grad(lambda x: loss_from_stats(TokenStats(x), batch, loss, parallel=parallel)[0])(x)
+        return jax.value_and_grad(
+            lambda x: loss_from_stats(TokenStats(x), batch, loss, parallel=parallel)[0]
+        )(x)
 
     value, gradient = run(batch.returns)
     theirs = oracle_of(samples)
@@ -53,21 +61,28 @@ def test_the_oracle(ranks, mesh):
         at = np.argmax(s.mask > 0)
         step = np.zeros_like(own)
         step[i, at] = 1e-6
-        slope = (truth(own + step, theirs, 0.3, 0.1, ranks) - truth(own - step, theirs, 0.3, 0.1, ranks)) / 2e-6
+        slope = (
+            truth(own + step, theirs, 0.3, 0.1, ranks) - truth(own - step, theirs, 0.3, 0.1, ranks)
+        ) / 2e-6
         np.testing.assert_allclose(by[i][s.mask > 0], slope, rtol=1e-4, atol=1e-7)
 
 
 def test_one_pair_is_dpo():
     samples = [s for s in step_of(3) if s.group_id == 7]
     batch = RolloutBatch.from_samples(samples, row_length=24)
-    found = [loss_from_stats(TokenStats(batch.returns), batch, x)[0] for x in (preference.AOT(), preference.DPO())]
+    found = [
+        loss_from_stats(TokenStats(batch.returns), batch, x)[0]
+        for x in (preference.AOT(), preference.DPO())
+    ]
     np.testing.assert_allclose(*found, rtol=1e-6)
 
 
 def test_a_part_of_a_step_is_refused():
     batch = RolloutBatch.from_samples(step_of(3), row_length=24, rows=8, num_segments=6)
     part = dataclasses.replace(batch, micro_batches=2)
-    with pytest.raises(ValueError, match="batch: got one of 2 micro-batches, expected a whole step"):
+    with pytest.raises(
+        ValueError, match="batch: got one of 2 micro-batches, expected a whole step"
+    ):
         loss_from_stats(TokenStats(batch.returns), part, preference.AOT())
     with pytest.raises(ValueError, match="ranks: got 'groups'"):
         preference.AOT(ranks="groups")

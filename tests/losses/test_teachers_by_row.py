@@ -1,6 +1,8 @@
-"""The recipe of several teachers over whole distributions: its loss on meshes, and its mean over a sampler's responses.
+"""The recipe of several teachers over whole distributions: its loss on meshes, and its mean over a
+sampler's responses.
 
-The model is a table: hidden states say which state a position is in, the kernel holds the logits of each state.
+The model is a table: hidden states say which state a position is in, the kernel holds the logits of
+each state.
 """
 
 import dataclasses
@@ -23,7 +25,8 @@ from sharding import make_parallel_mesh
 
 PAGE = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
 V = 3
-STATES = 2 * (1 + V)  # of each of two prompts: before a response, and after each of its first tokens
+# of each of two prompts: before a response, and after each of its first tokens
+STATES = 2 * (1 + V)
 
 
 def of_page(name):
@@ -37,15 +40,18 @@ def of_page(name):
 
 RNG = np.random.default_rng(4)
 TABLE = RNG.normal(size=(STATES, V))
-TEACHERS = [RNG.normal(size=(STATES, V)), RNG.normal(size=(STATES, V))]  # the first of prompt 0, the second of prompt 1
+# the first of prompt 0, the second of prompt 1
+TEACHERS = [RNG.normal(size=(STATES, V)), RNG.normal(size=(STATES, V))]
 SAMPLER = TABLE + 0.2 * RNG.normal(size=TABLE.shape)
 TEMPERATURE = 0.7
 
 
 def drawn(parallel=None):
-    """Every response of two tokens to both prompts, how likely the sampler draws each, and the states of the tokens.
+    """Every response of two tokens to both prompts, how likely the sampler draws each, and the
+    states of the tokens.
 
-    The third token of a response is a tool's, without loss, of which sampler and trainer differ most.
+    The third token of a response is a tool's, without loss, of which sampler and trainer differ
+    most.
     """
     log_p, log_q = log_softmax(TABLE), log_softmax(SAMPLER)
     samples = []
@@ -54,17 +60,31 @@ def drawn(parallel=None):
         tokens = [one, two]
         own = [log_p[s, y] for s, y in zip(states, tokens, strict=True)]
         theirs = [log_q[s, y] for s, y in zip(states, tokens, strict=True)]
-        extras = {"state": [*states, 0], "teacher": [prompt] * 3, "likelihood": [np.exp(sum(theirs))] * 3}
-        values = {"old_log_probs": [*own, -9.0], "rollout_log_probs": [*theirs, -0.1], "extras": extras}
+        extras = {
+            "state": [*states, 0],
+            "teacher": [prompt] * 3,
+            "likelihood": [np.exp(sum(theirs))] * 3,
+        }
+        values = {
+            "old_log_probs": [*own, -9.0],
+            "rollout_log_probs": [*theirs, -0.1],
+            "extras": extras,
+        }
         samples.append(Sample([7 + prompt, *tokens, 5], 1, loss_mask=[0, 1, 1, 0], **values))
-    return RolloutBatch.from_samples(samples, row_length=8, rows=12, num_segments=2, parallel=parallel)
+    return RolloutBatch.from_samples(
+        samples, row_length=8, rows=12, num_segments=2, parallel=parallel
+    )
 
 
 def gradient_of(batch, weights, parallel=None):
-    """The page's loss and its gradient by the table, each response by how likely the sampler draws it."""
+    """The page's loss and its gradient by the table, each response by how likely the sampler
+    draws it.
+    """
     hidden = jax.nn.one_hot(batch.extras["state"], STATES, dtype=jnp.float32)
     teachers = [(hidden, jnp.asarray(x, jnp.float32)) for x in TEACHERS]
-    step = dataclasses.replace(batch, extras={**batch.extras, "weight": weights * batch.extras["likelihood"]})
+    step = dataclasses.replace(
+        batch, extras={**batch.extras, "weight": weights * batch.extras["likelihood"]}
+    )
 
     def loss(table):
         return of_page("from_teachers")((hidden, table), teachers, step, TEMPERATURE, parallel)
@@ -73,7 +93,9 @@ def gradient_of(batch, weights, parallel=None):
 
 
 def expected_of(likelihoods):
-    """The divergence and its gradient in each state, by how often the states are met; by prompt `[2, 1 + V]`."""
+    """The divergence and its gradient in each state, by how often the states are met; by prompt
+    `[2, 1 + V]`.
+    """
     value, gradient = 0.0, np.zeros(TABLE.shape)
     for prompt, place in np.ndindex(2, 1 + V):
         state = prompt * (1 + V) + place
@@ -89,7 +111,8 @@ TOKENS = 2 * V * V * 2  # of the batch, which the loss is a mean over
 
 @pytest.mark.parametrize(("mesh", "layout"), [(None, "contiguous"), ("dp=2,cp=2,tp=1", "zigzag")])
 def test_the_mean_over_the_samplers_responses(mesh, layout):
-    """Each state counts as often as the trainer's policy meets it, though the sampler drew the responses.
+    """Each state counts as often as the trainer's policy meets it, though the sampler drew the
+    responses.
 
     A token's own ratio leaves the sampler's frequencies as they are. So does no weight.
     """
@@ -104,29 +127,41 @@ def test_the_mean_over_the_samplers_responses(mesh, layout):
     @quick_jit
     def run(batch):
         one = jnp.ones(batch.loss_mask.shape)
-        own = jnp.where(batch.loss_mask > 0, jnp.exp(batch.old_log_probs - batch.rollout_log_probs), 0)
+        own = jnp.where(
+            batch.loss_mask > 0, jnp.exp(batch.old_log_probs - batch.rollout_log_probs), 0
+        )
         right = of_page("ratio_before")(batch, parallel)
         return [gradient_of(batch, weights, parallel) for weights in (right, own, one)]
 
     expected, wrong = expected_of(met), expected_of(by_sampler)
     assert np.abs(wrong[1] - expected[1]).max() > 0.01
-    for (value, gradient), (known, by_table) in zip(run(batch), (expected, wrong, wrong), strict=True):
+    for (value, gradient), (known, by_table) in zip(
+        run(batch), (expected, wrong, wrong), strict=True
+    ):
         np.testing.assert_allclose(value * TOKENS, known, rtol=1e-5)
         np.testing.assert_allclose(gradient * TOKENS, by_table, rtol=1e-4, atol=1e-6)
 
 
 def test_the_ratio_before_each_token():
-    """In any packing and layout, over masked tokens, at most 2: the product of the ratios of the loss tokens before."""
+    """In any packing and layout, over masked tokens, at most 2: the product of the ratios of the
+    loss tokens before.
+    """
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag")
     samples = step_of(6)
     lower = [np.asarray(s.rollout_log_probs) * (1 + 0.3 * (i % 2)) for i, s in enumerate(samples)]
-    samples = [dataclasses.replace(s, rollout_log_probs=x) for s, x in zip(samples, lower, strict=True)]
-    batch = RolloutBatch.from_samples(samples, row_length=24, rows=4, num_segments=9, parallel=parallel)
+    samples = [
+        dataclasses.replace(s, rollout_log_probs=x) for s, x in zip(samples, lower, strict=True)
+    ]
+    batch = RolloutBatch.from_samples(
+        samples, row_length=24, rows=4, num_segments=9, parallel=parallel
+    )
     found = quick_jit(lambda b: of_page("ratio_before")(b, parallel))(with_garbage(batch, np.nan))
     places, capped, others = by_sample(found, batch, len(samples)), 0, 0
     for i, s in enumerate(samples):
         on = np.asarray(s.loss_mask)[s.start :] > 0
-        d = np.where(on, np.float64(np.float32(s.old_log_probs)) - np.float32(s.rollout_log_probs), 0)
+        d = np.where(
+            on, np.float64(np.float32(s.old_log_probs)) - np.float32(s.rollout_log_probs), 0
+        )
         ratio = np.exp(np.cumsum(d) - d)
         capped, others = capped + int((ratio[on] > 2).sum()), others + int((ratio[on] < 2).sum())
         got = places[i, s.start - 1 : len(s.tokens) - 1]

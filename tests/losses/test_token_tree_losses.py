@@ -1,6 +1,8 @@
-"""Samples that share tokens of responses have the losses, metrics and gradients of the same samples packed whole.
+"""Samples that share tokens of responses have the losses, metrics and gradients of the same samples
+packed whole.
 
-Every expected number is the float64 oracle's, which knows samples alone. The batch that is packed whole has it too.
+Every expected number is the float64 oracle's, which knows samples alone. The batch that is packed
+whole has it too.
 """
 
 import dataclasses
@@ -53,17 +55,23 @@ CORRECTED = {
     "low": 0.0,
     "high": 1.5,
     "outside": "clamp",
-    "rejections": ({"statistic": "seq_mean_k1", "low": 0.7, "high": 1.4, "compares": "old/rollout"},),
+    "rejections": (
+        {"statistic": "seq_mean_k1", "low": 0.7, "high": 1.4, "compares": "old/rollout"},
+    ),
     "veto": None,
     "opsm_delta": None,
     "opsm_fraction": "loss",
     "opsm_compares": "current/old",
     "batch_normalize": True,
 }
-# losses of a token alone, and losses, corrections and denominators that couple a sequence or a rollout
+# losses of a token alone, and losses, corrections and denominators that couple a sequence or a
+# rollout
 CONFIGS = {
     "ppo": {"aggregation": "token_mean"},
-    "ppo, dual clip": {"loss": {"name": "ppo", **CLIPS, "dual_clip": 1.5}, "aggregation": "sequence_mean_token_sum"},
+    "ppo, dual clip": {
+        "loss": {"name": "ppo", **CLIPS, "dual_clip": 1.5},
+        "aggregation": "sequence_mean_token_sum",
+    },
     "ppo, weighted": {"aggregation": "token_mean", "weighted_denominators": True},
     "ppo, rollouts": {"aggregation": "rollout_mean"},
     "ppo, corrected by sequence": {"off_policy": CORRECTED},
@@ -74,11 +82,16 @@ CONFIGS = {
     },
     "gspo": {"loss": {"name": "gspo", **CLIPS, "dual_clip": None, "gradient": "sequence"}},
     "gmpo": {"loss": {"name": "gmpo", **CLIPS}, "aggregation": "rollout_mean"},
-    "sapo": {"loss": {"name": "sapo", "tau_positive": 1.0, "tau_negative": 1.05, "level": "sequence"}},
+    "sapo": {
+        "loss": {"name": "sapo", "tau_positive": 1.0, "tau_negative": 1.05, "level": "sequence"}
+    },
 }
-CONFIGS = {name: {**BASE, "weighted_denominators": False, **config} for name, config in CONFIGS.items()}
+CONFIGS = {
+    name: {**BASE, "weighted_denominators": False, **config} for name, config in CONFIGS.items()
+}
 MESHES = ("dp=2,cp=2,tp=2", "dp=4,cp=2", "dp=2,cp=4", "cp=8", "cp=4,tp=2", "dp=8")
-# at night a loss of tokens and one of sequences on each mesh and layout, and the others on some; by day these
+# at night a loss of tokens and one of sequences on each mesh and layout, and the others on some; by
+# day these
 DAY = (
     ("ppo", "dp=2,cp=2,tp=2", "zigzag"),
     ("ppo, corrected by sequence", "dp=4,cp=2", "zigzag_per_segment"),
@@ -94,7 +107,9 @@ BY_DAY = sampled(CASES, lambda i, case: case in DAY)
 
 
 def trees_of(samples, parallel=None, **options):
-    return TokenTrees.from_samples(samples, **{"row_length": LENGTH, "parallel": parallel} | options)
+    return TokenTrees.from_samples(
+        samples, **{"row_length": LENGTH, "parallel": parallel} | options
+    )
 
 
 def with_denominators(batch, config):
@@ -106,7 +121,12 @@ def shared_loss(params, trees, numbers, config, parallel=None, normalizer=None):
     rows = trees.rows
     hidden = params["table"][numbers]
     stats = log_probs_from_hidden(
-        hidden, params["kernel"], rows.targets, where=rows.loss_mask > 0, entropy="bonus", parallel=parallel
+        hidden,
+        params["kernel"],
+        rows.targets,
+        where=rows.loss_mask > 0,
+        entropy="bonus",
+        parallel=parallel,
     )
     batch = with_denominators(trees.batch, config)
     own = trees.to_batch(stats, parallel=parallel)
@@ -117,7 +137,9 @@ def shared_loss(params, trees, numbers, config, parallel=None, normalizer=None):
 def expected_of(name):
     """The oracle's loss, gradients of the table and the kernel, and metrics."""
     samples, config = of_oracle(CONFIGS[name], STEP.in_oracle())
-    result, by_hidden, by_head = oracle.policy_loss_from_hidden(samples, OracleHead(STEP.kernel), config)
+    result, by_hidden, by_head = oracle.policy_loss_from_hidden(
+        samples, OracleHead(STEP.kernel), config
+    )
     return result, {"table": STEP.by_table(by_hidden), "kernel": by_head.kernel}
 
 
@@ -126,7 +148,9 @@ def check(name, loss, metrics, gradients):
     assert abs(result.loss) > 1e-3
     np.testing.assert_allclose(loss, result.loss, rtol=2e-5, atol=1e-6)
     for which, want in slopes.items():
-        np.testing.assert_allclose(gradients[which], want, rtol=1e-4, atol=4e-6 * np.abs(want).max(), err_msg=which)
+        np.testing.assert_allclose(
+            gradients[which], want, rtol=1e-4, atol=4e-6 * np.abs(want).max(), err_msg=which
+        )
     found = finalize_metrics(metrics)
     assert found["broken_rules"] == 0
     assert {*found} - {"broken_rules"} == {*result.metrics}
@@ -155,7 +179,9 @@ def test_losses_metrics_and_gradients(name, mesh, layout):
 @pytest.mark.every(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_batch_that_is_packed_whole_has_the_same(name):
-    plain = with_denominators(RolloutBatch.from_samples(STEP.samples, row_length=LENGTH), CONFIGS[name])
+    plain = with_denominators(
+        RolloutBatch.from_samples(STEP.samples, row_length=LENGTH), CONFIGS[name]
+    )
     numbers = prefixes_of(plain, STEP.numbers)
 
     def fn(params):
@@ -180,32 +206,45 @@ def test_micro_batches(name, mesh):
     config = CONFIGS[name]
 
     def fn(params, trees, numbers):
-        normalizer = Normalizer.of(of_jaxppo(config), with_denominators(trees.batch, config), parallel=parallel)
+        normalizer = Normalizer.of(
+            of_jaxppo(config), with_denominators(trees.batch, config), parallel=parallel
+        )
 
         def of_micro_batch(params, micro_batch):
-            return shared_loss(params, micro_batch[0], micro_batch[1], config, parallel, micro_batch[2])
+            return shared_loss(
+                params, micro_batch[0], micro_batch[1], config, parallel, micro_batch[2]
+            )
 
         return accumulate_gradients(of_micro_batch, (trees, numbers, normalizer))(params)
 
-    (loss, metrics), gradients = quick_jit(fn)(jax.tree.map(jnp.asarray, STEP.params), trees, numbers)
+    (loss, metrics), gradients = quick_jit(fn)(
+        jax.tree.map(jnp.asarray, STEP.params), trees, numbers
+    )
     check(name, loss, metrics, gradients)
 
 
-PAIR = [Sample([1, 2, 3, 4, 5 + i], 2, advantages=1.0 - 2 * i, old_log_probs=[-1.0] * 3) for i in range(2)]
+PAIR = [
+    Sample([1, 2, 3, 4, 5 + i], 2, advantages=1.0 - 2 * i, old_log_probs=[-1.0] * 3)
+    for i in range(2)
+]
 LOG_PROBS = np.array([[0.0, -0.5, -1.0, -1.0, 0.0, -1.0, 0.0, 0.0]], np.float32)
 
 
 @pytest.mark.parametrize("garbage", [0.0, np.nan])
 def test_a_clip_makes_summed_advantages_another_loss(garbage):
-    """By hand: the first shared token has the ratio e^0.5, which one of two samples clips; the others have ratio 1.
+    """By hand: the first shared token has the ratio e^0.5, which one of two samples clips; the
+    others have ratio 1.
 
-    The losses are -1.2, -1, -1 and 1.6487, 1, 1, so 0.4487 / 6. The gradients by log-prob are 0 + 1.6487, -1 + 1, -1
-    and 1, each by 6. With summed advantages the shared tokens would have no gradient at all.
+    The losses are -1.2, -1, -1 and 1.6487, 1, 1, so 0.4487 / 6. The gradients by log-prob are 0 +
+    1.6487, -1 + 1, -1 and 1, each by 6. With summed advantages the shared tokens would have no
+    gradient at all.
     """
     trees = trees_of(PAIR, row_length=8)
 
     def fn(log_probs):
-        return policy_loss(trees.to_batch(TokenStats(log_probs)), trees.batch, PolicyLossConfig())[0]
+        return policy_loss(trees.to_batch(TokenStats(log_probs)), trees.batch, PolicyLossConfig())[
+            0
+        ]
 
     log_probs = np.where(trees.rows.loss_mask > 0, LOG_PROBS, np.float32(garbage))
     loss, gradient = jax.value_and_grad(fn)(log_probs)
@@ -215,12 +254,16 @@ def test_a_clip_makes_summed_advantages_another_loss(garbage):
 
     summed = [dataclasses.replace(PAIR[0], advantages=[0.0, 0.0, 1.0])]
     alone = RolloutBatch.from_samples(summed, row_length=5)
-    slope = jax.grad(lambda x: policy_loss(TokenStats(x), alone, PolicyLossConfig())[0])(LOG_PROBS[:, :5])
+    slope = jax.grad(lambda x: policy_loss(TokenStats(x), alone, PolicyLossConfig())[0])(
+        LOG_PROBS[:, :5]
+    )
     assert not np.asarray(slope)[0, 1:3].any()
 
 
 def test_the_mean_over_branches():
-    """By hand: weights of 1/2 on the two shared tokens, and their sums as denominators, make the mean of 4 tokens."""
+    """By hand: weights of 1/2 on the two shared tokens, and their sums as denominators, make the
+    mean of 4 tokens.
+    """
     samples = [dataclasses.replace(s, loss_weights=[0.5, 0.5, 1.0]) for s in PAIR]
     trees = trees_of(samples, row_length=8)
     batch = dataclasses.replace(trees.batch, weighted_denominators=True)
@@ -235,8 +278,13 @@ def test_the_mean_over_branches():
 
 
 def test_other_losses_and_estimators():
-    """A critic's values, pairs, and advantages of a step: all read the batch, and values of the rows go to it."""
-    pairs = [dataclasses.replace(s, reward=float(i), group_id=0, ref_log_probs=[-1.5] * 3) for i, s in enumerate(PAIR)]
+    """A critic's values, pairs, and advantages of a step: all read the batch, and values of the
+    rows go to it.
+    """
+    pairs = [
+        dataclasses.replace(s, reward=float(i), group_id=0, ref_log_probs=[-1.5] * 3)
+        for i, s in enumerate(PAIR)
+    ]
     trees = trees_of(pairs, row_length=8)
     plain = RolloutBatch.from_samples(pairs, row_length=16)
     log_probs = LOG_PROBS.copy()
@@ -251,7 +299,10 @@ def test_other_losses_and_estimators():
     np.testing.assert_allclose(gradient, [[0, 0, 0, slope, 0, -slope, 0, 0]], rtol=1e-5, atol=1e-7)
     grouped = advantages.dr_grpo(trees.batch.rewards, **trees.batch.groups)
     np.testing.assert_array_equal(grouped[:, :2], advantages.dr_grpo(plain.rewards, **plain.groups))
-    returns = [dataclasses.replace(s, returns=[1.0, 2.0, 3.0 + i], values=[0.0] * 3) for i, s in enumerate(PAIR)]
+    returns = [
+        dataclasses.replace(s, returns=[1.0, 2.0, 3.0 + i], values=[0.0] * 3)
+        for i, s in enumerate(PAIR)
+    ]
     valued = trees_of(returns, row_length=8)
     critic = jnp.array([[9.0, 1.5, 2.0, 3.0, 9.0, 3.0, 9.0, 9.0]])
     loss, _ = loss_from_stats(valued.to_batch(critic), valued.batch, Value(clip=None))
@@ -259,7 +310,9 @@ def test_other_losses_and_estimators():
 
 
 def with_ids(sample, teacher):
-    """The sample with a teacher's two likeliest ids, the target and another one, for each token of its response."""
+    """The sample with a teacher's two likeliest ids, the target and another one, for each token
+    of its response.
+    """
     targets = np.asarray(sample.tokens)[sample.start :]
     ids = np.stack([targets, (targets + 1 + teacher) % 24], -1)
     given = np.log(np.tile([0.6, 0.3], (len(targets), 1))).astype(np.float32)
@@ -269,7 +322,9 @@ def with_ids(sample, teacher):
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_what_the_head_reads_by_token(layout):
-    """Samples of other teachers share no token that both train on, since a teacher's ids are the head's input."""
+    """Samples of other teachers share no token that both train on, since a teacher's ids are the
+    head's input.
+    """
     samples = [with_ids(s, s.sample_id % 2) for s in STEP.samples]
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout=layout)
     trees = trees_of(samples, parallel, head_extras=["teacher_ids"])
@@ -279,15 +334,23 @@ def test_what_the_head_reads_by_token(layout):
     def shared(params, trees):
         rows = trees.rows
         given = params["table"][of_rows], params["kernel"], rows.targets
-        options = {"ids": rows.extras["teacher_ids"], "where": rows.loss_mask > 0, "entropy": "metric"}
+        options = {
+            "ids": rows.extras["teacher_ids"],
+            "where": rows.loss_mask > 0,
+            "entropy": "metric",
+        }
         stats = log_probs_from_hidden(*given, parallel=parallel, **options)
         own = trees.to_batch(stats, parallel=parallel)
         return loss_from_stats(own, trees.batch, TopKDistillation(), parallel=parallel)
 
     def whole(params):
-        return loss_from_hidden(params["table"][of_plain], params["kernel"], plain, TopKDistillation())
+        return loss_from_hidden(
+            params["table"][of_plain], params["kernel"], plain, TopKDistillation()
+        )
 
-    (loss, metrics), gradients = quick_jit(jax.value_and_grad(shared, has_aux=True))(STEP.params, trees)
+    (loss, metrics), gradients = quick_jit(jax.value_and_grad(shared, has_aux=True))(
+        STEP.params, trees
+    )
     (wanted, numbers), slopes = quick_jit(jax.value_and_grad(whole, has_aux=True))(STEP.params)
     assert finalize_metrics(metrics)["broken_rules"] == 0
     np.testing.assert_allclose(loss, wanted, rtol=2e-5)
@@ -295,11 +358,15 @@ def test_what_the_head_reads_by_token(layout):
         size = float(np.abs(want).max())
         np.testing.assert_allclose(gradients[name], want, rtol=1e-4, atol=4e-6 * size, err_msg=name)
     for name, value in finalize_metrics(numbers).items():
-        np.testing.assert_allclose(finalize_metrics(metrics)[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(
+            finalize_metrics(metrics)[name], value, rtol=2e-5, atol=2e-6, err_msg=name
+        )
 
 
 def test_what_crosses_the_network():
-    """Numbers of tokens over the context axis, each way, and no hidden states; nothing over data."""
+    """Numbers of tokens over the context axis, each way, and no hidden states; nothing over
+    data.
+    """
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout="zigzag")
     trees = trees_of(STEP.samples, parallel).put(parallel)
     x = jax.device_put(jnp.ones(trees.rows.tokens.shape), parallel.sharding(parallel.tokens_spec))
@@ -309,7 +376,11 @@ def test_what_crosses_the_network():
 
     (gathered,) = audit(fn, x, trees).collectives
     rows = trees.rows.tokens.shape[0]
-    assert (gathered.op, gathered.axes, gathered.bytes) == ("all-gather", ("cp",), 4 * rows // 2 * LENGTH)
+    assert (gathered.op, gathered.axes, gathered.bytes) == (
+        "all-gather",
+        ("cp",),
+        4 * rows // 2 * LENGTH,
+    )
     back = audit(jax.grad(lambda x, trees: (fn(x, trees) ** 2).sum()), x, trees).collectives
     assert {c.axes for c in back if c.bytes > 8} == {("cp",)}
     assert max(c.bytes for c in back) == gathered.bytes
@@ -330,11 +401,14 @@ def test_a_loss_of_the_rows_is_refused():
 def test_statistics_of_the_rows_do_not_pass_for_those_of_the_batch():
     trees = trees_of(PAIR, row_length=8)
     assert trees.batch.tokens.shape == (1, 16)
-    with pytest.raises(ValueError, match=r"stats.log_probs: got shape \(1, 8\), expected the batch's, \(1, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"stats.log_probs: got shape \(1, 8\), expected the batch's, \(1, 16\)"
+    ):
         policy_loss(TokenStats(LOG_PROBS), trees.batch, PolicyLossConfig())
     with pytest.raises(ValueError, match=r"targets: got shape \(1, 16\), expected \(1, 8\)"):
         loss_from_hidden(jnp.ones((1, 8, 2)), jnp.ones((2, 9)), trees.batch, SFT())
-    for samples in (PAIR[:1], [Sample([1, 2, 3, 4, 5, 6], 1)]):  # nothing is shared, and both could have one shape
+    # nothing is shared, and both could have one shape
+    for samples in (PAIR[:1], [Sample([1, 2, 3, 4, 5, 6], 1)]):
         lone = trees_of(samples, row_length=8)
         assert lone.batch.tokens.shape != lone.rows.tokens.shape
 

@@ -1,4 +1,6 @@
-"""Distillation from a teacher's top-k, compared with the oracle, NeMo-RL's numbers and the full divergence."""
+"""Distillation from a teacher's top-k, compared with the oracle, NeMo-RL's numbers and the full
+divergence.
+"""
 
 import dataclasses
 import json
@@ -65,7 +67,10 @@ def test_against_the_oracle(kind, tail):
 @pytest.mark.parametrize("tail", CLOSED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_never_negative(kind, tail):
-    """For near, far and equal policies and any mass of the ids. With a bucket it is at most the full divergence."""
+    """For near, far and equal policies and any mass of the ids.
+
+    With a bucket it is at most the full divergence.
+    """
     z = RNG.normal(size=(400, V)) * RNG.uniform(0, 12, (400, 1))
     far = RNG.normal(size=z.shape) * np.repeat([0.0, 1e-6, 1e-3, 1.0, 10.0], 80)[:, None]
     for k in (1, K, V):
@@ -87,7 +92,9 @@ def test_left_out_it_is_negative_where_the_student_has_more_mass_on_the_ids():
         return float(distillation.top_k_divergence(p, q, tail=tail)[0])
 
     assert of("leave_out") == pytest.approx(-0.3 * np.log(3), rel=1e-6)
-    assert of("bucket") == pytest.approx(0.3 * np.log(0.3 / 0.9) + 0.7 * np.log(0.7 / 0.1), rel=1e-6)
+    assert of("bucket") == pytest.approx(
+        0.3 * np.log(0.3 / 0.9) + 0.7 * np.log(0.7 / 0.1), rel=1e-6
+    )
     assert of("renormalise") == 0
 
 
@@ -95,18 +102,25 @@ def test_left_out_it_is_negative_where_the_student_has_more_mass_on_the_ids():
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_slots_count_no_mass(kind, tail):
-    """Whatever an empty slot holds, the divergence does not depend on it, and it gets no gradient."""
+    """Whatever an empty slot holds, the divergence does not depend on it, and it gets no
+    gradient.
+    """
     z, teacher = RNG.normal(size=(2, 9, V))
     ids, log_q = top_k(teacher, K)
     log_p = np.take_along_axis(log_softmax(z), ids, axis=-1).astype(np.float32)
     options = {"divergence": kind, "beta": 0.3, "tail": tail}
 
     def run(p, q, ids):
-        return jax.value_and_grad(lambda p: distillation.top_k_divergence(p, q, ids, **options).sum())(p)
+        return jax.value_and_grad(
+            lambda p: distillation.top_k_divergence(p, q, ids, **options).sum()
+        )(p)
 
     expected = run(log_p, log_q, ids)
     for filler in (-np.inf, np.nan, 0.0, 5.0):
-        wide = [np.concatenate([x, np.full((9, 2), filler, np.float32)], axis=-1) for x in (log_p, log_q)]
+        wide = [
+            np.concatenate([x, np.full((9, 2), filler, np.float32)], axis=-1)
+            for x in (log_p, log_q)
+        ]
         padded = np.concatenate([ids, np.full((9, 2), -1)], axis=-1)
         value, gradient = run(*wide, padded)
         assert_trees_close((value, gradient[:, :K]), expected, rtol=1e-6, atol=1e-7)
@@ -119,8 +133,14 @@ def test_skewed_and_adaptive_by_hand():
     """ROLL's, skew 0.1 and alpha 0.5: tail and head have a gap of 0.2 each."""
     p, q = (jnp.log(jnp.array(x)) for x in ([0.5, 0.3, 0.2], [0.7, 0.2, 0.1]))
     found = {
-        kind: float(distillation.top_k_divergence(p, q, divergence=kind, beta=beta, tail="renormalise"))
-        for kind, beta in (("skewed_forward_kl", 0.1), ("skewed_reverse_kl", 0.1), ("adaptive_kl", 0.5))
+        kind: float(
+            distillation.top_k_divergence(p, q, divergence=kind, beta=beta, tail="renormalise")
+        )
+        for kind, beta in (
+            ("skewed_forward_kl", 0.1),
+            ("skewed_reverse_kl", 0.1),
+            ("adaptive_kl", 0.5),
+        )
     }
     np.testing.assert_allclose(list(found.values()), [0.069578, 0.072828, 0.088578], rtol=1e-4)
     same = distillation.top_k_divergence(q, q, divergence="adaptive_kl", tail="renormalise")
@@ -156,7 +176,10 @@ def test_all_ids_are_the_full_divergence(kind):
 
 
 def test_the_mixture_is_not_continuous_at_its_ends():
-    """At both ends it tends to 0, while TRL's alpha of 0 and 1 give the two KLs. So both ends are refused."""
+    """At both ends it tends to 0, while TRL's alpha of 0 and 1 give the two KLs.
+
+    So both ends are refused.
+    """
     p, q = np.log([[0.5, 0.2]]), np.log([[0.4, 0.4]])
 
     def of(**options):
@@ -171,7 +194,9 @@ def test_the_mixture_is_not_continuous_at_its_ends():
     assert of(divergence="mixed_kl", beta=1.0) == of(divergence="forward_kl") < np.inf
     assert of(divergence="mixed_kl", beta=0.5) == of(divergence="reverse_kl") == np.inf
     for end in (0, 1, 0.0, 1.0):
-        with pytest.raises(ValueError, match=r"beta: got .* expected a number in \(0, 1\), or 'forward_kl' or"):
+        with pytest.raises(
+            ValueError, match=r"beta: got .* expected a number in \(0, 1\), or 'forward_kl' or"
+        ):
             of(divergence="jensen_shannon", beta=end)
 
 
@@ -182,7 +207,9 @@ def test_probabilities_of_a_student_are_nan(tail):
     ids = np.array([[3, -1]])
     assert np.isnan(distillation.top_k_divergence(p, q, tail=tail)).all()
     assert np.isnan(distillation.top_k_divergence(p, q, ids, tail=tail)).all()
-    assert np.isfinite(distillation.top_k_divergence(np.float32([[-1.0, 9.0]]), q, ids, tail=tail)).all()
+    assert np.isfinite(
+        distillation.top_k_divergence(np.float32([[-1.0, 9.0]]), q, ids, tail=tail)
+    ).all()
 
 
 def test_a_teacher_that_cannot_be_is_nan():
@@ -198,9 +225,9 @@ def test_a_teacher_that_cannot_be_is_nan():
     assert np.isfinite(of([[-0.1, -np.inf]]))  # a probability of 0
 
 
-RECORDS = json.loads((Path(__file__).parents[1] / "golden" / "peers" / "top_k_distillation.json").read_text())[
-    "records"
-]
+RECORDS = json.loads(
+    (Path(__file__).parents[1] / "golden" / "peers" / "top_k_distillation.json").read_text()
+)["records"]
 
 
 @pytest.mark.every(3)
@@ -210,8 +237,14 @@ def test_what_nemo_computed(record):
 
     They renormalise before the call, so their gradients are by renormalised log-probs.
     """
-    options, (log_p, log_q) = record["options"], (np.asarray(record[x], np.float32) for x in ("student", "teacher"))
-    kind, tail = f"{options['kl_type']}_kl", "leave_out" if options["zero_outside_topk"] else "renormalise"
+    options, (log_p, log_q) = (
+        record["options"],
+        (np.asarray(record[x], np.float32) for x in ("student", "teacher")),
+    )
+    kind, tail = (
+        f"{options['kl_type']}_kl",
+        "leave_out" if options["zero_outside_topk"] else "renormalise",
+    )
     log_q = log_q - np.log(np.exp(log_q).sum(-1, keepdims=True))
 
     def loss(x):
@@ -222,7 +255,9 @@ def test_what_nemo_computed(record):
     np.testing.assert_allclose(value, record["loss"], rtol=2e-5, atol=1e-6)
     theirs = np.asarray(record["gradient"])
     if tail == "renormalise":
-        theirs -= np.exp(log_p) / np.exp(log_p).sum(-1, keepdims=True) * theirs.sum(-1, keepdims=True)
+        theirs -= (
+            np.exp(log_p) / np.exp(log_p).sum(-1, keepdims=True) * theirs.sum(-1, keepdims=True)
+        )
     np.testing.assert_allclose(gradient, theirs, rtol=1e-4, atol=1e-6)
 
 
@@ -231,7 +266,10 @@ MASK[0, :7], MASK[1, 3:5], MASK[3, 6] = 1, 1, 1
 
 
 def arrays():
-    """Hidden states, a kernel, a teacher's top-k and a batch. Positions without loss hold NaN and invalid ids."""
+    """Hidden states, a kernel, a teacher's top-k and a batch.
+
+    Positions without loss hold NaN and invalid ids.
+    """
     hidden, kernel = RNG.normal(size=(R, T, H)), RNG.normal(size=(H, V)) / 2
     ids, log_q = top_k(RNG.normal(size=(R, T, V)) * 2, K)
     ids[0, 1, 3:], ids[1, 3] = -1, -1
@@ -240,7 +278,12 @@ def arrays():
     targets = np.where(off, -100, RNG.integers(0, V, (R, T))).astype(np.int32)
     one = jnp.ones((R, T), jnp.int32)
     batch = RolloutBatch(
-        one, jnp.asarray(targets), one, jnp.tile(jnp.arange(T)[None], (R, 1)), jnp.asarray(MASK), jnp.arange(R)[:, None]
+        one,
+        jnp.asarray(targets),
+        one,
+        jnp.tile(jnp.arange(T)[None], (R, 1)),
+        jnp.asarray(MASK),
+        jnp.arange(R)[:, None],
     )
 
     def f32(x):
@@ -265,7 +308,9 @@ def truth(kind, tail):
     for t in range(n):
         there = of_ids[t] >= 0
         if there.any():
-            value, g[t, there] = other_losses.top_k_divergence(log_p[t, there], log_q[t, there], kind, 0.3, tail)
+            value, g[t, there] = other_losses.top_k_divergence(
+                log_p[t, there], log_q[t, there], kind, 0.3, tail
+            )
             values.append(value)
             masses += np.exp(log_q[t, there]).sum(), np.exp(log_p[t, there]).sum()
     by_hidden, by_head = head_gradient(rows, head, id_gradient(z, of_ids, g / n))
@@ -281,14 +326,18 @@ def taught(batch, ids, log_q):
 def from_hidden(hidden, kernel, options, parallel=None, **of_head):
     *given, batch = ARRAYS[2:]
     loss = TopKDistillation(**options)
-    return loss_from_hidden(hidden, kernel, taught(batch, *given), loss, parallel=parallel, **of_head)
+    return loss_from_hidden(
+        hidden, kernel, taught(batch, *given), loss, parallel=parallel, **of_head
+    )
 
 
 def from_stats(hidden, kernel, options, parallel=None):
     _, _, ids, log_q, batch = ARRAYS
     given = {"ids": ids, "where": batch.loss_mask > 0, "parallel": parallel}
     stats = log_probs_from_hidden(hidden, kernel, batch.targets, **given)
-    return loss_from_stats(stats, taught(batch, ids, log_q), TopKDistillation(**options), parallel=parallel)
+    return loss_from_stats(
+        stats, taught(batch, ids, log_q), TopKDistillation(**options), parallel=parallel
+    )
 
 
 @pytest.mark.every(3)
@@ -303,22 +352,31 @@ def from_stats(hidden, kernel, options, parallel=None):
     ],
 )
 def test_the_loss_on_any_mesh(way, mesh, kind, tail):
-    parallel = mesh and make_parallel_mesh(mesh, devices=jax.devices()[: 4 if mesh == "tp=4" else 8])
+    parallel = mesh and make_parallel_mesh(
+        mesh, devices=jax.devices()[: 4 if mesh == "tp=4" else 8]
+    )
     options = {"divergence": kind, "beta": 0.3, "tail": tail}
     with tiles_of("five"):
-        fn = quick_jit(jax.value_and_grad(lambda *x: way(*x, options, parallel), (0, 1), has_aux=True))
+        fn = quick_jit(
+            jax.value_and_grad(lambda *x: way(*x, options, parallel), (0, 1), has_aux=True)
+        )
         (loss, metrics), gradients = fn(*ARRAYS[:2])
     expected, expected_gradients, masses = truth(kind, tail)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert_trees_close(gradients, expected_gradients, rtol=2e-5, atol=2e-6)
-    found = [metrics[name].value for name in ("divergence", "teacher_mass", "student_mass", "broken_rules")]
+    found = [
+        metrics[name].value
+        for name in ("divergence", "teacher_mass", "student_mass", "broken_rules")
+    ]
     np.testing.assert_allclose(found, [expected, *masses, 0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("mesh", [None, MIXED])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_token_that_the_teacher_does_not_know(bad, mesh):
-    """Without a rule the loss is NaN; with one the token has no divergence, and stays in the denominators."""
+    """Without a rule the loss is NaN; with one the token has no divergence, and stays in the
+    denominators.
+    """
     hidden, kernel, ids, log_q, batch = ARRAYS
     parallel = mesh and make_parallel_mesh(mesh)
     place = tuple(int(i) for i in np.argwhere(MASK > 0)[2])
@@ -327,7 +385,9 @@ def test_a_token_that_the_teacher_does_not_know(bad, mesh):
 
     def of(batch, log_q, loss):
         def run(hidden, kernel):
-            return loss_from_hidden(hidden, kernel, taught(batch, ids, log_q), loss, parallel=parallel)
+            return loss_from_hidden(
+                hidden, kernel, taught(batch, ids, log_q), loss, parallel=parallel
+            )
 
         return quick_jit(jax.value_and_grad(run, (0, 1), has_aux=True))(hidden, kernel)
 
@@ -335,7 +395,9 @@ def test_a_token_that_the_teacher_does_not_know(bad, mesh):
     (expected, _), of_others = of(without, log_q, TopKDistillation(aggregation="token_sum"))
     count = int(MASK.sum())
     np.testing.assert_allclose(loss, expected / count, rtol=1e-5)
-    assert_trees_close(gradients, jax.tree.map(lambda x: x / count, of_others), rtol=1e-5, atol=1e-7)
+    assert_trees_close(
+        gradients, jax.tree.map(lambda x: x / count, of_others), rtol=1e-5, atol=1e-7
+    )
     assert float(found["unusable_tokens"].value) == 1
     np.testing.assert_allclose(found["divergence"].value, expected / (count - 1), rtol=1e-5)
     assert np.isnan(of(batch, spoilt, TopKDistillation())[0][0])
@@ -369,7 +431,10 @@ def test_micro_batches_add_up():
 
 def test_from_logits_and_several_teachers_by_row():
     """Each row may have another teacher: its row of the arrays."""
-    z, (one, other) = RNG.normal(size=(R, T, V)), (top_k(RNG.normal(size=(R, T, V)), K) for _ in range(2))
+    z, (one, other) = (
+        RNG.normal(size=(R, T, V)),
+        (top_k(RNG.normal(size=(R, T, V)), K) for _ in range(2)),
+    )
     batch = ARRAYS[4]
 
     def loss(teacher, rows):
@@ -377,7 +442,10 @@ def test_from_logits_and_several_teachers_by_row():
         names = ("tokens", "targets", "segment_ids", "positions", "loss_mask", "sample_ids")
         of_rows = RolloutBatch(*(getattr(batch, name)[rows] for name in names))
         stats = log_probs_from_logits(
-            jnp.asarray(z[rows], jnp.float32), of_rows.targets, ids=ids[rows], where=of_rows.loss_mask > 0
+            jnp.asarray(z[rows], jnp.float32),
+            of_rows.targets,
+            ids=ids[rows],
+            where=of_rows.loss_mask > 0,
         )
         return loss_from_stats(
             stats,
@@ -399,19 +467,30 @@ def test_bad_input():
     for more, message in [
         ({"divergence": "kl"}, "divergence: got 'kl', expected one of 'forward_kl', 'reverse_kl'"),
         ({"unusable": "drop"}, "unusable: got 'drop', expected 'nan' or an instance of Unusable"),
-        ({"unusable": Unusable("ratio_1")}, r"unusable: got Unusable\(.*, expected 'nan' or Unusable\('weight_0'\)"),
-        ({"tail": "drop"}, "tail: got 'drop', expected one of 'bucket', 'renormalise', 'leave_out'"),
-        ({"divergence": "mixed_kl", "beta": 1.5}, "beta: got 1.5, expected a finite number of at least 0 and of at"),
+        (
+            {"unusable": Unusable("ratio_1")},
+            r"unusable: got Unusable\(.*, expected 'nan' or Unusable\('weight_0'\)",
+        ),
+        (
+            {"tail": "drop"},
+            "tail: got 'drop', expected one of 'bucket', 'renormalise', 'leave_out'",
+        ),
+        (
+            {"divergence": "mixed_kl", "beta": 1.5},
+            "beta: got 1.5, expected a finite number of at least 0 and of at",
+        ),
         ({"aggregation": "mean"}, "aggregation: got 'mean'"),
     ]:
         with pytest.raises(ValueError, match=message):
             run(ids, log_q, **more)
     with pytest.raises(
-        ValueError, match=r"teacher_log_probs'\]: got shape \(4, 8, 5\), expected that of 'teacher_ids', "
+        ValueError,
+        match=r"teacher_log_probs'\]: got shape \(4, 8, 5\), expected that of 'teacher_ids', ",
     ):
         run(ids, log_q[..., :5])
     with pytest.raises(
-        ValueError, match=r"batch.extras\['teacher_ids'\]: got shape \(4, 7, 6\), expected \(4, 8\) and mo"
+        ValueError,
+        match=r"batch.extras\['teacher_ids'\]: got shape \(4, 7, 6\), expected \(4, 8\) and mo",
     ):
         run(ids[:, :7], log_q)
     stats = log_probs_from_hidden(hidden, kernel, batch.targets, where=batch.loss_mask > 0)
@@ -434,11 +513,23 @@ def test_checks_on_the_host():
     for bad, message in [
         ((spoil(ids, V), log_q), r"ids: got 97 at \(0, 1, 3\), expected -1 or 0 to 96"),
         ((spoil(ids, -100), log_q), r"ids: got -100 at \(0, 1, 3\)"),
-        ((spoil(ids, ids[0, 1, 0]), log_q), r"ids: got \d+ at \(0, 1, 3\), expected each id once at a position"),
-        ((ids, spoil(log_q, 0.5)), r"log_probs: got 0.5 at \(0, 1, 3\), expected log-probs of at most"),
+        (
+            (spoil(ids, ids[0, 1, 0]), log_q),
+            r"ids: got \d+ at \(0, 1, 3\), expected each id once at a position",
+        ),
+        (
+            (ids, spoil(log_q, 0.5)),
+            r"log_probs: got 0.5 at \(0, 1, 3\), expected log-probs of at most",
+        ),
         ((ids, spoil(log_q, np.nan)), r"log_probs: got nan at \(0, 1, 3\)"),
-        ((ids, spoil(log_q, 0.0)), r"the mass of log_probs: got 1\.\d+ at \(0, 1, 0\), expected at most 1"),
-        ((ids, log_q[..., :2]), r"log_probs: got shape \(2, 3, 2\), expected that of ids, \(2, 3, 6\)"),
+        (
+            (ids, spoil(log_q, 0.0)),
+            r"the mass of log_probs: got 1\.\d+ at \(0, 1, 0\), expected at most 1",
+        ),
+        (
+            (ids, log_q[..., :2]),
+            r"log_probs: got shape \(2, 3, 2\), expected that of ids, \(2, 3, 6\)",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             distillation.check_top_k(*bad, V)
@@ -454,6 +545,8 @@ def test_a_traced_share_of_0_leaves_a_divergence_out(beta, same):
         return distillation.top_k_divergence(x, log_q, divergence="mixed_kl", beta=beta)
 
     found = jax.jit(jax.value_and_grad(of))(log_p, beta)
-    expected = jax.value_and_grad(lambda x: distillation.top_k_divergence(x, log_q, divergence=same))(log_p)
+    expected = jax.value_and_grad(
+        lambda x: distillation.top_k_divergence(x, log_q, divergence=same)
+    )(log_p)
     assert np.isfinite(expected[0])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, expected)

@@ -1,4 +1,6 @@
-"""Samples that share prompts have the same losses, metrics, gradients and advantages as whole samples."""
+"""Samples that share prompts have the same losses, metrics, gradients and advantages as whole
+samples.
+"""
 
 import dataclasses
 import functools
@@ -72,7 +74,9 @@ def test_no_denominator_counts_a_shared_prefix(aggregation):
     plain, trees = (normalizer_of(batch, aggregation) for batch in both(SAMPLES, row_length=LENGTH))
     assert float(plain.sequences) == float(trees.sequences)
     assert float(plain.tokens) == float(trees.tokens)
-    assert sorted(plain.denominators[plain.counts > 0]) == sorted(trees.denominators[trees.counts > 0])
+    assert sorted(plain.denominators[plain.counts > 0]) == sorted(
+        trees.denominators[trees.counts > 0]
+    )
 
 
 def of_step(batch, parallel):
@@ -81,17 +85,27 @@ def of_step(batch, parallel):
     rewards = advantages.token_rewards(batch.rewards, batch, parallel=parallel)
     found = {"grpo": advantages.spread(grouped, batch, parallel=parallel), "token_rewards": rewards}
     options = {"gamma": 0.9, "lam": 0.8, "parallel": parallel}
-    found |= dict(zip(("gae", "returns"), advantages.gae(rewards, batch.values, batch, **options), strict=True))
+    found |= dict(
+        zip(
+            ("gae", "returns"), advantages.gae(rewards, batch.values, batch, **options), strict=True
+        )
+    )
     responses = (batch.old_log_probs < 0).astype(jnp.float32)
-    found["gae through holes"] = advantages.gae(rewards, batch.values, batch, mask=responses, **options)[0]
-    found["reinforce++"] = advantages.reinforce_plus_plus(rewards, batch, gamma=0.9, parallel=parallel)
+    found["gae through holes"] = advantages.gae(
+        rewards, batch.values, batch, mask=responses, **options
+    )[0]
+    found["reinforce++"] = advantages.reinforce_plus_plus(
+        rewards, batch, gamma=0.9, parallel=parallel
+    )
     return found
 
 
 @pytest.mark.every(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_advantages(layout):
-    mesh = {"contiguous": "dp=2,cp=2,tp=2", "zigzag": "cp=4,dp=2", "striped": "dp=4,cp=2"}.get(layout, "cp=8")
+    mesh = {"contiguous": "dp=2,cp=2,tp=2", "zigzag": "cp=4,dp=2", "striped": "dp=4,cp=2"}.get(
+        layout, "cp=8"
+    )
     parallel = parallel_of(mesh, layout)
     plain, _ = both(SAMPLES, row_length=LENGTH)
     _, trees = both(SAMPLES, row_length=LENGTH, parallel=parallel)
@@ -106,7 +120,9 @@ DEPTHS = 2
 
 
 def states(batch, depth):
-    """Hidden states `[R, T, H]` that depend on sample and position alone; a shared prefix has its own."""
+    """Hidden states `[R, T, H]` that depend on sample and position alone; a shared prefix has
+    its own.
+    """
     rng = np.random.default_rng(depth)
     table = rng.normal(size=(len(SAMPLES) + 1, 64, 6)).astype(np.float32)
     owners = np.take_along_axis(batch.sample_ids, np.maximum(batch.segment_ids - 1, 0), axis=1)
@@ -129,23 +145,36 @@ def test_multi_token_prediction(layout):
 
     hidden = [[states(batch, depth) for depth in range(DEPTHS)] for batch in (plain, trees)]
     (expected, metrics), slopes = run(plain, hidden[0], None)
-    (loss, found), gradients = quick_jit(functools.partial(run, parallel=parallel))(trees, hidden[1])
+    (loss, found), gradients = quick_jit(functools.partial(run, parallel=parallel))(
+        trees, hidden[1]
+    )
     np.testing.assert_allclose(loss, expected, rtol=2e-6)
     for depth in range(DEPTHS):
-        assert float(found[f"mtp_{depth + 1}_nll"].count) == float(metrics[f"mtp_{depth + 1}_nll"].count)
+        assert float(found[f"mtp_{depth + 1}_nll"].count) == float(
+            metrics[f"mtp_{depth + 1}_nll"].count
+        )
         of_depth = [shift_targets(plain, depth + 1), shift_targets(trees, depth + 1, parallel)]
-        assert_same_tokens(gradients[depth], of_depth[1], slopes[depth], of_depth[0], rtol=1e-5, atol=1e-8)
+        assert_same_tokens(
+            gradients[depth], of_depth[1], slopes[depth], of_depth[0], rtol=1e-5, atol=1e-8
+        )
 
 
 def test_more_depths_than_packed_for():
     """Depth 2 of branches packed for depth 1 would silently lose one target each."""
     plain, trees = both(SAMPLES, row_length=LENGTH, mtp_depths=1)
-    message = "depths: got 2 for a batch with shared prefixes, expected at most 1: RolloutBatch.from_samples"
+    message = (
+        "depths: got 2 for a batch with shared prefixes, expected at most 1:"
+        " RolloutBatch.from_samples"
+    )
     with pytest.raises(ValueError, match=message):
-        mtp_loss(np.zeros((2, *trees.tokens.shape, 6), np.float32), np.zeros((6, 56), np.float32), trees)
+        mtp_loss(
+            np.zeros((2, *trees.tokens.shape, 6), np.float32), np.zeros((6, 56), np.float32), trees
+        )
     with pytest.raises(ValueError, match=message):
         Normalizer.of(MTP(2), trees)
-    assert float(Normalizer.of(MTP(1), trees)[0].tokens) == float(Normalizer.of(MTP(1), plain)[0].tokens)
+    assert float(Normalizer.of(MTP(1), trees)[0].tokens) == float(
+        Normalizer.of(MTP(1), plain)[0].tokens
+    )
     Normalizer.of(MTP(2), plain)
 
 
@@ -158,7 +187,9 @@ def test_recorded_nuclei():
 
 OF_LOSSES = {
     "sft": lambda hidden, batch: loss_from_hidden(hidden, KERNEL, batch, SFT()),
-    "policy": lambda hidden, batch: policy_loss_from_hidden(hidden, KERNEL, batch, config_of("ppo")),
+    "policy": lambda hidden, batch: policy_loss_from_hidden(
+        hidden, KERNEL, batch, config_of("ppo")
+    ),
     "value": lambda hidden, batch: loss_from_stats(hidden[..., 0], batch, Value()),
     "mtp": lambda hidden, batch: mtp_loss([hidden], KERNEL, batch),
 }
@@ -170,7 +201,10 @@ KERNEL = np.random.default_rng(9).normal(size=(6, 56)).astype(np.float32)
 def test_losses_of_broken_trees_are_nan(kind):
     _, trees = both(SAMPLES, row_length=LENGTH, mtp_depths=1)
     hidden = states(trees, 0)
-    wrong = {"parents": trees.parents + (trees.parents > 1) * 9, "loss_without_sample": trees.loss_mask.copy()}
+    wrong = {
+        "parents": trees.parents + (trees.parents > 1) * 9,
+        "loss_without_sample": trees.loss_mask.copy(),
+    }
     wrong["loss_without_sample"][0, 1] = 1
     for rule, x in wrong.items():
         name = "loss_mask" if rule == "loss_without_sample" else rule
@@ -189,7 +223,10 @@ def test_stacked_micro_batches():
     assert trees.parents.shape == trees.sample_ids.shape
     for batch in (plain, trees):
         batch.validate(60)
-    found, expected = (Normalizer.of(SFT(aggregation="sequence_mean_token_mean"), batch) for batch in (trees, plain))
+    found, expected = (
+        Normalizer.of(SFT(aggregation="sequence_mean_token_mean"), batch)
+        for batch in (trees, plain)
+    )
     np.testing.assert_array_equal(found.sequences, expected.sequences)
     assert isinstance(jax.tree.map(lambda x: x[0], trees), RolloutBatch)
     assert trees.paths.attends(trees.paths).shape == (*trees.tokens.shape, 48)

@@ -1,6 +1,8 @@
-"""Loss tokens with a log-prob that is not finite: each rule for them against the oracle, on every path.
+"""Loss tokens with a log-prob that is not finite: each rule for them against the oracle, on every
+path.
 
-In the step below the sampler or the old policy has NaN, inf or -inf at some tokens. The head makes others impossible.
+In the step below the sampler or the old policy has NaN, inf or -inf at some tokens. The head makes
+others impossible.
 """
 
 import dataclasses
@@ -47,7 +49,10 @@ from sharding.audit import audit
 H, V = 6, 40
 GONE = (3, 7, 8, 30)  # columns of bias -inf
 STEP = Step(
-    tuple(Drawn(2 + i % 2, (1, 1, 0, 1, 1, 1, 1, 0, 1)[i % 4 :], i, 7 + i // 2, i // 2) for i in range(8)),
+    tuple(
+        Drawn(2 + i % 2, (1, 1, 0, 1, 1, 1, 1, 0, 1)[i % 4 :], i, 7 + i // 2, i // 2)
+        for i in range(8)
+    ),
     5,
     0.3,
     "by token",
@@ -62,16 +67,27 @@ CONFIGS = {
     "gmpo": {"loss": {"name": "gmpo", "clip_low": 0.1, "clip_high": 0.2}},
     "dppo_kl": {"loss": {"name": "dppo_kl", "clip_low": 0.05, "clip_high": 0.1, "ratio_cap": 5.0}},
     "over the sampler": {"ratio_to": "rollout"},
-    "on policy": {"ratio_to": "current", "loss": {"name": "cispo", "clip_low": 0.2, "clip_high": 0.25}},
+    "on policy": {
+        "ratio_to": "current",
+        "loss": {"name": "cispo", "clip_low": 0.2, "clip_high": 0.25},
+    },
     "weights of tokens": {"off_policy": TIS | {"batch_normalize": True}},
     "weights of sequences": {"off_policy": TIS | {"weights": "sequence", "batch_normalize": True}},
     "rejected sequences": {
-        "off_policy": {"rejections": ({"statistic": "seq_mean_k3", "low": 0.0, "high": 0.04},), "opsm_delta": 0.0}
+        "off_policy": {
+            "rejections": ({"statistic": "seq_mean_k3", "low": 0.0, "high": 0.04},),
+            "opsm_delta": 0.0,
+        }
     },
     "a mean of sequence means": {
         "ratio_to": "rollout",
         "aggregation": "sequence_mean_token_mean",
-        "kl": {"coef": 0.25, "estimator": "k2", "importance": "sequence", "compares": "current/rollout"},
+        "kl": {
+            "coef": 0.25,
+            "estimator": "k2",
+            "importance": "sequence",
+            "compares": "current/rollout",
+        },
     },
 }
 PATHS = {
@@ -99,14 +115,18 @@ def make_step():
     samples = []
     for s in step_samples(STEP, unusable=True):
         targets = rng.integers(0, V, len(s.mask))
-        found = dataclasses.replace(s, hidden=rng.normal(size=(len(s.mask), H)).astype(np.float32), targets=targets)
+        found = dataclasses.replace(
+            s, hidden=rng.normal(size=(len(s.mask), H)).astype(np.float32), targets=targets
+        )
         # old log-probs near the policy's, where they are finite
         own = with_stats([found], head)[0].log_probs
         near = {}
         for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs"):
             moved = np.where(np.isfinite(own), own, -1) + 0.3 * rng.normal(size=len(own))
             given = getattr(s, name)
-            near[name] = np.where(np.isfinite(given), np.minimum(moved, -0.01).astype(np.float32), given)
+            near[name] = np.where(
+                np.isfinite(given), np.minimum(moved, -0.01).astype(np.float32), given
+            )
         samples.append(dataclasses.replace(found, **near))
     return samples, head
 
@@ -115,7 +135,9 @@ SAMPLES, HEAD = make_step()
 
 
 def program(config: PolicyLossConfig, path: str, place: Place):
-    """A function of (params, batch): loss, gradients by hidden states, kernel and bias, and metrics."""
+    """A function of (params, batch): loss, gradients by hidden states, kernel and bias, and
+    metrics.
+    """
     parallel, memory = place.parallel, PATHS[path].get("memory")
 
     def loss_of(params, batch, normalizer):
@@ -124,7 +146,9 @@ def program(config: PolicyLossConfig, path: str, place: Place):
             options |= {"normalizer": normalizer, "memory": memory}
             return policy_loss_from_hidden(params["hidden"], head, batch, config, **options)
         where, entropy = batch.loss_mask > 0, config.entropy_mode
-        stats = log_probs_from_hidden(params["hidden"], head, batch.targets, entropy=entropy, where=where, **options)
+        stats = log_probs_from_hidden(
+            params["hidden"], head, batch.targets, entropy=entropy, where=where, **options
+        )
         return policy_loss(stats, batch, config, normalizer=normalizer, **options)
 
     def run(params, batch):
@@ -147,14 +171,20 @@ def program(config: PolicyLossConfig, path: str, place: Place):
 
 def place_of(path: str) -> Place:
     options = PATHS[path]
-    return Place(options.get("mesh"), False, "contiguous", False, 16, 8, 2, options.get("micro_batches"))
+    return Place(
+        options.get("mesh"), False, "contiguous", False, 16, 8, 2, options.get("micro_batches")
+    )
 
 
 def given_to(path: str):
     """The parameters and the batch."""
     batch = batch_of(STEP, SAMPLES, place_of(path))
     hidden = to_rows(batch, SAMPLES, [s.hidden for s in SAMPLES], np.nan)
-    return {"hidden": hidden, "kernel": HEAD.kernel.astype(np.float32), "bias": HEAD.bias.astype(np.float32)}, batch
+    return {
+        "hidden": hidden,
+        "kernel": HEAD.kernel.astype(np.float32),
+        "bias": HEAD.bias.astype(np.float32),
+    }, batch
 
 
 @pytest.mark.every(9)
@@ -162,12 +192,16 @@ def given_to(path: str):
 def test_each_rule(name, path, rule):
     config = CONFIG | CONFIGS[name] | {"unusable": RULES[rule]}
     params, batch = given_to(path)
-    loss, gradient, found = quick_jit(program(of_jaxppo(config), path, place_of(path)))(params, batch)
+    loss, gradient, found = quick_jit(program(of_jaxppo(config), path, place_of(path)))(
+        params, batch
+    )
     expected, by_hidden, by_head = oracle.policy_loss_from_hidden(SAMPLES, HEAD, config)
     assert 5 < expected.metrics["unusable_tokens"] < sum(s.count for s in SAMPLES) - 5
     check_metrics(loss, found, expected, config, 3e-5)
     size = 10 * expected.weights.max()
-    for i, (x, y) in enumerate(zip(to_samples(batch, SAMPLES, gradient["hidden"]), by_hidden, strict=True)):
+    for i, (x, y) in enumerate(
+        zip(to_samples(batch, SAMPLES, gradient["hidden"]), by_hidden, strict=True)
+    ):
         agree(f"gradient of hidden states of sample {i}", x, y, size, 3e-5)
     for what in ("kernel", "bias"):
         agree(f"gradient of {what}", gradient[what], getattr(by_head, what), size, 3e-5)
@@ -215,12 +249,21 @@ LOG_2 = np.log(2.0)
 
 
 def three(**more):
-    """A sample of three tokens, A = 1, 4, 3. The sampler's log-probs are log 2 below -1, but the second is NaN."""
-    given = {"advantages": [1.0, 4.0, 3.0], "rollout_log_probs": [-1 - LOG_2, NAN, -1 - LOG_2], **more}
+    """A sample of three tokens, A = 1, 4, 3.
+
+    The sampler's log-probs are log 2 below -1, but the second is NaN.
+    """
+    given = {
+        "advantages": [1.0, 4.0, 3.0],
+        "rollout_log_probs": [-1 - LOG_2, NAN, -1 - LOG_2],
+        **more,
+    }
     return RolloutBatch.from_samples([Sample([5, 6, 7, 8], 1, **given)], row_length=4)
 
 
-THREE = TokenStats(jnp.array([[-1.0, -1.0, -1.0, 0.0]]), jnp.full((1, 4), 2.0), entropy_mode="bonus")
+THREE = TokenStats(
+    jnp.array([[-1.0, -1.0, -1.0, 0.0]]), jnp.full((1, 4), 2.0), entropy_mode="bonus"
+)
 FREE = PPO(clip_low=1.0, clip_high=9.0)
 SYSTEMS = {  # the loss and its slopes by the log-probs, by hand; ratios are 2 where they are known
     "trl": ([2.0, 4.0, 6.0], 3),
@@ -253,16 +296,24 @@ def test_the_rule_of_a_system(system):
     ],
 )
 def test_penalties_that_are_kept_or_not(rule, expected):
-    """k1 is 0.5 at each token and the entropy 2; without a penalty the reference may be anything at that token."""
+    """k1 is 0.5 at each token and the entropy 2; without a penalty the reference may be anything
+    at that token.
+    """
     refs = [-1.5, -1.5 if rule.penalties == "in" else NAN, -1.5]
-    config = PolicyLossConfig(FREE, kl=KL(0.25, "k1"), entropy_coef=0.1, ratio_to="rollout", unusable=rule)
-    (loss, found), gradient = jax.value_and_grad(policy_loss, has_aux=True)(THREE, three(ref_log_probs=refs), config)
+    config = PolicyLossConfig(
+        FREE, kl=KL(0.25, "k1"), entropy_coef=0.1, ratio_to="rollout", unusable=rule
+    )
+    (loss, found), gradient = jax.value_and_grad(policy_loss, has_aux=True)(
+        THREE, three(ref_log_probs=refs), config
+    )
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     count = 2 if rule == OUT else 3
     penalised = float(rule.penalties == "in")
     slopes = [-2 + 0.25, -4 * (rule.policy == "ratio_1") + 0.25 * penalised, -6 + 0.25, 0]
     np.testing.assert_allclose(gradient.log_probs[0], np.array(slopes) / count, rtol=1e-6)
-    np.testing.assert_allclose(gradient.entropy[0], -0.1 * np.array([1, penalised, 1, 0]) / count, rtol=1e-6)
+    np.testing.assert_allclose(
+        gradient.entropy[0], -0.1 * np.array([1, penalised, 1, 0]) / count, rtol=1e-6
+    )
     np.testing.assert_allclose(found["kl"].value, 0.5 * (2 + penalised) / count, rtol=1e-6)
     np.testing.assert_allclose(found["entropy"].value, 2.0 * (2 + penalised) / count, rtol=1e-6)
 
@@ -272,7 +323,9 @@ def test_penalties_that_are_kept_or_not(rule, expected):
     [(WEIGHT_0, -4 * 2 ** (2 / 3) / 3), (RATIO_1, -8 * 2 ** (2 / 3) / 3), (OUT, -4 * 2 / 2)],
 )
 def test_the_mean_over_a_sequence(rule, expected):
-    """The ratio of the sequence has the logarithm 2/3 log 2 if the token counts, as in TRL and Tunix, else log 2."""
+    """The ratio of the sequence has the logarithm 2/3 log 2 if the token counts, as in TRL and
+    Tunix, else log 2.
+    """
     config = PolicyLossConfig(GSPO(1.0, 9.0), ratio_to="rollout", unusable=rule)
     np.testing.assert_allclose(policy_loss(THREE, three(), config)[0], expected, rtol=1e-6)
     geometric = OffPolicyConfig("geometric", high=9.0, compares="current/rollout")
@@ -281,7 +334,9 @@ def test_the_mean_over_a_sequence(rule, expected):
 
 
 def test_only_ratios_that_read_the_log_prob_are_1():
-    """TRL's weight of its sampler is 1 at the second token, and its ratio over the old policy stays 2."""
+    """TRL's weight of its sampler is 1 at the second token, and its ratio over the old policy
+    stays 2.
+    """
     batch = three(old_log_probs=[-1 - LOG_2] * 3)
     token = OffPolicyConfig("token", high=9.0)
     config = PolicyLossConfig(FREE, off_policy=token, unusable=Unusable.of("trl"))
@@ -291,7 +346,8 @@ def test_only_ratios_that_read_the_log_prob_are_1():
     assert float(found["ratio_min"].value) == float(found["ratio_max"].value) == pytest.approx(2)
 
 
-OF_SEQUENCES = {  # two of three tokens are usable, none of one, and one of two: the weights in the first and the last
+# two of three tokens are usable, none of one, and one of two: the weights in the first and the last
+OF_SEQUENCES = {
     "token_mean": (1 / 3, 1 / 3),
     "sequence_mean_token_sum": (1 / 2, 1 / 2),
     "sequence_mean_token_mean": (1 / 4, 1 / 2),
@@ -304,7 +360,13 @@ def test_the_denominators_of_a_step_whose_parts_lack_tokens(aggregation):
     """In one batch, and in three micro-batches of which one has no usable token at all."""
     lacking = ([-1.0, NAN, -1.0], [NAN], [INF, -1.0])
     samples = [
-        Sample([1, *range(2, 2 + len(x))], 1, advantages=[1.0] * len(x), rollout_log_probs=x, rollout_id=r)
+        Sample(
+            [1, *range(2, 2 + len(x))],
+            1,
+            advantages=[1.0] * len(x),
+            rollout_log_probs=x,
+            rollout_id=r,
+        )
         for x, r in zip(lacking, (7, 7, 9), strict=True)
     ]
     config = PolicyLossConfig(ratio_to="rollout", aggregation=aggregation, unusable=OUT)
@@ -331,7 +393,9 @@ def test_denominators_that_are_sums_of_weights():
     """Weights of 0.5, 8 and 2; the sum of those of usable tokens is 2.5."""
     batch = dataclasses.replace(three(loss_weights=[0.5, 8.0, 2.0]), weighted_denominators=True)
     config = PolicyLossConfig(FREE, ratio_to="rollout", unusable=OUT)
-    np.testing.assert_allclose(policy_loss(THREE, batch, config)[0], -(0.5 * 2 + 2 * 6) / 2.5, rtol=1e-6)
+    np.testing.assert_allclose(
+        policy_loss(THREE, batch, config)[0], -(0.5 * 2 + 2 * 6) / 2.5, rtol=1e-6
+    )
 
 
 def test_a_normalizer_of_another_rule():
@@ -341,22 +405,38 @@ def test_a_normalizer_of_another_rule():
     kept = Normalizer.of(configs[WEIGHT_0], batch)
     assert float(kept.tokens) == 3
     assert float(Normalizer.of(configs[OUT], batch).tokens) == 2
-    np.testing.assert_allclose(policy_loss(THREE, batch, configs[RATIO_1], normalizer=kept)[0], -4, rtol=1e-6)
+    np.testing.assert_allclose(
+        policy_loss(THREE, batch, configs[RATIO_1], normalizer=kept)[0], -4, rtol=1e-6
+    )
     message = r"normalizer: got one of out_of_denominators=\(\), expected \('rollout_log_probs',\)"
     with pytest.raises(ValueError, match=message):
         policy_loss(THREE, batch, configs[OUT], normalizer=kept)
-    with pytest.raises(ValueError, match=r"normalizer: got one of out_of_denominators=\('rollout_log_probs',\), exp"):
+    with pytest.raises(
+        ValueError,
+        match=r"normalizer: got one of out_of_denominators=\('rollout_log_probs',\), exp",
+    ):
         policy_loss(THREE, batch, configs[NO_LOSS], normalizer=Normalizer.of(configs[OUT], batch))
     blind = Normalizer.of(configs[OUT], dataclasses.replace(batch, rollout_log_probs=None))
-    loss, found = policy_loss(THREE, batch, configs[OUT], normalizer=blind)  # would be -8/3 for -8/2
+    # would be -8/3 for -8/2
+    loss, found = policy_loss(THREE, batch, configs[OUT], normalizer=blind)
     assert np.isnan(loss)
     assert "normalizer_of_another_step" in explain_broken_rules(found["broken_rules"].value)[0]
 
 
 @pytest.mark.parametrize("rule", EVERY)
 def test_what_else_is_broken_still_is(rule):
-    """NaN of the current policy is never excused, and a token is not unusable because of the reference's -inf."""
-    samples = [Sample([1, 2, 3, 4], 1, advantages=[1.0] * 3, old_log_probs=[-1.0] * 3, ref_log_probs=[-1.0] * 3)]
+    """NaN of the current policy is never excused, and a token is not unusable because of the
+    reference's -inf.
+    """
+    samples = [
+        Sample(
+            [1, 2, 3, 4],
+            1,
+            advantages=[1.0] * 3,
+            old_log_probs=[-1.0] * 3,
+            ref_log_probs=[-1.0] * 3,
+        )
+    ]
     batch = RolloutBatch.from_samples(samples, row_length=4)
     config = PolicyLossConfig(kl=KL(0.1), unusable=rule)
     log_probs = jnp.full((1, 4), -1.0)
@@ -368,7 +448,8 @@ def test_what_else_is_broken_still_is(rule):
         assert np.isnan(loss)
         assert "log_probs: expected finite" in explain_broken_rules(found["broken_rules"].value)[0]
     loss, found = policy_loss(TokenStats(low), unsound, config)
-    np.testing.assert_allclose(loss, -2 / 3, rtol=1e-6)  # the denominators are those before the step
+    # the denominators are those before the step
+    np.testing.assert_allclose(loss, -2 / 3, rtol=1e-6)
     assert float(found["unusable_tokens"].value) == 1
 
 
@@ -387,7 +468,9 @@ def test_a_step_of_impossible_tokens_alone_is_zero(rule):
 @pytest.mark.parametrize("rule", EVERY)
 def test_a_step_of_which_the_sampler_knows_nothing(rule):
     batch = three(rollout_log_probs=[NAN] * 3)
-    config = PolicyLossConfig(ratio_to="rollout", aggregation="sequence_mean_token_mean", unusable=rule)
+    config = PolicyLossConfig(
+        ratio_to="rollout", aggregation="sequence_mean_token_mean", unusable=rule
+    )
     (loss, found), gradient = jax.value_and_grad(policy_loss, has_aux=True)(THREE, batch, config)
     worth = np.array([1.0, 4.0, 3.0, 0.0]) * (rule.policy == "ratio_1")
     np.testing.assert_allclose(loss, -worth.sum() / 3, rtol=1e-6)
@@ -417,7 +500,9 @@ REASONS = {
 
 @pytest.mark.parametrize("rule", REASONS)
 def test_the_reason_in_explained_tokens(rule):
-    """The sampler has no log-prob of the second token; the current policy finds the third impossible."""
+    """The sampler has no log-prob of the second token; the current policy finds the third
+    impossible.
+    """
     batch = three(ref_log_probs=[-1.5] * 3)
     stats = TokenStats(jnp.array([[-1.0, -1.0, -jnp.inf, 0.0]]))
     config = PolicyLossConfig(FREE, kl=KL(0.25, "k1"), ratio_to="rollout", unusable=rule)
@@ -432,18 +517,26 @@ def test_the_reason_in_explained_tokens(rule):
 
 
 def test_selection_leaves_them_out():
-    """The first of the three others has the highest covariance, (-1 - 1)(-2 + 4/3); one is picked, and not two."""
-    samples = [Sample([1, 2, 3, 4, 5], 1, advantages=[9.0, -1.0, 2.0, 2.0], old_log_probs=[-1.0] * 4)]
+    """The first of the three others has the highest covariance, (-1 - 1)(-2 + 4/3); one is
+    picked, and not two.
+    """
+    samples = [
+        Sample([1, 2, 3, 4, 5], 1, advantages=[9.0, -1.0, 2.0, 2.0], old_log_probs=[-1.0] * 4)
+    ]
     batch = RolloutBatch.from_samples(samples, row_length=5)
     stats = TokenStats(jnp.array([[-jnp.inf, -2.0, -1.0, -1.0, 0.0]]))
     for rule in EVERY:
         config = PolicyLossConfig(KLCov(share=0.5), unusable=rule)
-        assert covariance_mask(stats, batch, config, jax.random.key(0)).tolist() == [[0, 1, 0, 0, 0]]
+        assert covariance_mask(stats, batch, config, jax.random.key(0)).tolist() == [
+            [0, 1, 0, 0, 0]
+        ]
 
 
 @pytest.mark.parametrize(("rule", "picked"), [(WEIGHT_0, 1), (NO_LOSS, 1), (OUT, 1), (RATIO_1, 0)])
 def test_a_selection_is_of_tokens_with_a_policy_loss(rule, picked):
-    """With the first token its covariance is the highest, (9 - 3)(0 + 1); without it, that of the second, as above."""
+    """With the first token its covariance is the highest, (9 - 3)(0 + 1); without it, that of
+    the second, as above.
+    """
     old = [NAN, -1.0, -1.0, -1.0]
     samples = [Sample([1, 2, 3, 4, 5], 1, advantages=[9.0, -1.0, 2.0, 2.0], old_log_probs=old)]
     batch = RolloutBatch.from_samples(samples, row_length=5)
@@ -464,7 +557,9 @@ def test_a_selection_is_of_tokens_with_a_policy_loss(rule, picked):
     ],
 )
 def test_one_pass_where_a_token_left_out_changes_no_other(off_policy, one_pass):
-    """Not with weights of sequences: they would include a token before the pass finds it impossible."""
+    """Not with weights of sequences: they would include a token before the pass finds it
+    impossible.
+    """
     for rule in EVERY:
         config = PolicyLossConfig(off_policy=off_policy, unusable=rule)
         assert PolicyTokenLoss(config).token_local is one_pass
@@ -474,15 +569,30 @@ def test_one_pass_where_a_token_left_out_changes_no_other(off_policy, one_pass):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PolicyLossConfig(unusable="mask"), "unusable: got 'mask', expected 'nan' or an instance of Unusable"),
-        (lambda: PolicyLossConfig(unusable="trl"), r"unusable: got 'trl', .*; Unusable.of\('trl'\) is one"),
-        (lambda: PolicyLossConfig(unusable=None), "unusable: got None, expected 'nan' or an instance of Unusable"),
+        (
+            lambda: PolicyLossConfig(unusable="mask"),
+            "unusable: got 'mask', expected 'nan' or an instance of Unusable",
+        ),
+        (
+            lambda: PolicyLossConfig(unusable="trl"),
+            r"unusable: got 'trl', .*; Unusable.of\('trl'\) is one",
+        ),
+        (
+            lambda: PolicyLossConfig(unusable=None),
+            "unusable: got None, expected 'nan' or an instance of Unusable",
+        ),
         (lambda: Unusable("drop"), "policy: got 'drop', expected one of 'weight_0', 'ratio_1'"),
         (lambda: Unusable(penalties="left"), "penalties: got 'left', expected one of 'in', 'out'"),
-        (lambda: Unusable.of("verl"), "system: got 'verl', expected one of 'trl', 'tunix', 'torchtitan'"),
+        (
+            lambda: Unusable.of("verl"),
+            "system: got 'verl', expected one of 'trl', 'tunix', 'torchtitan'",
+        ),
         (
             lambda: Unusable("ratio_1", denominators="out", penalties="out"),
-            "denominators: got 'out' with policy='ratio_1', penalties='out', expected 'in' unless policy='weight_0'",
+            (
+                "denominators: got 'out' with policy='ratio_1', penalties='out', expected 'in'"
+                " unless policy='weight_0'"
+            ),
         ),
         (
             lambda: Unusable(denominators="out"),
@@ -496,7 +606,10 @@ def test_a_rule_that_is_none(make, message):
 
 
 def test_an_option_of_the_rule_beside_it():
-    with pytest.raises(TypeError, match=r"penalties: got 'out' for PolicyLossConfig, expected it in unusable=Unusable"):
+    with pytest.raises(
+        TypeError,
+        match=r"penalties: got 'out' for PolicyLossConfig, expected it in unusable=Unusable",
+    ):
         PolicyLossConfig(penalties="out")
 
 

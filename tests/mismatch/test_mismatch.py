@@ -1,4 +1,6 @@
-"""How far sampler and trainer are apart: token by token over the vocabulary, and the report with its command line."""
+"""How far sampler and trainer are apart: token by token over the vocabulary, and the report with
+its command line.
+"""
 
 import dataclasses
 import json
@@ -31,7 +33,9 @@ EXACT = ("kl", "reverse_kl", "total_variation", "same_top")
 
 
 def models(V, seed=0, distance=0.3, dtype=jnp.float32):
-    """(hidden states, head) of a trainer, and of a sampler near it whose head lies the other way and has an adapter."""
+    """(hidden states, head) of a trainer, and of a sampler near it whose head lies the other way
+    and has an adapter.
+    """
     rng = np.random.default_rng(seed)
 
     def array(*shape):
@@ -57,7 +61,11 @@ def truth(model, temperature=1.0):
     def as_f64(x):
         return None if x is None else np.asarray(x, np.float64)
 
-    lora = (None, None, 1.0) if head.lora is None else (as_f64(head.lora.a), as_f64(head.lora.b), head.lora.scale)
+    lora = (
+        (None, None, 1.0)
+        if head.lora is None
+        else (as_f64(head.lora.a), as_f64(head.lora.b), head.lora.scale)
+    )
     kernel = as_f64(head.kernel) if head.layout == "hv" else as_f64(head.kernel).T
     plain = OracleHead(kernel, as_f64(head.bias), *lora, head.softcap, head.scale, head.vocab_size)
     return oracle_head.logits(as_f64(hidden)[WHERE], plain, temperature)
@@ -77,12 +85,18 @@ def test_against_logits_written_out_on_any_mesh(small_tiles, V):
     targets = jnp.asarray(np.random.default_rng(1).integers(0, V, (R, T)))
 
     def run(parallel, trainer, sampler):
-        return token_mismatch(*trainer, *sampler, targets, temperature=0.7, where=WHERE, parallel=parallel)
+        return token_mismatch(
+            *trainer, *sampler, targets, temperature=0.7, where=WHERE, parallel=parallel
+        )
 
-    got = assert_mesh_invariant(run, trainer, sampler, meshes=MESHES[:1] if V == 97 else MESHES, rtol=2e-5, atol=2e-6)
+    got = assert_mesh_invariant(
+        run, trainer, sampler, meshes=MESHES[:1] if V == 97 else MESHES, rtol=2e-5, atol=2e-6
+    )
     expected = mismatch.comparison(truth(trainer, 0.7), truth(sampler, 0.7))
     for name in EXACT:
-        np.testing.assert_allclose(np.asarray(getattr(got, name))[WHERE], expected[name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            np.asarray(getattr(got, name))[WHERE], expected[name], rtol=1e-5, atol=1e-6
+        )
         assert (np.asarray(getattr(got, name))[~WHERE] == 0).all()
     stats = log_probs_from_hidden(*trainer, targets, temperature=0.7, where=WHERE, entropy="metric")
     np.testing.assert_allclose(got.log_probs, stats.log_probs, rtol=1e-6)
@@ -107,7 +121,8 @@ def test_fsdp_and_bf16(small_tiles, sequence_parallel):
     )
     assert_trees_close(got, alone, rtol=2e-5, atol=2e-6)
     expected = mismatch.comparison(truth(trainer), truth(sampler))
-    # the adapter's features are rounded to bf16, which the truth does not know: 2^-9 of a tenth of a logit
+    # the adapter's features are rounded to bf16, which the truth does not know: 2^-9 of a tenth of
+    # a logit
     np.testing.assert_allclose(np.asarray(got.kl)[WHERE], expected["kl"], rtol=5e-3, atol=1e-3)
 
 
@@ -118,7 +133,9 @@ def test_inside_a_users_shard_map():
 
     def inside(hidden, kernel, other_hidden, other_kernel, targets, where):
         axes, yours = ShardAxes("dp", "cp", "tp"), Head(other_kernel, layout="vh")
-        return token_mismatch(hidden, kernel, other_hidden, yours, targets, where=where, parallel=axes)
+        return token_mismatch(
+            hidden, kernel, other_hidden, yours, targets, where=where, parallel=axes
+        )
 
     tokens, states = mesh.tokens_spec, mesh.hidden_spec
     specs = (states, mesh.kernel_spec(), states, mesh.kernel_spec("vh"), tokens, tokens)
@@ -126,7 +143,11 @@ def test_inside_a_users_shard_map():
         hidden, head.kernel, other_hidden, other.kernel, targets, WHERE
     )
     yours = Head(other.kernel, layout="vh")
-    assert_trees_close(got, token_mismatch(hidden, head.kernel, other_hidden, yours, targets, where=WHERE), atol=2e-6)
+    assert_trees_close(
+        got,
+        token_mismatch(hidden, head.kernel, other_hidden, yours, targets, where=WHERE),
+        atol=2e-6,
+    )
 
 
 @pytest.mark.every(2)
@@ -144,10 +165,13 @@ def test_of_equally_likely_tokens_the_first_counts(small_tiles, mesh):
 
     assert (same(first(700, 3000), first(700)) == 1).all()
     assert (same(first(700, 3000), first(3000)) == 0).all()
-    spoilt = dataclasses.replace(first(700), bias=first(700).bias.at[5].set(-jnp.inf).at[V - 1].set(jnp.nan))
+    spoilt = dataclasses.replace(
+        first(700), bias=first(700).bias.at[5].set(-jnp.inf).at[V - 1].set(jnp.nan)
+    )
     found = token_mismatch(hidden, spoilt, hidden, first(700), targets, parallel=parallel)
     assert (found.same_top == 1).all()
-    assert np.isfinite(found.kl).sum() == 0  # the trainer finds a token impossible that the sampler draws
+    # the trainer finds a token impossible that the sampler draws
+    assert np.isfinite(found.kl).sum() == 0
     assert np.isfinite(found.reverse_kl).all()
     assert np.isfinite(found.rounding).all()
 
@@ -174,7 +198,9 @@ def rounded(x, dtype):
 def test_rounding_is_within_its_bound_and_the_bound_is_near(dtype, logits_dtype):
     hidden, kernel, targets = wide_model()
     other = Head(rounded(kernel, dtype), logits_dtype=logits_dtype)
-    found = mismatch_report(token_mismatch(hidden, kernel, rounded(hidden, dtype), other, targets, rounded_to=dtype))
+    found = mismatch_report(
+        token_mismatch(hidden, kernel, rounded(hidden, dtype), other, targets, rounded_to=dtype)
+    )
     assert found.figures["beyond_rounding"] == 0
     ratio = found.figures["rounding_rms"] / found.figures["rms"]
     assert 2 < ratio < 20, ratio
@@ -184,7 +210,9 @@ def test_the_order_of_sums_is_within_the_bound_of_f32():
     hidden, kernel, targets = wide_model()
     parallel = make_parallel_mesh("tp=8")
     near = token_mismatch(hidden, kernel, hidden, kernel, targets, rounded_to="float32")
-    apart = log_probs_from_hidden(hidden[..., ::-1], kernel[::-1], targets, parallel=parallel).log_probs
+    apart = log_probs_from_hidden(
+        hidden[..., ::-1], kernel[::-1], targets, parallel=parallel
+    ).log_probs
     report = mismatch_report(dataclasses.replace(near, rollout_log_probs=apart))
     assert report.figures["abs_max"] > 0
     assert report.figures["beyond_rounding"] == 0
@@ -212,7 +240,8 @@ def test_a_bug_is_beyond_what_rounding_explains(bug, share):
 
 def random_arrays(seed=0, shape=(3, 40)):
     rng = np.random.default_rng(seed)
-    sampler = -1 - np.abs(rng.normal(size=shape)).astype(np.float32)  # so that the trainer's are below 0 too
+    # so that the trainer's are below 0 too
+    sampler = -1 - np.abs(rng.normal(size=shape)).astype(np.float32)
     trainer = sampler + 0.1 * rng.normal(size=shape).astype(np.float32)
     return trainer, sampler, rng
 
@@ -221,17 +250,26 @@ def test_the_figures_of_two_arrays():
     trainer, sampler, rng = random_arrays()
     where = rng.random(trainer.shape) < 0.6
     spoilt = np.where(where, trainer, np.nan)
-    report = mismatch_report(TokenMismatch(jnp.asarray(spoilt), jnp.asarray(sampler)), where=jnp.asarray(where))
+    report = mismatch_report(
+        TokenMismatch(jnp.asarray(spoilt), jnp.asarray(sampler)), where=jnp.asarray(where)
+    )
     d = (trainer.astype(np.float64) - sampler)[where]
     expected = mismatch.figures(list(d)) | mismatch.estimates(trainer[where], sampler[where])
     assert set(report.figures) == set(expected)
     for name, x in expected.items():
         assert report.figures[name] == pytest.approx(x, rel=1e-6, abs=1e-12), name
-    assert (report.tokens, report.not_finite, report.exact, report.by_entropy) == (where.sum(), 0, False, ())
+    assert (report.tokens, report.not_finite, report.exact, report.by_entropy) == (
+        where.sum(),
+        0,
+        False,
+        (),
+    )
 
 
 def test_estimates_are_those_of_the_whole_distribution_where_each_token_was_drawn_once():
-    """A uniform sampler over 50 tokens that drew each of them: means over tokens are expectations."""
+    """A uniform sampler over 50 tokens that drew each of them: means over tokens are
+    expectations.
+    """
     z = np.random.default_rng(0).normal(size=(1, 50))
     log_p = oracle_head.log_softmax(z)
     exact = mismatch.comparison(z, np.zeros((1, 50)))
@@ -301,13 +339,18 @@ def test_what_the_comparison_refuses():
     trainer, sampler = models(97)
     targets = jnp.zeros((R, T), jnp.int32)
     for change, message in [
-        ({"rounded_to": "int8"}, "rounded_to: got 'int8', expected one of 'bfloat16', 'float16', 'float32'"),
+        (
+            {"rounded_to": "int8"},
+            "rounded_to: got 'int8', expected one of 'bfloat16', 'float16', 'float32'",
+        ),
         ({"temperature": 0.0}, "temperature: got 0.0"),
         ({"where": WHERE[:2]}, "where: got shape"),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
             token_mismatch(*trainer, *sampler, targets, **change)
-    with pytest.raises(ValueError, match=r"rollout_head.kernel: got 96 columns, expected the trainer's 97"):
+    with pytest.raises(
+        ValueError, match=r"rollout_head.kernel: got 96 columns, expected the trainer's 97"
+    ):
         token_mismatch(*trainer, *models(96)[1], targets)
     with pytest.raises(ValueError, match="rollout_hidden: got"):
         token_mismatch(*trainer, sampler[0][:, :4], sampler[1], targets)
@@ -333,10 +376,23 @@ def test_two_npy_files(tmp_path, capsys):
 def test_two_files_of_hidden_states(tmp_path, capsys, shape):
     """In bf16, which numpy stores as bytes."""
     hidden, kernel, targets = wide_model()
-    hidden, targets = (hidden[0, :32].reshape(*shape, WIDE), np.asarray(targets[0, :32]).reshape(shape))
+    hidden, targets = (
+        hidden[0, :32].reshape(*shape, WIDE),
+        np.asarray(targets[0, :32]).reshape(shape),
+    )
     where = np.arange(32).reshape(shape) % 3 > 0
-    np.savez(tmp_path / "a.npz", hidden=hidden, kernel=kernel, targets=targets, where=where, temperature=0.9)
-    low = {name: np.asarray(x.astype(jnp.bfloat16)) for name, x in (("hidden", hidden), ("kernel", kernel))}
+    np.savez(
+        tmp_path / "a.npz",
+        hidden=hidden,
+        kernel=kernel,
+        targets=targets,
+        where=where,
+        temperature=0.9,
+    )
+    low = {
+        name: np.asarray(x.astype(jnp.bfloat16))
+        for name, x in (("hidden", hidden), ("kernel", kernel))
+    }
     np.savez(tmp_path / "b.npz", **low)
     main([str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), "--json", "--bins", "2"])
     found = json.loads(capsys.readouterr().out)
@@ -349,7 +405,9 @@ def test_two_files_of_hidden_states(tmp_path, capsys, shape):
 
     states = rows(hidden), kernel, rows(low["hidden"]), jnp.asarray(low["kernel"])
     same = token_mismatch(*states, rows(targets), temperature=0.9, where=rows(where))
-    assert found["figures"]["kl"] == pytest.approx(mismatch_report(same, where=rows(where)).figures["kl"], rel=1e-4)
+    assert found["figures"]["kl"] == pytest.approx(
+        mismatch_report(same, where=rows(where)).figures["kl"], rel=1e-4
+    )
 
 
 def promise(path):
@@ -376,22 +434,62 @@ BAD_FILES = {
     "none": (None, LOG_PROBS, [], "a.npy: got no file, expected an .npy or .npz file of numbers"),
     "a folder": (Path.mkdir, LOG_PROBS, [], "a.npy: got no file"),
     "a pipe": (os.mkfifo, LOG_PROBS, [], "a.npy: got no file"),
-    "empty": (lambda path: path.write_bytes(b""), LOG_PROBS, [], "a.npy: got a file that numpy cannot read (EOFError"),
-    "text": (lambda path: path.write_text("a, b\n1, 2\n"), LOG_PROBS, [], "cannot read (it holds no array of numbers)"),
-    "a pickle": (lambda path: np.save(path, np.array([{}], object)), LOG_PROBS, [], "a.npy: got a file that numpy can"),
-    "an .npy cut": (lambda path: _cut(path, np.save, LOG_PROBS), LOG_PROBS, [], "a.npy: got a file that numpy cannot"),
-    "an .npz cut": (lambda path: _cut(path, _savez, LOG_PROBS), LOG_PROBS, [], "a.npy: got a file that numpy cannot"),
+    "empty": (
+        lambda path: path.write_bytes(b""),
+        LOG_PROBS,
+        [],
+        "a.npy: got a file that numpy cannot read (EOFError",
+    ),
+    "text": (
+        lambda path: path.write_text("a, b\n1, 2\n"),
+        LOG_PROBS,
+        [],
+        "cannot read (it holds no array of numbers)",
+    ),
+    "a pickle": (
+        lambda path: np.save(path, np.array([{}], object)),
+        LOG_PROBS,
+        [],
+        "a.npy: got a file that numpy can",
+    ),
+    "an .npy cut": (
+        lambda path: _cut(path, np.save, LOG_PROBS),
+        LOG_PROBS,
+        [],
+        "a.npy: got a file that numpy cannot",
+    ),
+    "an .npz cut": (
+        lambda path: _cut(path, _savez, LOG_PROBS),
+        LOG_PROBS,
+        [],
+        "a.npy: got a file that numpy cannot",
+    ),
     "terabytes": (promise, LOG_PROBS, [], "a.npy: got a file that numpy cannot read"),
     "a bomb": (bomb, LOG_PROBS, [], "cannot read (MemoryError: 17592186044416 bytes of arrays"),
-    "no array": (lambda path: _zip(path, "log_probs.txt"), LOG_PROBS, [], "a.npy: got a file that numpy cannot read"),
-    "text in it": ({"log_probs": np.array(["a"])}, LOG_PROBS, [], "a.npz: log_probs: got dtype <U1"),
+    "no array": (
+        lambda path: _zip(path, "log_probs.txt"),
+        LOG_PROBS,
+        [],
+        "a.npy: got a file that numpy cannot read",
+    ),
+    "text in it": (
+        {"log_probs": np.array(["a"])},
+        LOG_PROBS,
+        [],
+        "a.npz: log_probs: got dtype <U1",
+    ),
     "a typo": (
         {"log_probs": LOG_PROBS, "position": LOG_PROBS},
         LOG_PROBS,
         [],
         "trainer: got position, expected log_pr",
     ),
-    "another name": ({"logprobs": LOG_PROBS}, LOG_PROBS, [], "trainer: got no log_probs among logprobs, expected log_"),
+    "another name": (
+        {"logprobs": LOG_PROBS},
+        LOG_PROBS,
+        [],
+        "trainer: got no log_probs among logprobs, expected log_",
+    ),
     "both kinds": (
         TRAINER | {"log_probs": LOG_PROBS},
         HIDDEN,
@@ -416,21 +514,36 @@ BAD_FILES = {
         [],
         "trainer: got no targets among hidden, kernel, expected hidden, kernel, targets",
     ),
-    "turned": (TRAINER, TURNED, [], "sampler: hidden: got shape (3, 2, 4), expected (2, 3) of targets, and H"),
+    "turned": (
+        TRAINER,
+        TURNED,
+        [],
+        "sampler: hidden: got shape (3, 2, 4), expected (2, 3) of targets, and H",
+    ),
     "a flat mask": (
         TRAINER | {"where": np.ones(6)},
         HIDDEN,
         [],
         "trainer: where: got shape (6,), expected that of targ",
     ),
-    "a mask of 2": (TRAINER | {"where": np.full((2, 3), 2)}, HIDDEN, [], "where: got other numbers than 0 and 1"),
+    "a mask of 2": (
+        TRAINER | {"where": np.full((2, 3), 2)},
+        HIDDEN,
+        [],
+        "where: got other numbers than 0 and 1",
+    ),
     "two temperatures": (
         TRAINER | {"temperature": np.ones(2)},
         HIDDEN,
         [],
         "temperature: got shape (2,), expected that",
     ),
-    "a square kernel": (TRAINER | SQUARE, HIDDEN | SQUARE, [], "layout: got None for a kernel (4, 4)"),
+    "a square kernel": (
+        TRAINER | SQUARE,
+        HIDDEN | SQUARE,
+        [],
+        "layout: got None for a kernel (4, 4)",
+    ),
     "another shape": (LOG_PROBS, LOG_PROBS.T, [], "got shape (3, 2)"),
     "bins": (LOG_PROBS, LOG_PROBS, ["--bins", "1000000000"], "bins: got 1000000000"),
     "no bins": (LOG_PROBS, LOG_PROBS, ["--bins", "many"], "--bins: invalid int value: 'many'"),
@@ -485,7 +598,9 @@ def test_a_square_kernel_with_its_layout(tmp_path, capsys):
         logits = np.ones(4) @ kernel
         found = compare(read(tmp_path / "a.npz"), read(tmp_path / "b.npz"), layout=layout)
         log_probs[layout] = np.asarray(found.log_probs)
-        np.testing.assert_allclose(log_probs[layout], logits[3] - np.log(np.exp(logits).sum()), rtol=1e-5)
+        np.testing.assert_allclose(
+            log_probs[layout], logits[3] - np.log(np.exp(logits).sum()), rtol=1e-5
+        )
     assert not np.allclose(log_probs["hv"], log_probs["vh"])
 
 

@@ -1,4 +1,6 @@
-"""Sampler against trainer by the place in the row: written out in numpy, on meshes, in layouts, with shared prompts."""
+"""Sampler against trainer by the place in the row: written out in numpy, on meshes, in layouts,
+with shared prompts.
+"""
 
 import dataclasses
 
@@ -24,7 +26,9 @@ def path_of(segment, parents):
 
 
 def first_in_row(batch):
-    """Where a row holds nothing before a token but what the token continues; rows lie in any layout."""
+    """Where a row holds nothing before a token but what the token continues; rows lie in any
+    layout.
+    """
     found = np.zeros(batch.segment_ids.shape, bool)
     for row, segments in enumerate(np.asarray(batch.segment_ids)):
         parents = None if batch.parents is None else np.asarray(batch.parents)[row]
@@ -39,16 +43,25 @@ def first_in_row(batch):
 def test_the_place_in_the_row(mesh, layout, shared):
     parallel = mesh and make_parallel_mesh(mesh, context_layout=layout)
     batch = RolloutBatch.from_samples(
-        three_levels(4), row_length=64, rows=4, parallel=parallel, share_prefixes=shared, num_segments=12
+        three_levels(4),
+        row_length=64,
+        rows=4,
+        parallel=parallel,
+        share_prefixes=shared,
+        num_segments=12,
     )
-    found = jax.jit(lambda b: finalize_metrics(packing_metrics(b, b.returns, parallel=parallel)))(batch)
+    found = jax.jit(lambda b: finalize_metrics(packing_metrics(b, b.returns, parallel=parallel)))(
+        batch
+    )
     on = np.asarray(batch.loss_mask) > 0
     apart = np.abs(np.float64(batch.returns) - np.float64(batch.rollout_log_probs))
     first = first_in_row(batch)
     assert 0 < (first & on).sum() < on.sum()
     assert found.keys() == {"first_in_row_abs_diff", "behind_others_abs_diff"}
     np.testing.assert_allclose(found["first_in_row_abs_diff"], apart[first & on].mean(), rtol=1e-5)
-    np.testing.assert_allclose(found["behind_others_abs_diff"], apart[~first & on].mean(), rtol=1e-5)
+    np.testing.assert_allclose(
+        found["behind_others_abs_diff"], apart[~first & on].mean(), rtol=1e-5
+    )
 
 
 def test_what_is_not_there():

@@ -1,4 +1,6 @@
-"""Where two systems first differ: `python -m jaxppo.mismatch --parity`, stage by stage, on numbers worked by hand."""
+"""Where two systems first differ: `python -m jaxppo.mismatch --parity`, stage by stage, on
+numbers worked by hand.
+"""
 
 import json
 
@@ -13,7 +15,9 @@ BF16 = ml_dtypes.bfloat16
 
 
 def recorded(**changes):
-    """What a system recorded of four tokens; the changes take the place of arrays, None takes one away."""
+    """What a system recorded of four tokens; the changes take the place of arrays, None takes
+    one away.
+    """
     hidden = np.arange(12).reshape(4, 3).astype(BF16)
     kernel = (np.arange(15).reshape(3, 5) / 4).astype(BF16)
     found = {
@@ -40,7 +44,10 @@ def at(x, index, value):
 SAME = recorded()
 # by the stage that differs first: what the sampler recorded, and the line that says so
 FIRST = {
-    "tokens": ({"tokens": at(SAME["tokens"], 1, 3)}, "1 of 4 tokens differ, first [1]: 0 and 3; 3 apart at most"),
+    "tokens": (
+        {"tokens": at(SAME["tokens"], 1, 3)},
+        "1 of 4 tokens differ, first [1]: 0 and 3; 3 apart at most",
+    ),
     "hidden": (
         # 7 is 1.75 * 2^2, and the next number of bfloat16 is 2^-5 above it
         {"hidden": at(SAME["hidden"], (2, 1), 7.03125), "log_probs": SAME["log_probs"] - 1},
@@ -50,16 +57,31 @@ FIRST = {
         {"kernel": at(SAME["kernel"], (1, 0), 2)},
         "1 of 15 numbers differ, first [1, 0]: 1.25 and 2; 0.75 apart",
     ),
-    "bias": ({"bias": SAME["bias"] + 1}, "5 of 5 numbers differ, first [0]: 0 and 1; 1 apart at most"),
+    "bias": (
+        {"bias": SAME["bias"] + 1},
+        "5 of 5 numbers differ, first [0]: 0 and 1; 1 apart at most",
+    ),
     # 9 * 0 + 10 * 1.25 + 11 * 2.5
-    "logits": ({"logits": at(SAME["logits"], (3, 0), 0)}, "1 of 4 tokens differ, first [3, 0]: 40 and 0; 40 apart"),
-    "temperature": ({"temperature": np.float32(1)}, "1 of 1 numbers differ, first []: 0.5 and 1; 0.5 apart at most"),
+    "logits": (
+        {"logits": at(SAME["logits"], (3, 0), 0)},
+        "1 of 4 tokens differ, first [3, 0]: 40 and 0; 40 apart",
+    ),
+    "temperature": (
+        {"temperature": np.float32(1)},
+        "1 of 1 numbers differ, first []: 0.5 and 1; 0.5 apart at most",
+    ),
     "support": (
         {"support": at(SAME["support"], (3, 1), 3)},
         "1 of 4 tokens differ, first [3, 0]: 4 and 3; 1 apart at most",
     ),
-    "log_probs": ({"log_probs": at(SAME["log_probs"], 3, np.nan)}, "1 of 4 tokens differ, first [3]: -3 and nan"),
-    "stop_ids": ({"stop_ids": np.array([8])}, "1 of 2 ids differ, first 7, which the trainer alone has"),
+    "log_probs": (
+        {"log_probs": at(SAME["log_probs"], 3, np.nan)},
+        "1 of 4 tokens differ, first [3]: -3 and nan",
+    ),
+    "stop_ids": (
+        {"stop_ids": np.array([8])},
+        "1 of 2 ids differ, first 7, which the trainer alone has",
+    ),
 }
 
 
@@ -87,12 +109,17 @@ def test_logits_that_one_system_rounds():
     logits = np.array([[1.0, 257.0], [256.0, 2.0]], np.float32)
     found = compare_stages({"logits": logits}, {"logits": logits.astype(BF16)})
     assert found.first == "logits"
-    assert "1 of 2 tokens differ, first [0, 1]: 257 and 256, in float32 and bfloat16; 1 apart" in str(found)
+    assert (
+        "1 of 2 tokens differ, first [0, 1]: 257 and 256, in float32 and bfloat16; 1 apart"
+        in str(found)
+    )
     assert "logits_dtype" in str(found)
 
 
 def test_what_is_the_same_otherwise_written():
-    """Other dtypes of equal numbers, a temperature for each token, ids in another order, twice or in fewer columns."""
+    """Other dtypes of equal numbers, a temperature for each token, ids in another order, twice
+    or in fewer columns.
+    """
     other = recorded(
         hidden=SAME["hidden"].astype(np.float32),
         tokens=SAME["tokens"].astype(np.int16),
@@ -132,7 +159,9 @@ def test_stages_that_one_file_holds():
     found = compare_stages(recorded(bias=None), recorded(logits=None))
     assert found.alone == {"logits": "trainer", "bias": "sampler"}
     assert "head, bias     not compared: the sampler's file alone holds it" in str(found)
-    assert "log-probs      not recorded" in str(compare_stages({"tokens": SAME["tokens"]}, {"tokens": SAME["tokens"]}))
+    assert "log-probs      not recorded" in str(
+        compare_stages({"tokens": SAME["tokens"]}, {"tokens": SAME["tokens"]})
+    )
 
 
 def saved(folder, **arrays):
@@ -156,10 +185,26 @@ def test_two_files(tmp_path, capsys):
 
 # by name: what the sampler recorded, more arguments, what the line says
 BAD = {
-    "a name": (recorded(logprobs=SAME["log_probs"]), [], "sampler: got logprobs, expected none but tokens, hidden"),
-    "a mask of the sampler": (recorded(where=np.ones(4)), [], "sampler: got where, expected none but"),
-    "nothing": ({}, [], "files: got no stage that both hold, expected some of tokens, hidden, kernel"),
-    "ids of floats": (recorded(tokens=np.ones(4)), [], "sampler: tokens: got dtype float64, expected integers"),
+    "a name": (
+        recorded(logprobs=SAME["log_probs"]),
+        [],
+        "sampler: got logprobs, expected none but tokens, hidden",
+    ),
+    "a mask of the sampler": (
+        recorded(where=np.ones(4)),
+        [],
+        "sampler: got where, expected none but",
+    ),
+    "nothing": (
+        {},
+        [],
+        "files: got no stage that both hold, expected some of tokens, hidden, kernel",
+    ),
+    "ids of floats": (
+        recorded(tokens=np.ones(4)),
+        [],
+        "sampler: tokens: got dtype float64, expected integers",
+    ),
     "fewer tokens": (
         recorded(hidden=SAME["hidden"][:3]),
         [],
@@ -175,14 +220,22 @@ BAD = {
         [],
         "sampler: hidden: got shape (4, 6), expected the trainer's, (4, 3)",
     ),
-    "a turned kernel": (recorded(kernel=SAME["kernel"].T), [], "sampler: kernel: got shape (5, 3), expected the"),
+    "a turned kernel": (
+        recorded(kernel=SAME["kernel"].T),
+        [],
+        "sampler: kernel: got shape (5, 3), expected the",
+    ),
     "a mask beside ids": (
         recorded(support=np.ones((4, 5), bool)),
         [],
         "support: got int64 beside bool, expected ids in both files, or bool in both",
     ),
     "text": (recorded(stop_ids=np.array(["a"])), [], "b.npz: stop_ids: got dtype <U1"),
-    "bins": (recorded(), ["--bins", "2"], "--parity: got it beside --bins, --layout or --rounded-to, expected none"),
+    "bins": (
+        recorded(),
+        ["--bins", "2"],
+        "--parity: got it beside --bins, --layout or --rounded-to, expected none",
+    ),
 }
 
 
@@ -198,7 +251,11 @@ def test_a_bad_file_is_named_in_one_line(tmp_path, capsys, case):
 
 
 def test_masks_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"trainer: where: got shape \(3,\), expected that of tokens, \(4,\)"):
+    with pytest.raises(
+        ValueError, match=r"trainer: where: got shape \(3,\), expected that of tokens, \(4,\)"
+    ):
         compare_stages(recorded(where=np.ones(3)), recorded())
-    with pytest.raises(ValueError, match="trainer: where: got no token that counts, expected 1 at least"):
+    with pytest.raises(
+        ValueError, match="trainer: where: got no token that counts, expected 1 at least"
+    ):
         compare_stages(recorded(where=np.zeros(4)), recorded())

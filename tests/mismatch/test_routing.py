@@ -1,4 +1,6 @@
-"""Routed experts: they stay with the token that was read on every layout, and the report counts what differs."""
+"""Routed experts: they stay with the token that was read on every layout, and the report counts
+what differs.
+"""
 
 import base64
 import dataclasses
@@ -49,7 +51,10 @@ def samples_of(prompt=0):
 def batch_of(mesh, layout, prompt=0, alike=0, **options):
     parallel = mesh and make_parallel_mesh(mesh, context_layout=layout)
     samples = [
-        Sample(**vars(s) | {"extras": {"routed_experts": routed_experts(chosen(s, i, alike), len(s.tokens))}})
+        Sample(
+            **vars(s)
+            | {"extras": {"routed_experts": routed_experts(chosen(s, i, alike), len(s.tokens))}}
+        )
         for i, s in enumerate(samples_of(prompt))
     ]
     batch = RolloutBatch.from_samples(
@@ -74,14 +79,18 @@ def test_rows_stay_with_the_token_that_was_read(mesh, layout):
 @pytest.mark.parametrize("alike", [24, 0])
 @pytest.mark.parametrize(("mesh", "layout"), PLACES)
 def test_rows_of_a_prefix_are_those_of_all_its_samples(mesh, layout, alike):
-    """Samples that were routed otherwise, in other batches, share no prefix; a branch has its own rows."""
+    """Samples that were routed otherwise, in other batches, share no prefix; a branch has its
+    own rows.
+    """
     batch, _ = batch_of(mesh, layout, prompt=24, alike=alike, share_prefixes=True)
     samples = samples_of(24)
     ends = np.asarray(batch.paths.ends)
     rows_of = [chosen(s, i, alike) for i, s in enumerate(samples)]
     rows_of = [np.concatenate([x, np.full((1, *x.shape[1:]), -1)]) for x in rows_of]
     shared = 0
-    segments = {(row, int(s)) for row, ids in enumerate(np.asarray(batch.segment_ids)) for s in ids if s}
+    segments = {
+        (row, int(s)) for row, ids in enumerate(np.asarray(batch.segment_ids)) for s in ids if s
+    }
     for row, segment in segments:
         at = batch.segment_ids[row] == segment
         behind = batch.sample_ids[row, segment - 1 : ends[row, at][0]]
@@ -95,28 +104,49 @@ def test_rows_of_a_prefix_are_those_of_all_its_samples(mesh, layout, alike):
 
 @pytest.mark.parametrize(("mesh", "layout"), PLACES)
 def test_the_report(mesh, layout):
-    """Against float64 numpy on all tokens: ids that the trainer would not choose, and the gap that replay closes."""
+    """Against float64 numpy on all tokens: ids that the trainer would not choose, and the gap
+    that replay closes.
+    """
     batch, parallel = batch_of(mesh, layout)
     sampled = np.asarray(batch.extras["routed_experts"])
-    ids = np.asarray(batch.sample_ids)[np.arange(len(sampled))[:, None], np.maximum(batch.segment_ids - 1, 0)]
+    ids = np.asarray(batch.sample_ids)[
+        np.arange(len(sampled))[:, None], np.maximum(batch.segment_ids - 1, 0)
+    ]
     own = np.stack([(ids + batch.positions * 3 + i) % EXPERTS for i in range(LAYERS * K)], -1)
     own = own.reshape(sampled.shape).astype(np.int32)
     native, replayed = batch.returns, 0.9 * batch.rollout_log_probs + 0.1 * batch.returns
     found = jax.jit(
         lambda own: finalize_metrics(
-            routing_metrics(own, batch, log_probs=native, replayed_log_probs=replayed, parallel=parallel)
+            routing_metrics(
+                own, batch, log_probs=native, replayed_log_probs=replayed, parallel=parallel
+            )
         )
     )(own)
-    inside, there = batch.segment_ids > 0, (sampled[..., 0] != -1) & (batch.segment_ids > 0)[..., None]
-    missed = np.array([[x not in own[at] for x in sampled[at]] for at in np.ndindex(*sampled.shape[:3])])
+    inside, there = (
+        batch.segment_ids > 0,
+        (sampled[..., 0] != -1) & (batch.segment_ids > 0)[..., None],
+    )
+    missed = np.array(
+        [[x not in own[at] for x in sampled[at]] for at in np.ndindex(*sampled.shape[:3])]
+    )
     missed = missed.reshape(sampled.shape)
-    expected = {"choices_differ": missed[there].mean(), "missing_rows": 1 - there.any(-1)[inside].mean()}
+    expected = {
+        "choices_differ": missed[there].mean(),
+        "missing_rows": 1 - there.any(-1)[inside].mean(),
+    }
     for layer in range(LAYERS):
         of = missed[:, :, layer][there[..., layer]]
-        expected |= {f"layer_{layer}_choices_differ": of.mean(), f"layer_{layer}_tokens_differ": of.any(-1).mean()}
+        expected |= {
+            f"layer_{layer}_choices_differ": of.mean(),
+            f"layer_{layer}_tokens_differ": of.any(-1).mean(),
+        }
     on = batch.loss_mask > 0
     gaps = [np.abs(np.float64(x) - batch.rollout_log_probs)[on].mean() for x in (native, replayed)]
-    expected |= {"log_prob_gap": gaps[0], "log_prob_gap_replayed": gaps[1], "gap_explained": 1 - gaps[1] / gaps[0]}
+    expected |= {
+        "log_prob_gap": gaps[0],
+        "log_prob_gap_replayed": gaps[1],
+        "gap_explained": 1 - gaps[1] / gaps[0],
+    }
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-4, err_msg=name)
@@ -132,7 +162,8 @@ def test_what_engines_return():
         found = routed_experts(given, 4, layers=2, top_k=2)
         np.testing.assert_array_equal(found.values, np.concatenate([rows, -np.ones((1, 2, 2))]))
         assert (found.at, found.fill) == ("input", -1)
-    assert len(routed_experts(rows, 3).values) == 3  # an engine that has a row for the last token too
+    # an engine that has a row for the last token too
+    assert len(routed_experts(rows, 3).values) == 3
 
 
 @pytest.mark.parametrize(
@@ -142,7 +173,11 @@ def test_what_engines_return():
         (np.zeros((3, 2)), {}, "rows: got float64, .*, expected integers"),
         (np.full((3, 2, 2), -2), {}, "rows: got -2, expected integers of -1 to"),
         (np.array([[[1, -1]]] * 3), {}, r"rows: got -1 in a part of a row at \(0, 0\)"),
-        (b"12345678", {"layers": 3, "top_k": 1}, "rows: got 2 numbers, expected a multiple of layers"),
+        (
+            b"12345678",
+            {"layers": 3, "top_k": 1},
+            "rows: got 2 numbers, expected a multiple of layers",
+        ),
     ],
 )
 def test_refused_rows(rows, options, error):
@@ -157,7 +192,9 @@ def test_refused_reports():
         routing_metrics(own[..., :1], batch)
     with pytest.raises(ValueError, match="replayed_log_probs: got None"):
         routing_metrics(own, batch, log_probs=batch.returns)
-    with pytest.raises(ValueError, match=r"batch.extras: got \['routed_experts'\], expected 'experts' among them"):
+    with pytest.raises(
+        ValueError, match=r"batch.extras: got \['routed_experts'\], expected 'experts' among them"
+    ):
         routing_metrics(own, batch, name="experts")
 
 
@@ -186,18 +223,24 @@ def test_replay_closes_the_gap_of_a_sampler_that_routes_otherwise(mesh, layout):
     """The router keeps its gradient. Without replay the log-probs differ where the choices do."""
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = {"embed": (50, H), "router": (H, EXPERTS), "experts": (EXPERTS, H, H), "head": (H, V)}
-    params = {name: jax.random.normal(k, s) for k, (name, s) in zip(keys, shapes.items(), strict=True)}
+    params = {
+        name: jax.random.normal(k, s) for k, (name, s) in zip(keys, shapes.items(), strict=True)
+    }
     parallel = mesh and make_parallel_mesh(mesh, context_layout=layout)
     samples = []
     for s in step_of(2):
         tokens = jnp.asarray(s.tokens)[None] % V
         nothing = jnp.full((1, tokens.shape[1], K), -1)
         log_probs, chosen_ids = mixture(params, tokens, nothing, rounded=4)
-        sampled = np.take_along_axis(np.asarray(log_probs[0, :-1]), np.asarray(tokens[0, 1:, None]), -1)[:, 0]
+        sampled = np.take_along_axis(
+            np.asarray(log_probs[0, :-1]), np.asarray(tokens[0, 1:, None]), -1
+        )[:, 0]
         rows = routed_experts(np.asarray(chosen_ids)[0, :-1, None], tokens.shape[1])
         own = {"tokens": np.asarray(tokens[0]), "rollout_log_probs": sampled[s.start - 1 :]}
         samples.append(Sample(**vars(s) | own | {"extras": {"routed_experts": rows}}))
-    batch = RolloutBatch.from_samples(samples, row_length=32, rows=4, num_segments=9, parallel=parallel)
+    batch = RolloutBatch.from_samples(
+        samples, row_length=32, rows=4, num_segments=9, parallel=parallel
+    )
     forced = jnp.asarray(batch.extras["routed_experts"])
 
     def scored(params, forced):
@@ -207,11 +250,15 @@ def test_replay_closes_the_gap_of_a_sampler_that_routes_otherwise(mesh, layout):
     native, own = scored(params, jnp.full((*forced.shape[:2], K), -1))
     replayed, _ = scored(params, forced[:, :, 0])
     found = finalize_metrics(
-        routing_metrics(own[:, :, None], batch, log_probs=native, replayed_log_probs=replayed, parallel=parallel)
+        routing_metrics(
+            own[:, :, None], batch, log_probs=native, replayed_log_probs=replayed, parallel=parallel
+        )
     )
     assert found["choices_differ"] > 0.1
     assert found["log_prob_gap"] > 0.01
     assert found["log_prob_gap_replayed"] < 1e-5
     np.testing.assert_allclose(found["gap_explained"], 1, atol=1e-3)
-    gradient = jax.grad(lambda p: jnp.where(batch.loss_mask > 0, scored(p, forced[:, :, 0])[0], 0).sum())(params)
+    gradient = jax.grad(
+        lambda p: jnp.where(batch.loss_mask > 0, scored(p, forced[:, :, 0])[0], 0).sum()
+    )(params)
     assert np.abs(gradient["router"]).max() > 0.01

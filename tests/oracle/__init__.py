@@ -1,13 +1,16 @@
-"""An independent reference: every formula again, in float64 numpy, sharing no code with the package.
+"""An independent reference: every formula again, in float64 numpy, sharing no code with the
+package.
 
-Nothing here knows of packing, rows, layouts, meshes, micro-batches, blocks or float32: a step is a list of samples, and
-a sum over tokens is a sum over tokens. Formulas are written from the papers that their docstrings name. What each
-gradient holds constant (`held`) is written out, so that finite differences can check every gradient.
+Nothing here knows of packing, rows, layouts, meshes, micro-batches, blocks or float32: a step is a
+list of samples, and a sum over tokens is a sum over tokens. Formulas are written from the papers
+that their docstrings name. What each gradient holds constant (`held`) is written out, so that
+finite differences can check every gradient.
 
     sample = OracleSample([0, 1, 1], log_probs=x, old_log_probs=y, advantages=a, rollout_id=7)
     loss, by_log_probs, by_entropy, metrics = policy_loss([sample], {"loss": {"name": "ppo", "clip_high": 0.28}})
 
-Configs are plain dicts, see `step.CONFIG` and `off_policy.OPTIONS`; hyperparameters are the arguments of the loss.
+Configs are plain dicts, see `step.CONFIG` and `off_policy.OPTIONS`; hyperparameters are the
+arguments of the loss.
 
     samples         OracleSample; what a token counts for under each aggregation
     head            logits, log-probs, entropy, moments, and their gradients by hidden states and head parameters

@@ -1,4 +1,6 @@
-"""Advantage estimators: along one sequence (`[m]`), over all tokens of a step, over the samples of a group."""
+"""Advantage estimators: along one sequence (`[m]`), over all tokens of a step, over the samples
+of a group.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,16 @@ def token_rewards(reward: float, mask: Any, kl: Any = None, kl_coef: float = 0.0
 
 
 def discounted_returns(rewards: Any, mask: Any, gamma: float = 1.0, masked: str = "skip") -> Array:
-    """G_t = sum over k of gamma^k r_(t + k); a masked token between counts no step ("skip") or one ("discount")."""
+    """G_t = sum over k of gamma^k r_(t + k); a masked token between counts no step ("skip") or
+    one ("discount").
+    """
     here = np.nonzero(np.asarray(mask) > 0)[0]
     place = np.arange(len(here)) if masked == "skip" else here
     r = _read(rewards, mask)
     later = place[None, :] - place[:, None]
-    return _write(np.sum(np.where(later >= 0, gamma ** np.maximum(later, 0), 0.0) * r, axis=1), mask)
+    return _write(
+        np.sum(np.where(later >= 0, gamma ** np.maximum(later, 0), 0.0) * r, axis=1), mask
+    )
 
 
 def gae(
@@ -51,11 +57,13 @@ def gae(
     length_alpha: float | None = None,
     last_value: float = 0.0,
 ) -> tuple[Array, Array]:
-    """A_t = sum over l of (gamma lam)^l delta_(t + l), delta_t = r_t + gamma V_(t + 1) - V_t; returns A(value_lam) + V.
+    """A_t = sum over l of (gamma lam)^l delta_(t + l), delta_t = r_t + gamma V_(t + 1) - V_t;
+    returns A(value_lam) + V.
 
     Steps are loss tokens, and `last_value` is V after the last one. Schulman et al. 2015,
-    https://arxiv.org/abs/1506.02438, equation 16; value_lam: VC-PPO, https://arxiv.org/abs/2503.01491; length_alpha,
-    lambda = 1 - 1 / (alpha n) for n tokens, at least 0: VAPO, https://arxiv.org/abs/2504.05118.
+    https://arxiv.org/abs/1506.02438, equation 16; value_lam: VC-PPO,
+    https://arxiv.org/abs/2503.01491; length_alpha, lambda = 1 - 1 / (alpha n) for n tokens, at
+    least 0: VAPO, https://arxiv.org/abs/2504.05118.
     """
     r, v = _read(rewards, mask), _read(values, mask)
     delta = r + gamma * np.append(v[1:], last_value)[: len(v)] - v
@@ -77,32 +85,51 @@ def whiten(
     shift_mean: bool = True,
     epsilon: float = 1e-12,
 ) -> list[Array]:
-    """(x - mean) / sqrt(var + epsilon), mean and var over the tokens of the step (or those among them).
+    """(x - mean) / sqrt(var + epsilon), mean and var over the tokens of the step (or those among
+    them).
 
-    The variance is over n - 1 (0 for one token). Tokens that are not among those are only shifted by the mean if the
-    variance is 0, and 0 if there are no such tokens.
+    The variance is over n - 1 (0 for one token). Tokens that are not among those are only shifted
+    by the mean if the variance is 0, and 0 if there are no such tokens.
     """
-    among = masks if among is None else [np.asarray(a) * np.asarray(m) for a, m in zip(among, masks, strict=True)]
-    counted = np.concatenate([np.zeros(0), *(_read(a, m) for a, m in zip(arrays, among, strict=True))])
+    among = (
+        masks
+        if among is None
+        else [np.asarray(a) * np.asarray(m) for a, m in zip(among, masks, strict=True)]
+    )
+    counted = np.concatenate(
+        [np.zeros(0), *(_read(a, m) for a, m in zip(arrays, among, strict=True))]
+    )
     n = len(counted)
     mean = counted.sum() / max(n, 1)
     scale = np.sqrt(np.sum((counted - mean) ** 2) / max(n - 1, 1) + epsilon)
     out = []
     for x, mask, counts in zip(arrays, masks, among, strict=True):
         of = np.where(_read(counts, mask) > 0, scale, scale if n and np.ptp(counted) > 0 else 1.0)
-        out.append(_write(((_read(x, mask) - mean) / of + (0.0 if shift_mean else mean)) * (n > 0), mask))
+        out.append(
+            _write(((_read(x, mask) - mean) / of + (0.0 if shift_mean else mean)) * (n > 0), mask)
+        )
     return out
 
 
-def explained_variance(values: Sequence[Any], returns: Sequence[Any], masks: Sequence[Any]) -> float:
-    """1 - var(G - V) / var(G) over the tokens of the step; 0 without a variance, of which nothing can be explained."""
-    v, g = (np.concatenate([_read(a, m) for a, m in zip(x, masks, strict=True)]) for x in (values, returns))
+def explained_variance(
+    values: Sequence[Any], returns: Sequence[Any], masks: Sequence[Any]
+) -> float:
+    """1 - var(G - V) / var(G) over the tokens of the step; 0 without a variance, of which
+    nothing can be explained.
+    """
+    v, g = (
+        np.concatenate([_read(a, m) for a, m in zip(x, masks, strict=True)])
+        for x in (values, returns)
+    )
     return 1 - np.var(g - v) / np.var(g) if len(g) > 1 and np.ptp(g) > 0 else 0.0
 
 
 def spread(x: Any, masks: Sequence[Any]) -> list[Array]:
     """Each sample's number on its loss tokens."""
-    return [_write(np.full(int(np.sum(np.asarray(m) > 0)), float(v)), m) for v, m in zip(x, masks, strict=True)]
+    return [
+        _write(np.full(int(np.sum(np.asarray(m) > 0)), float(v)), m)
+        for v, m in zip(x, masks, strict=True)
+    ]
 
 
 def overlong_penalty(lengths: Any, max_length: float, buffer: float, factor: float = 1.0) -> Array:
@@ -117,14 +144,22 @@ def overlong_penalty(lengths: Any, max_length: float, buffer: float, factor: flo
 
 
 def _of_rollouts(formula: Callable[..., Array]) -> Callable[..., Array]:
-    """An estimator of samples from one of rollouts: formula(rewards, groups, [lengths], counts=, ...).
+    """An estimator of samples from one of rollouts: formula(rewards, groups, [lengths], counts=,
+    ...).
 
-    The samples of a rollout have one reward, one group and the sum of their lengths. A rollout without a reward, NaN,
-    is in nothing and has advantage 0. `counts` tells which rollouts are among those that make statistics.
+    The samples of a rollout have one reward, one group and the sum of their lengths. A rollout
+    without a reward, NaN, is in nothing and has advantage 0. `counts` tells which rollouts are
+    among those that make statistics.
     """
 
     def run(
-        rewards: Any, groups: Any, lengths: Any = None, *, among: Any = None, rollouts: Any = None, **options: Any
+        rewards: Any,
+        groups: Any,
+        lengths: Any = None,
+        *,
+        among: Any = None,
+        rollouts: Any = None,
+        **options: Any,
     ) -> Array:
         keys = list(range(len(rewards)) if rollouts is None else rollouts)
         firsts: dict[Any, int] = {}
@@ -146,9 +181,13 @@ def _of_rollouts(formula: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _groups(r: Array, g: Array, counts: Array) -> list[tuple[int, Array, Array]]:
-    """For each sample: its place, the rewards of its group that count, and those of the others in it."""
+    """For each sample: its place, the rewards of its group that count, and those of the others
+    in it.
+    """
     places = np.arange(len(r))
-    return [(i, r[(g == g[i]) & counts], r[(g == g[i]) & counts & (places != i)]) for i in range(len(r))]
+    return [
+        (i, r[(g == g[i]) & counts], r[(g == g[i]) & counts & (places != i)]) for i in range(len(r))
+    ]
 
 
 def _deviation(x: Array) -> float:
@@ -172,7 +211,8 @@ def grpo(
     epsilon: float = 1e-6,
     singletons: str = "zero",
 ) -> Array:
-    """(r - mean_g) / (std_g + epsilon); with fewer than two that count, 0 or reward / (1 + epsilon). 2402.03300.
+    """(r - mean_g) / (std_g + epsilon); with fewer than two that count, 0 or reward / (1 +
+    epsilon). 2402.03300.
 
     Tunix's "grpo-loo": the mean is that of the others, and the deviation that of all.
     """
@@ -193,21 +233,34 @@ def dr_grpo(rewards: Any, groups: Any, *, singletons: str = "zero", **which: Any
 
 @_of_rollouts
 def rloo(
-    r: Array, g: Array, *, counts: Array, scale_by_std: bool = False, epsilon: float = 1e-6, singletons: str = "zero"
+    r: Array,
+    g: Array,
+    *,
+    counts: Array,
+    scale_by_std: bool = False,
+    epsilon: float = 1e-6,
+    singletons: str = "zero",
 ) -> Array:
     """r - the mean of the others of the group, over their deviation (NeMo-RL). 2402.14740."""
     out = np.zeros(len(r))
     for i, group, others in _groups(r, g, counts):
         if len(group) > 1:
-            out[i] = (r[i] - others.mean()) / (_scale(others, epsilon) if scale_by_std and len(others) > 1 else 1.0)
+            out[i] = (r[i] - others.mean()) / (
+                _scale(others, epsilon) if scale_by_std and len(others) > 1 else 1.0
+            )
         elif singletons == "reward":
             out[i] = r[i]
     return out
 
 
 @_of_rollouts
-def maxrl(r: Array, g: Array, *, counts: Array, epsilon: float = 0.0, singletons: str = "zero") -> Array:
-    """(r - mean_g) / (mean_g + epsilon), 0 where the mean is 0, NaN where it is negative. 2602.02710."""
+def maxrl(
+    r: Array, g: Array, *, counts: Array, epsilon: float = 0.0, singletons: str = "zero"
+) -> Array:
+    """(r - mean_g) / (mean_g + epsilon), 0 where the mean is 0, NaN where it is negative.
+
+    2602.02710.
+    """
     out = np.zeros(len(r))
     for i, group, _ in _groups(r, g, counts):
         if len(group) and group.mean() < 0:
@@ -231,9 +284,11 @@ def standardize(
     unbiased: bool = True,
     epsilon: float = 1e-5,
 ) -> Array:
-    """(r - mean) / (std + epsilon), each of the step or of the group, the deviation about the means taken off.
+    """(r - mean) / (std + epsilon), each of the step or of the group, the deviation about the means
+    taken off.
 
-    Without a sample that counts in a level there is no advantage. One deviation that is 0 divides by 1.
+    Without a sample that counts in a level there is no advantage. One deviation that is 0 divides
+    by 1.
     """
     members = {"step": lambda i: counts, "group": lambda i: counts & (g == g[i])}
     centred = r.copy()
@@ -261,28 +316,41 @@ def gdpo(
     among: Any = None,
     rollouts: Any = None,
 ) -> list[Array]:
-    """Each reward by its group's mean and deviation, their weighted sum whitened over the step. 2601.05242."""
+    """Each reward by its group's mean and deviation, their weighted sum whitened over the step.
+
+    2601.05242.
+    """
     scaled, which = rloo if leave_one_out else grpo, {"among": among, "rollouts": rollouts}
     nothing = np.isnan(np.stack(rewards)).any(0)
     each = [np.where(nothing, np.nan, r) for r in rewards]
     total = sum(
-        w * scaled(r, groups, scale_by_std=True, epsilon=epsilon, **which) for w, r in zip(weights, each, strict=True)
+        w * scaled(r, groups, scale_by_std=True, epsilon=epsilon, **which)
+        for w, r in zip(weights, each, strict=True)
     )
     if whitened == "samples":
-        total = grpo(np.where(nothing, np.nan, total), np.zeros(len(total)), epsilon=epsilon, **which)
+        total = grpo(
+            np.where(nothing, np.nan, total), np.zeros(len(total)), epsilon=epsilon, **which
+        )
     on_tokens = spread(total, masks)
     return _whiten_samples(on_tokens, ~nothing, among, masks) if whitened == "tokens" else on_tokens
 
 
-def _whiten_samples(arrays: Sequence[Any], rewarded: Any, among: Any, masks: Sequence[Any]) -> list[Array]:
+def _whiten_samples(
+    arrays: Sequence[Any], rewarded: Any, among: Any, masks: Sequence[Any]
+) -> list[Array]:
     """`whiten` over the tokens of samples with a reward."""
     masks = [m * bool(there) for m, there in zip(masks, rewarded, strict=True)]
-    return whiten(arrays, masks, among=None if among is None else spread(np.asarray(among, float), masks))
+    return whiten(
+        arrays, masks, among=None if among is None else spread(np.asarray(among, float), masks)
+    )
 
 
 @_of_rollouts
 def opo(r: Array, g: Array, n: Array, *, counts: Array, singletons: str = "zero") -> Array:
-    """r - sum_g(length r) / sum_g(length), 0 in a group without a token. Hao et al. 2025, 2505.23585."""
+    """r - sum_g(length r) / sum_g(length), 0 in a group without a token.
+
+    Hao et al. 2025, 2505.23585.
+    """
     out = np.zeros(len(r))
     for i in range(len(r)):
         group = (g == g[i]) & counts
@@ -294,8 +362,13 @@ def opo(r: Array, g: Array, n: Array, *, counts: Array, singletons: str = "zero"
 
 
 @_of_rollouts
-def pass_at_k(r: Array, g: Array, *, counts: Array, scale_by_std: bool = True, epsilon: float = 1e-6) -> Array:
-    """(best - second) / (std_g + epsilon) for the group's best, 0 for the rest. Tang et al. 2025, 2503.19595."""
+def pass_at_k(
+    r: Array, g: Array, *, counts: Array, scale_by_std: bool = True, epsilon: float = 1e-6
+) -> Array:
+    """(best - second) / (std_g + epsilon) for the group's best, 0 for the rest.
+
+    Tang et al. 2025, 2503.19595.
+    """
     out = np.zeros(len(r))
     for i, group, others in _groups(r, g, counts):
         if counts[i] and len(others) and r[i] > others.max():
@@ -304,8 +377,13 @@ def pass_at_k(r: Array, g: Array, *, counts: Array, scale_by_std: bool = True, e
 
 
 @_of_rollouts
-def gpg(r: Array, g: Array, *, counts: Array, f_norm: float = 1.0, singletons: str = "zero") -> Array:
-    """(N / number of rewards that are not 0) (r - mean_g) / f_norm. Chu et al. 2025, https://arxiv.org/abs/2504.02546."""
+def gpg(
+    r: Array, g: Array, *, counts: Array, f_norm: float = 1.0, singletons: str = "zero"
+) -> Array:
+    """(N / number of rewards that are not 0) (r - mean_g) / f_norm.
+
+    Chu et al. 2025, https://arxiv.org/abs/2504.02546.
+    """
     scale = counts.sum() / max(int(np.count_nonzero(r[counts])), 1)
     out = np.zeros(len(r))
     for i, group, _ in _groups(r, g, counts):
@@ -317,7 +395,8 @@ def gpg(r: Array, g: Array, *, counts: Array, f_norm: float = 1.0, singletons: s
 def pass_rates(
     rewards: Any, groups: Any, *, at_least: float = 1.0, among: Any = None, rollouts: Any = None
 ) -> dict[str, float]:
-    """The mean over groups of the share of rollouts with a reward of at least so much, and where all, none, some.
+    """The mean over groups of the share of rollouts with a reward of at least so much, and where
+    all, none, some.
 
     And the share of groups in which every rollout has the same reward.
     """
@@ -330,14 +409,22 @@ def pass_rates(
             of_group.setdefault(groups[i], []).append(rewards[i])
     rates = np.array([np.mean(np.asarray(x) >= at_least) for x in of_group.values()])
     equal = np.array([len(set(x)) == 1 for x in of_group.values()])
-    mean = {"pass_rate": rates, "pass_all": rates == 1, "pass_none": rates == 0, "pass_some": (rates > 0) & (rates < 1)}
+    mean = {
+        "pass_rate": rates,
+        "pass_all": rates == 1,
+        "pass_none": rates == 0,
+        "pass_some": (rates > 0) & (rates < 1),
+    }
     mean["equal_rewards"] = equal
     found = {name: float(np.mean(x)) if len(x) else 0.0 for name, x in mean.items()}
     return found | {"no_reward": float(np.mean(np.isnan(np.asarray(rewards, float))))}
 
 
 def remax(rewards: Any, baselines: Any) -> Array:
-    """r - the greedy response's reward, 0 without a reward. Li et al. 2023, https://arxiv.org/abs/2310.10505."""
+    """r - the greedy response's reward, 0 without a reward.
+
+    Li et al. 2023, https://arxiv.org/abs/2310.10505.
+    """
     r = np.asarray(rewards, np.float64)
     return np.where(np.isnan(r), 0.0, r - np.asarray(baselines, np.float64))
 
@@ -345,8 +432,14 @@ def remax(rewards: Any, baselines: Any) -> Array:
 def reinforce_plus_plus(
     rewards: Sequence[Any], masks: Sequence[Any], gamma: float = 1.0, masked: str = "skip"
 ) -> list[Array]:
-    """Discounted returns of token rewards, whitened over the step. Hu 2025, https://arxiv.org/abs/2501.03262."""
-    return whiten([discounted_returns(r, m, gamma, masked) for r, m in zip(rewards, masks, strict=True)], masks)
+    """Discounted returns of token rewards, whitened over the step.
+
+    Hu 2025, https://arxiv.org/abs/2501.03262.
+    """
+    return whiten(
+        [discounted_returns(r, m, gamma, masked) for r, m in zip(rewards, masks, strict=True)],
+        masks,
+    )
 
 
 def reinforce_plus_plus_baseline(
@@ -361,21 +454,32 @@ def reinforce_plus_plus_baseline(
     among: Any = None,
     rollouts: Any = None,
 ) -> list[Array]:
-    """whiten(r - mean_g - c kl_t), 0 without a reward. Hu 2025, https://arxiv.org/abs/2501.03262."""
+    """whiten(r - mean_g - c kl_t), 0 without a reward.
+
+    Hu 2025, https://arxiv.org/abs/2501.03262.
+    """
     rewarded = ~np.isnan(np.asarray(rewards, np.float64))
     masks = [m * bool(there) for m, there in zip(masks, rewarded, strict=True)]
-    centred = spread(dr_grpo(rewards, groups, singletons=singletons, among=among, rollouts=rollouts), masks)
+    centred = spread(
+        dr_grpo(rewards, groups, singletons=singletons, among=among, rollouts=rollouts), masks
+    )
     if kls is not None:
-        centred = [a - kl_coef * _write(_read(k, m), m) for a, k, m in zip(centred, kls, masks, strict=True)]
+        centred = [
+            a - kl_coef * _write(_read(k, m), m)
+            for a, k, m in zip(centred, kls, masks, strict=True)
+        ]
     return _whiten_samples(centred, rewarded, among, masks) if whitened else centred
 
 
 def on_policy_distillation(
     advantages: Any, log_probs: Any, teacher: Any, mask: Any, coef: float = 1.0, alpha: float = 1.0
 ) -> Array:
-    """A + coef log(alpha teacher / p + 1 - alpha). Agarwal et al. 2023, https://arxiv.org/abs/2306.13649.
+    """A + coef log(alpha teacher / p + 1 - alpha).
 
-    With an alpha below 1 it is TOP-D's reward, https://arxiv.org/abs/2607.04751; with 1 the log-ratio.
+    Agarwal et al. 2023, https://arxiv.org/abs/2306.13649.
+
+    With an alpha below 1 it is TOP-D's reward, https://arxiv.org/abs/2607.04751; with 1 the
+    log-ratio.
     """
     pull = _read(teacher, mask) - _read(log_probs, mask)
     if alpha != 1:
@@ -384,14 +488,22 @@ def on_policy_distillation(
 
 
 def trust_region_credit(log_probs: Any, teacher: Any, mask: Any, alpha: float) -> Array:
-    """TOP-D's equation 8, 2607.04751: a token's reward and the mean of those after it, in one response."""
-    reward = _read(on_policy_distillation(np.zeros(len(mask)), log_probs, teacher, mask, alpha=alpha), mask)
+    """TOP-D's equation 8, 2607.04751: a token's reward and the mean of those after it, in one
+    response.
+    """
+    reward = _read(
+        on_policy_distillation(np.zeros(len(mask)), log_probs, teacher, mask, alpha=alpha), mask
+    )
     later = [reward[t + 1 :].mean() if t + 1 < len(reward) else 0.0 for t in range(len(reward))]
     return _write(reward + later, mask)
 
 
-def importance_weighted_distillation(log_probs: Any, teacher: Any, mask: Any, gain: float = 0.5) -> Array:
-    """w (x_T - x), w = 1 + gain (1 - the share of |x_T - x| that came before). https://arxiv.org/abs/2606.22600."""
+def importance_weighted_distillation(
+    log_probs: Any, teacher: Any, mask: Any, gain: float = 0.5
+) -> Array:
+    """w (x_T - x), w = 1 + gain (1 - the share of |x_T - x| that came before).
+    https://arxiv.org/abs/2606.22600.
+    """
     d = _read(teacher, mask) - _read(log_probs, mask)
     out, before, whole = np.zeros(len(d)), 0.0, max(sum(abs(x) for x in d), 1e-8)
     for t, x in enumerate(d):
@@ -413,14 +525,22 @@ def optimal_token_baseline(
     epsilon: float = 1e-8,
     among: Any = None,
 ) -> list[Array]:
-    """G_t less the mean of the group's G_t by W_t = the sum up to t of w^2 (1 - 2 p + sum p^2). 2602.07078."""
-    by_place: list[dict[int, tuple[int, float, float]]] = []  # of each sample: its token, G and W at each place
+    """G_t less the mean of the group's G_t by W_t = the sum up to t of w^2 (1 - 2 p + sum p^2).
+
+    2602.07078.
+    """
+    # of each sample: its token, G and W at each place
+    by_place: list[dict[int, tuple[int, float, float]]] = []
     for i, mask in enumerate(masks):
         here, upto, found = np.nonzero(np.asarray(mask) > 0)[0], 0.0, {}
         for count, t in enumerate(here):
             energy = 1 - 2 * np.exp(log_probs[i][t]) + sum_p2[i][t]
             upto += energy * (1.0 if weights is None else weights[i][t] ** 2)
-            found[int(count if place == "loss_token" else t - here[0])] = (int(t), float(returns[i][t]), float(upto))
+            found[int(count if place == "loss_token" else t - here[0])] = (
+                int(t),
+                float(returns[i][t]),
+                float(upto),
+            )
         by_place.append(found)
     out = []
     for i, mask in enumerate(masks):

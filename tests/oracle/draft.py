@@ -16,7 +16,9 @@ from .samples import Array, OracleSample, sample_weights
 
 
 def probabilities(policy: Array, ids: Any) -> Array:
-    """The policy's over its whole vocabulary, at the draft's columns: those of these ids, or all."""
+    """The policy's over its whole vocabulary, at the draft's columns: those of these ids, or
+    all.
+    """
     p = np.exp(log_softmax(policy))
     return p if ids is None else p[..., np.asarray(ids)]
 
@@ -28,14 +30,20 @@ def soft_cross_entropy(z: Array, policy: Array, ids: Any = None) -> tuple[Array,
 
 
 def acceptance(z: Array, policy: Array, ids: Any = None) -> tuple[Array, Array]:
-    """a = sum min(p, d), and its gradient by the draft's logits: by d it is 1 where d < p, else 0. 2606.12370."""
+    """a = sum min(p, d), and its gradient by the draft's logits: by d it is 1 where d < p, else 0.
+
+    2606.12370.
+    """
     d, p = np.exp(log_softmax(z)), probabilities(policy, ids)
     below = (d < p) * 1.0
     return np.minimum(p, d).sum(-1), d * (below - (d * below).sum(-1, keepdims=True))
 
 
 def likelihood(z: Array, policy: Array, eta: float = 3.0, ids: Any = None) -> tuple[Array, Array]:
-    """l KL(p | d) + (1 - l) (1 - a) with l = exp(-eta a) held constant. 2602.23881. KL is sum p log(p / d) - p + d."""
+    """l KL(p | d) + (1 - l) (1 - a) with l = exp(-eta a) held constant.
+
+    2602.23881. KL is sum p log(p / d) - p + d.
+    """
     (cross, slope), (a, by_a) = soft_cross_entropy(z, policy, ids), acceptance(z, policy, ids)
     p = probabilities(policy, ids)
     share = np.exp(-eta * a)
@@ -44,10 +52,15 @@ def likelihood(z: Array, policy: Array, eta: float = 3.0, ids: Any = None) -> tu
 
 
 def end_to_end(a: Sequence[float]) -> tuple[float, Array]:
-    """1 - (1 / G) sum_j a_1 ... a_j over the depths that one token has, and its gradient by each a."""
+    """1 - (1 / G) sum_j a_1 ... a_j over the depths that one token has, and its gradient by each
+    a.
+    """
     a = np.asarray(a, np.float64)
     value = 1 - np.cumprod(a).mean()
-    slopes = [-sum(np.prod(np.delete(a[: j + 1], i)) for j in range(i, len(a))) / len(a) for i in range(len(a))]
+    slopes = [
+        -sum(np.prod(np.delete(a[: j + 1], i)) for j in range(i, len(a))) / len(a)
+        for i in range(len(a))
+    ]
     return float(value), np.array(slopes)
 
 
@@ -78,15 +91,18 @@ def draft_loss(
 
     It is from `hidden[k - 1][sample]` and the policy's own.
 
-    States are `[m, H]`, of positions. The end-to-end objective is one loss, coef times. Gradients are by depth.
+    States are `[m, H]`, of positions. The end-to-end objective is one loss, coef times. Gradients
+    are by depth.
     """
     depths = len(hidden)
     shares = decay ** np.arange(depths) / np.sum(decay ** np.arange(depths))
     masks = [[shared_mask(s.mask, k) for s in samples] for k in range(1, depths + 1)]
     weights = [
-        sample_weights([replace(s, mask=m) for s, m in zip(samples, of, strict=True)], aggregation) for of in masks
+        sample_weights([replace(s, mask=m) for s, m in zip(samples, of, strict=True)], aggregation)
+        for of in masks
     ]
-    slopes = [[np.zeros((len(s.mask), heads[k].columns)) for s in samples] for k in range(depths)]  # by logits
+    # by logits
+    slopes = [[np.zeros((len(s.mask), heads[k].columns)) for s in samples] for k in range(depths)]
     accepted: list[list[float]] = [[] for _ in range(depths)]
     loss = 0.0
     for i, s in enumerate(samples):
@@ -121,10 +137,13 @@ def draft_loss(
     by_hidden, by_heads = [], []
     for states, head, of in zip(hidden, heads, slopes, strict=True):
         each = [
-            head_gradient(np.asarray(h, np.float64), head, dz, temperature) for h, dz in zip(states, of, strict=True)
+            head_gradient(np.asarray(h, np.float64), head, dz, temperature)
+            for h, dz in zip(states, of, strict=True)
         ]
         by_hidden.append([dh for dh, _ in each])
         parts = zip(*(parts for _, parts in each), strict=True)
         by_heads.append(HeadGradient(*(None if x[0] is None else np.sum(x, axis=0) for x in parts)))
-    means = {f"draft_{k}_acceptance": float(np.mean(x)) if x else 0.0 for k, x in enumerate(accepted, 1)}
+    means = {
+        f"draft_{k}_acceptance": float(np.mean(x)) if x else 0.0 for k, x in enumerate(accepted, 1)
+    }
     return float(loss), by_hidden, by_heads, {"draft_loss": float(loss), **means}

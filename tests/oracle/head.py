@@ -1,4 +1,6 @@
-"""A head: hidden states to logits, logits to statistics, and the gradients of both by their closed forms."""
+"""A head: hidden states to logits, logits to statistics, and the gradients of both by their
+closed forms.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,12 @@ class OracleHead:
         if self.bias is not None:
             x = x + np.asarray(self.bias, np.float64)[:v]
         if self.a is not None:
-            x = x + self.lora_scale * (h @ np.asarray(self.a, np.float64)) @ np.asarray(self.b, np.float64)[:, :v]
+            x = (
+                x
+                + self.lora_scale
+                * (h @ np.asarray(self.a, np.float64))
+                @ np.asarray(self.b, np.float64)[:, :v]
+            )
         return self.scale * x
 
 
@@ -68,10 +75,14 @@ def _by_token(temperature: Any) -> Array:
 def logits(hidden: Array, head: OracleHead, temperature: Any = 1.0) -> Array:
     """z, `[n, vocab_size]`; temperature a number or `[n]`."""
     x = head.product(hidden)
-    return (x if head.softcap is None else head.softcap * np.tanh(x / head.softcap)) / _by_token(temperature)
+    return (x if head.softcap is None else head.softcap * np.tanh(x / head.softcap)) / _by_token(
+        temperature
+    )
 
 
-def head_gradient(hidden: Array, head: OracleHead, dz: Array, temperature: Any = 1.0) -> tuple[Array, HeadGradient]:
+def head_gradient(
+    hidden: Array, head: OracleHead, dz: Array, temperature: Any = 1.0
+) -> tuple[Array, HeadGradient]:
     """From d / dz to d / d(hidden) and d / d(kernel, bias, a, b)."""
     return through_products(hidden, head, product_gradient(hidden, head, dz, temperature))
 
@@ -79,8 +90,8 @@ def head_gradient(hidden: Array, head: OracleHead, dz: Array, temperature: Any =
 def product_gradient(hidden: Array, head: OracleHead, dz: Array, temperature: Any = 1.0) -> Array:
     """From d / dz to d / dx, where scale * x is the product before the soft-cap.
 
-    With e = exp(-2 |scale * x / cap|), dx = scale * dz / temperature * 4 e / (1 + e)^2, which is 1 - tanh^2 where that
-    difference is all rounding too.
+    With e = exp(-2 |scale * x / cap|), dx = scale * dz / temperature * 4 e / (1 + e)^2, which is 1
+    - tanh^2 where that difference is all rounding too.
     """
     dx = head.scale * dz / _by_token(temperature)
     if head.softcap is not None:
@@ -119,7 +130,9 @@ def times_log(p: Array, log_p: Array) -> Array:
 
 
 def nucleus_mask(nucleus: Any, targets: Array, columns: int) -> Array:
-    """bool `[n, V]` of a nucleus given so, or as ids `[n, K]` padded by -1, and the targets; None is everything."""
+    """bool `[n, V]` of a nucleus given so, or as ids `[n, K]` padded by -1, and the targets;
+    None is everything.
+    """
     n = len(targets)
     if nucleus is None:
         return np.ones((n, columns), bool)
@@ -137,7 +150,8 @@ def nucleus_mask(nucleus: Any, targets: Array, columns: int) -> Array:
 def token_stats(z: Array, targets: Any, nucleus: Any = None) -> Stats:
     """log p(target), H = -sum p log p, log sum exp z, the mean of the finite z, of logits `[n, V]`.
 
-    With a nucleus the log-prob is renormalised over it and the target; all else is of the full distribution.
+    With a nucleus the log-prob is renormalised over it and the target; all else is of the full
+    distribution.
     """
     z, y = np.asarray(z, np.float64), np.asarray(targets, int)
     row, finite = np.arange(len(y)), z > -np.inf
@@ -153,7 +167,9 @@ def token_stats(z: Array, targets: Any, nucleus: Any = None) -> Stats:
 
 
 def id_log_probs(z: Array, ids: Any) -> Array:
-    """`[n, K]`: log p of each id over all columns; -inf where an id is -1, nan where another does not exist."""
+    """`[n, K]`: log p of each id over all columns; -inf where an id is -1, nan where another
+    does not exist.
+    """
     log_p, ids = log_softmax(np.asarray(z, np.float64)), np.asarray(ids, int)
     found = np.full(ids.shape, np.nan)
     for t, k in np.ndindex(ids.shape):
@@ -165,16 +181,22 @@ def id_log_probs(z: Array, ids: Any) -> Array:
 
 
 def likeliest_ids(z: Array, k: int) -> Array:
-    """`[n, k]`: the ids of the k largest of each row, of equal ones the lowest first; -1 behind those above -inf."""
+    """`[n, k]`: the ids of the k largest of each row, of equal ones the lowest first; -1 behind
+    those above -inf.
+    """
     found = np.full((len(z), k), -1)
     for t, row in enumerate(np.asarray(z, np.float64)):
-        order = sorted((j for j, x in enumerate(row) if x > -np.inf), key=lambda j: (-row[j], j))[:k]
+        order = sorted((j for j, x in enumerate(row) if x > -np.inf), key=lambda j: (-row[j], j))[
+            :k
+        ]
         found[t, : len(order)] = order
     return found
 
 
 def set_entropy(z: Array, ids: Any) -> tuple[Array, Array]:
-    """The entropy of each row renormalised over its ids, `[n]`; its gradient -q_j (log q_j + H) by `z`. -1 is no id."""
+    """The entropy of each row renormalised over its ids, `[n]`; its gradient -q_j (log q_j + H)
+    by `z`. -1 is no id.
+    """
     z = np.asarray(z, np.float64)
     found, dz = np.zeros(len(z)), np.zeros_like(z)
     for t, row in enumerate(np.asarray(ids, int)):
@@ -207,10 +229,11 @@ def logit_gradient(
     by_mean_logit: Any = 0.0,
     nucleus: Any = None,
 ) -> Array:
-    """d / dz of sum_t g log_prob + e H + c log_z + u mean z: g ([j = y] - p'_j) - e p_j (log p_j + H) + c p_j + u / n.
+    """d / dz of sum_t g log_prob + e H + c log_z + u mean z: g ([j = y] - p'_j) - e p_j (log p_j +
+    H) + c p_j + u / n.
 
-    n is the number of finite z; where z is -inf all of it is 0. p' is p renormalised over the nucleus. The coefficients
-    are numbers or `[n]`.
+    n is the number of finite z; where z is -inf all of it is 0. p' is p renormalised over the
+    nucleus. The coefficients are numbers or `[n]`.
     """
     z, y = np.asarray(z, np.float64), np.asarray(targets, int)
     g, e, c, u = (
@@ -223,5 +246,10 @@ def logit_gradient(
     p_nucleus = np.exp(log_softmax(np.where(nucleus_mask(nucleus, y, z.shape[1]), z, -np.inf)))
     target = np.arange(z.shape[1]) == y[:, None]
     finite = z > -np.inf
-    dz = g * (target - p_nucleus) - e * (times_log(p, log_p) + p * entropy) + c * p + u / finite.sum(-1, keepdims=True)
+    dz = (
+        g * (target - p_nucleus)
+        - e * (times_log(p, log_p) + p * entropy)
+        + c * p
+        + u / finite.sum(-1, keepdims=True)
+    )
     return np.where(finite, dz, 0)

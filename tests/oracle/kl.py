@@ -37,14 +37,18 @@ def k2_value(d: Array) -> tuple[Array, Array]:
 
 
 def k3_value(d: Array) -> tuple[Array, Array]:
-    """exp(-d) - 1 + d and its derivative; below d = -20, exp(-d) continues along its tangent there."""
+    """exp(-d) - 1 + d and its derivative; below d = -20, exp(-d) continues along its tangent
+    there.
+    """
     x = np.minimum(-d, MAX_LOG_RATIO)
     beyond = -d - x
     return np.expm1(x) + np.exp(x) * beyond + d, 1.0 - np.exp(x)
 
 
 def k3(d: Array) -> Array:
-    """exp(d) - 1 - d >= 0, with d = log(trainer / sampler): the estimator k3 of KL(sampler || trainer)."""
+    """exp(d) - 1 - d >= 0, with d = log(trainer / sampler): the estimator k3 of KL(sampler ||
+    trainer).
+    """
     return k3_value(-d)[0]
 
 
@@ -53,13 +57,17 @@ ESTIMATORS = [*VALUES, *(f"{name}+" for name in VALUES)]
 
 
 def kl_divergence(
-    log_probs: Array, ref_log_probs: Array, estimator: str = "k3", sampling_log_probs: Array | None = None
+    log_probs: Array,
+    ref_log_probs: Array,
+    estimator: str = "k3",
+    sampling_log_probs: Array | None = None,
 ) -> tuple[Array, Array]:
     """The estimate w f(d), d = log_prob - ref_log_prob, and its derivative by log_prob.
 
-    w = exp(log_prob - sampling_log_prob), or 1 without sampling log-probs; dw = w. low_var_kl clamps w k3 to [-10, 10].
-    "+": the same value, k2's gradient w d with w constant. Schulman 2020, http://joschu.net/blog/kl-approx.html; Liu et
-    al. 2025, https://arxiv.org/abs/2510.01555; w: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556.
+    w = exp(log_prob - sampling_log_prob), or 1 without sampling log-probs; dw = w. low_var_kl
+    clamps w k3 to [-10, 10]. "+": the same value, k2's gradient w d with w constant. Schulman 2020,
+    http://joschu.net/blog/kl-approx.html; Liu et al. 2025, https://arxiv.org/abs/2510.01555; w:
+    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556.
     """
     d = log_probs - ref_log_probs
     gap = np.zeros_like(d) if sampling_log_probs is None else log_probs - sampling_log_probs
@@ -82,11 +90,12 @@ def kl_penalty(
     held: Array,
     weights: Array | float = 1.0,
 ) -> tuple[Array, Array]:
-    """The estimates of one sequence and the derivative of their weighted SUM by each log-prob, for each kind of w.
+    """The estimates of one sequence and the derivative of their weighted SUM by each log-prob, for
+    each kind of w.
 
-    "none": w = 1. "token": w = p / old. "sequence": w = exp(mean of log p - log old), which all log-probs move.
-    "score": w = exp(log_prob - sg(log_prob)), 1 with the derivative 1. TRL and Liger, `use_bias_correction_kl`, the
-    level that of the loss; NeMo-RL, `calculate_kl`.
+    "none": w = 1. "token": w = p / old. "sequence": w = exp(mean of log p - log old), which all
+    log-probs move. "score": w = exp(log_prob - sg(log_prob)), 1 with the derivative 1. TRL and
+    Liger, `use_bias_correction_kl`, the level that of the loss; NeMo-RL, `calculate_kl`.
     """
     if importance != "sequence":
         base = {"none": None, "token": old, "score": held}[importance]
@@ -102,9 +111,16 @@ def kl_penalty(
         free = (np.abs(value) <= 10.0) * 1.0
         value = np.clip(value, -10.0, 10.0)
     by_weight = w * inside(mean) * np.sum(weights * free * f) / n
-    return value, weights * w * d if estimator.endswith("+") else weights * free * w * df + by_weight
+    return value, (
+        weights * w * d if estimator.endswith("+") else weights * free * w * df + by_weight
+    )
 
 
-def adaptive_kl_coef(coef: float, kl: float, target: float, samples: int, horizon: float = 10000.0) -> float:
-    """coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon). Ziegler et al. 2019, 1909.08593."""
+def adaptive_kl_coef(
+    coef: float, kl: float, target: float, samples: int, horizon: float = 10000.0
+) -> float:
+    """coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon).
+
+    Ziegler et al. 2019, 1909.08593.
+    """
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon)

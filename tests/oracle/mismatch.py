@@ -11,8 +11,13 @@ from .samples import Array
 
 
 def comparison(trainer: Array, sampler: Array) -> dict[str, Array]:
-    """KL both ways, total variation and whether both like the same token most, of logits `[n, V]`; `[n]` each."""
-    log_p, log_q = log_softmax(np.asarray(trainer, np.float64)), log_softmax(np.asarray(sampler, np.float64))
+    """KL both ways, total variation and whether both like the same token most, of logits
+    `[n, V]`; `[n]` each.
+    """
+    log_p, log_q = (
+        log_softmax(np.asarray(trainer, np.float64)),
+        log_softmax(np.asarray(sampler, np.float64)),
+    )
     p, q = np.exp(log_p), np.exp(log_q)
     return {
         "kl": (times_log(q, log_q) - q * np.where(q > 0, log_p, 0.0)).sum(-1),
@@ -25,7 +30,8 @@ def comparison(trainer: Array, sampler: Array) -> dict[str, Array]:
 def estimates(trainer: Array, sampler: Array) -> dict[str, float]:
     """The first three from log-probs of tokens that the sampler drew.
 
-    The importance weighted form of each f-divergence, E_q f(p / q): Schulman 2020, http://joschu.net/blog/kl-approx.html
+    The importance weighted form of each f-divergence, E_q f(p / q): Schulman 2020,
+    http://joschu.net/blog/kl-approx.html
     """
     ratio = np.exp(np.asarray(trainer, np.float64) - np.asarray(sampler, np.float64))
     return {
@@ -36,7 +42,9 @@ def estimates(trainer: Array, sampler: Array) -> dict[str, float]:
 
 
 def figures(d: Sequence[float]) -> dict[str, float]:
-    """Moments and quantiles of d = trainer - sampler; a quantile lies between the two sorted values around it."""
+    """Moments and quantiles of d = trainer - sampler; a quantile lies between the two sorted
+    values around it.
+    """
     ordered, n = sorted(abs(x) for x in d), len(d)
 
     def quantile(q: float) -> float:
@@ -45,6 +53,14 @@ def figures(d: Sequence[float]) -> dict[str, float]:
         high = min(low + 1, n - 1)
         return ordered[low] + (at - low) * (ordered[high] - ordered[low])
 
-    found = {f"abs_q{name}": quantile(q) for name, q in (("50", 0.5), ("90", 0.9), ("99", 0.99), ("99.9", 0.999))}
+    found = {
+        f"abs_q{name}": quantile(q)
+        for name, q in (("50", 0.5), ("90", 0.9), ("99", 0.99), ("99.9", 0.999))
+    }
     mean, square = sum(d) / n, sum(x * x for x in d) / n
-    return found | {"mean": mean, "abs_mean": sum(ordered) / n, "abs_max": ordered[-1], "rms": square**0.5}
+    return found | {
+        "mean": mean,
+        "abs_mean": sum(ordered) / n,
+        "abs_max": ordered[-1],
+        "rms": square**0.5,
+    }

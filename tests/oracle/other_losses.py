@@ -1,4 +1,6 @@
-"""Value, supervised and multi-token-prediction losses, distillation, and how far sampler and trainer are apart."""
+"""Value, supervised and multi-token-prediction losses, distillation, and how far sampler and
+trainer are apart.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,12 @@ def value_loss(
     aggregation_norm: float | None = None,
     metric_aggregation: str = "token_mean",
 ) -> tuple[float, list[Array], Metrics]:
-    """factor * max((v - G)^2, (clip(v, old - c, old + c) - G)^2), v the samples' `new_values`; and the gradient by v.
+    """factor * max((v - G)^2, (clip(v, old - c, old + c) - G)^2), v the samples' `new_values`; and
+    the gradient by v.
 
-    Schulman et al. 2017, https://arxiv.org/abs/1707.06347; the clip: OpenAI baselines' PPO2. Twice Huber's loss,
-    https://doi.org/10.1214/aoms/1177703732, takes the place of the squares where it has a delta.
+    Schulman et al. 2017, https://arxiv.org/abs/1707.06347; the clip: OpenAI baselines' PPO2. Twice
+    Huber's loss, https://doi.org/10.1214/aoms/1177703732, takes the place of the squares where it
+    has a delta.
     """
     delta = np.inf if huber_delta is None else huber_delta
 
@@ -75,19 +79,29 @@ def sft_loss(
     aggregation: str = "token_mean",
     aggregation_norm: float | None = None,
 ) -> tuple[float, list[dict[str, Array]], Metrics]:
-    """-(1 - s) log_prob + s (log_z - mean_logit) + z_loss log_z^2; gradients by name for `logit_gradient`.
+    """-(1 - s) log_prob + s (log_z - mean_logit) + z_loss log_z^2; gradients by name for
+    `logit_gradient`.
 
-    Szegedy et al. 2015, https://arxiv.org/abs/1512.00567; PaLM 2022, https://arxiv.org/abs/2204.02311. With `dft` all
-    times the probability of the target, held: https://arxiv.org/abs/2508.05629.
+    Szegedy et al. 2015, https://arxiv.org/abs/1512.00567; PaLM 2022,
+    https://arxiv.org/abs/2204.02311. With `dft` all times the probability of the target, held:
+    https://arxiv.org/abs/2508.05629.
     """
     weights = sample_weights(samples, aggregation, aggregation_norm)
     losses, gradients = [], []
     for s, w in zip(samples, weights, strict=True):
         moments = label_smoothing != 0 or z_loss != 0
-        log_z, mean = (s.at("log_z"), s.at("mean_logit")) if moments else (np.zeros(s.count), np.zeros(s.count))
+        log_z, mean = (
+            (s.at("log_z"), s.at("mean_logit"))
+            if moments
+            else (np.zeros(s.count), np.zeros(s.count))
+        )
         one = np.ones(s.count)
         held = np.exp(s.at("log_probs")) if dft else one
-        of_token = -(1 - label_smoothing) * s.at("log_probs") + label_smoothing * (log_z - mean) + z_loss * log_z**2
+        of_token = (
+            -(1 - label_smoothing) * s.at("log_probs")
+            + label_smoothing * (log_z - mean)
+            + z_loss * log_z**2
+        )
         losses.append(held * of_token)
         gradients.append(
             {
@@ -96,7 +110,10 @@ def sft_loss(
                 "by_mean_logit": -w * label_smoothing * held,
             }
         )
-    metrics = {"loss": weighted_sum(weights, losses), "nll": token_mean([-s.at("log_probs") for s in samples])}
+    metrics = {
+        "loss": weighted_sum(weights, losses),
+        "nll": token_mean([-s.at("log_probs") for s in samples]),
+    }
     for name, field in (("entropy", "entropy"), ("log_z", "log_z"), ("accuracy", "likeliest")):
         if all(getattr(s, field) is not None for s in samples):
             metrics[name] = token_mean([s.at(field) for s in samples])
@@ -120,10 +137,11 @@ def mtp_loss(
     coef: float = 0.1,
     aggregation: str = "token_mean",
 ) -> tuple[float, list[list[Array]], list[HeadGradient], Metrics]:
-    """coef / K * sum over depths k of the aggregated -log p(target of t + k), from `hidden[k - 1][sample]`, `[m, H]`.
+    """coef / K * sum over depths k of the aggregated -log p(target of t + k), from
+    `hidden[k - 1][sample]`, `[m, H]`.
 
-    Samples are aligned to predicting positions. Gradients by hidden states and heads are by depth; a head that is
-    shared has their sum. DeepSeek-V3, https://arxiv.org/abs/2412.19437.
+    Samples are aligned to predicting positions. Gradients by hidden states and heads are by depth;
+    a head that is shared has their sum. DeepSeek-V3, https://arxiv.org/abs/2412.19437.
     """
     depths = len(hidden)
     heads = [head] * depths if isinstance(head, OracleHead) else list(head)
@@ -141,13 +159,20 @@ def mtp_loss(
     return loss, by_hidden, by_head, {"mtp_loss": loss, **metrics}
 
 
-def divergence(student: Array, teacher: Array, kind: str = "reverse_kl", beta: float = 0.5) -> tuple[Array, Array]:
-    """Between p and q, the softmax of logits `[n, V]`; `[n]`, and its gradient by the student's logits.
+def divergence(
+    student: Array, teacher: Array, kind: str = "reverse_kl", beta: float = 0.5
+) -> tuple[Array, Array]:
+    """Between p and q, the softmax of logits `[n, V]`; `[n]`, and its gradient by the student's
+    logits.
 
-    reverse_kl KL(p | q), forward_kl KL(q | p), jensen_shannon beta KL(q | m) + (1 - beta) KL(p | m) with m = beta q +
-    (1 - beta) p. By p a divergence has the slopes f_j; by logits p_j (f_j - sum_i p_i f_i). GKD, 2306.13649.
+    reverse_kl KL(p | q), forward_kl KL(q | p), jensen_shannon beta KL(q | m) + (1 - beta) KL(p | m)
+    with m = beta q + (1 - beta) p. By p a divergence has the slopes f_j; by logits p_j (f_j - sum_i
+    p_i f_i). GKD, 2306.13649.
     """
-    log_p, log_q = log_softmax(np.asarray(student, np.float64)), log_softmax(np.asarray(teacher, np.float64))
+    log_p, log_q = (
+        log_softmax(np.asarray(student, np.float64)),
+        log_softmax(np.asarray(teacher, np.float64)),
+    )
     p, q = np.exp(log_p), np.exp(log_q)
     if kind == "forward_kl":
         return (times_log(q, log_q) - q * np.where(q > 0, log_p, 0.0)).sum(-1), p - q
@@ -169,8 +194,9 @@ def top_k_divergence(
 ) -> tuple[float, Array]:
     """The divergence of one token whose K ids have these log-probs, and its gradient by each log p.
 
-    p and q get one bucket more, or are divided by their sums, or stay. h are the slopes by the log-probs that are then
-    compared; through 1 - sum p a log p_k has p_k of them, through the sum that it is divided by p_k / sum p.
+    p and q get one bucket more, or are divided by their sums, or stay. h are the slopes by the
+    log-probs that are then compared; through 1 - sum p a log p_k has p_k of them, through the sum
+    that it is divided by p_k / sum p.
     """
     p, q = np.exp(np.asarray(log_p, np.float64)), np.exp(np.asarray(log_q, np.float64))
     own = p
@@ -196,7 +222,10 @@ def top_k_divergence(
         "adaptive_kl": (g * kl(q, p) + (1 - g) * kl(p, q), g * forward + (1 - g) * reverse),
         "forward_kl": (kl(q, p), forward),
         "reverse_kl": (kl(p, q), reverse),
-        "mixed_kl": (beta * kl(q, p) + (1 - beta) * kl(p, q), beta * forward + (1 - beta) * reverse),
+        "mixed_kl": (
+            beta * kl(q, p) + (1 - beta) * kl(p, q),
+            beta * forward + (1 - beta) * reverse,
+        ),
         "jensen_shannon": (
             beta * kl(q, m) + (1 - beta) * kl(p, m),
             (1 - beta) * (p * np.log(p / m) + p) - (1 - beta) * p * (beta * q + (1 - beta) * p) / m,
@@ -210,12 +239,14 @@ def top_k_divergence(
 
 
 def sampled_tail(log_p: Array, log_q: Array, drawn: int) -> tuple[float, Array]:
-    """Reverse KL of p and q over the ids, and of the drawn token where it is none of them; the ids come first.
+    """Reverse KL of p and q over the ids, and of the drawn token where it is none of them; the ids
+    come first.
 
-    `log_p`, `log_q` are of the ids and, last, of the drawn token; `drawn` is its place among the ids, -1 where it is
-    none. Each id has p log(p / q) - p + q, whose slope by log p is p log(p / q) (MOPD, 2606.30406, equation 5). The
-    drawn token has the log-ratio d as its slope, and exp(-d) - 1 + d as its value: what the other tokens have on
-    average, since over all of them p log(p / q) - p + q is p (q / p - 1 + log(p / q)).
+    `log_p`, `log_q` are of the ids and, last, of the drawn token; `drawn` is its place among the
+    ids, -1 where it is none. Each id has p log(p / q) - p + q, whose slope by log p is p log(p / q)
+    (MOPD, 2606.30406, equation 5). The drawn token has the log-ratio d as its slope, and exp(-d) -
+    1 + d as its value: what the other tokens have on average, since over all of them p log(p / q) -
+    p + q is p (q / p - 1 + log(p / q)).
     """
     log_p, log_q = (np.asarray(x, np.float64) for x in (log_p, log_q))
     p, q, d = np.exp(log_p), np.exp(log_q), log_p - log_q
@@ -227,11 +258,14 @@ def sampled_tail(log_p: Array, log_q: Array, drawn: int) -> tuple[float, Array]:
     return value, slopes
 
 
-def score_centering(log_p: Array, log_q: Array, f: Any, advantage: float, tail: str = "bucket") -> tuple[float, Array]:
-    """A sum c_v log p_v of one token whose ids have these log-probs, and its gradient by each log p, c a constant.
+def score_centering(
+    log_p: Array, log_q: Array, f: Any, advantage: float, tail: str = "bucket"
+) -> tuple[float, Array]:
+    """A sum c_v log p_v of one token whose ids have these log-probs, and its gradient by each log
+    p, c a constant.
 
-    c_v = q_v f(p_v, q_v) - a p_v, a = rho f(1 - P, 1 - Q), rho = (1 - Q) / (1 - P); renormalised, of p / P and a of 0,
-    and the gradient of log(p_v / P) has P's too. 2609.20807.
+    c_v = q_v f(p_v, q_v) - a p_v, a = rho f(1 - P, 1 - Q), rho = (1 - Q) / (1 - P); renormalised,
+    of p / P and a of 0, and the gradient of log(p_v / P) has P's too. 2609.20807.
     """
     p, q = np.exp(np.asarray(log_p, np.float64)), np.exp(np.asarray(log_q, np.float64))
     if tail == "renormalise":
@@ -239,17 +273,24 @@ def score_centering(log_p: Array, log_q: Array, f: Any, advantage: float, tail: 
         c = q * np.array([f(x, y) for x, y in zip(p, q, strict=True)])
         return float(advantage * (c * np.log(p)).sum()), advantage * (c - p * c.sum())
     rest_p, rest_q = 1 - p.sum(), 1 - q.sum()
-    c = q * np.array([f(x, y) for x, y in zip(p, q, strict=True)]) - rest_q / rest_p * f(rest_p, rest_q) * p
+    c = (
+        q * np.array([f(x, y) for x, y in zip(p, q, strict=True)])
+        - rest_q / rest_p * f(rest_p, rest_q) * p
+    )
     return float(advantage * (c * np.log(p)).sum()), advantage * c
 
 
 def mismatch_metrics(samples: Sequence[OracleSample]) -> Metrics:
-    """Trainer (`old_log_probs`) against sampler, over tokens and over sequences that have some; d their difference.
+    """Trainer (`old_log_probs`) against sampler, over tokens and over sequences that have some; d
+    their difference.
 
     Names: verl's rollout correction, https://verl.readthedocs.io/en/latest/algo/rollout_corr.html.
     """
     present = [s for s in samples if s.count]
-    trainer, sampler = [s.at("old_log_probs") for s in present], [s.at("rollout_log_probs") for s in present]
+    trainer, sampler = (
+        [s.at("old_log_probs") for s in present],
+        [s.at("rollout_log_probs") for s in present],
+    )
     d = [t - r for t, r in zip(trainer, sampler, strict=True)]
     sums = np.array([x.sum() for x in d])
     of_trainer, of_sampler = (np.array([-x.mean() for x in each]) for each in (trainer, sampler))
@@ -274,7 +315,9 @@ def mismatch_metrics(samples: Sequence[OracleSample]) -> Metrics:
 
 
 def policies_apart(d: Sequence[Array], sums: Array) -> Metrics:
-    """What NeMo-RL says of sampler and trainer, d their differences by sample; and the spread of verl's weights."""
+    """What NeMo-RL says of sampler and trainer, d their differences by sample; and the spread of
+    verl's weights.
+    """
     everyone = clamp(np.concatenate(d))
     trainer = np.exp(everyone) / (1 + np.exp(everyone))  # its share of the mixture, times 1 / 2
 

@@ -1,6 +1,8 @@
-"""Preference losses on a list of samples: pairs by group id, the one of higher reward chosen; and reward models.
+"""Preference losses on a list of samples: pairs by group id, the one of higher reward chosen; and
+reward models.
 
-Each of them gives the loss, its gradient by the log-prob of each loss token (by each score), and its metrics.
+Each of them gives the loss, its gradient by the log-prob of each loss token (by each score), and
+its metrics.
 """
 
 from __future__ import annotations
@@ -26,15 +28,18 @@ def smoothed(h: float, e: float = 0.0) -> tuple[float, float]:
     return value, -(1 - e) * sigmoid(-h) + e * sigmoid(h)
 
 
-# Each of a pair's two responses is told by the sum of its log-probs, that of its log-ratios to the reference, and its
-# length; a loss gives its value and its slopes by the sum of log-probs (or log-ratios) of either.
+# Each of a pair's two responses is told by the sum of its log-probs, that of its log-ratios to the
+# reference, and its length; a loss gives its value and its slopes by the sum of log-probs (or
+# log-ratios) of either.
 Told = tuple[float, float, int]
 
 
 def dpo(
     c: Told, r: Told, *, beta=0.1, label_smoothing=0.0, length_normalised=False, link="sigmoid"
 ) -> tuple[float, float, float]:
-    """Rafailov et al. 2023, 2305.18290; with label smoothing Mitchell's cDPO; with other links as TRL has them."""
+    """Rafailov et al. 2023, 2305.18290; with label smoothing Mitchell's cDPO; with other links
+    as TRL has them.
+    """
     by = (c[2], r[2]) if length_normalised else (1, 1)
     if link != "sigmoid":
         value, by_c, by_r = links(link, beta * c[1] / by[0], beta * r[1] / by[1], label_smoothing)
@@ -44,7 +49,9 @@ def dpo(
 
 
 def links(link: str, c: float, r: float, e: float) -> tuple[float, float, float]:
-    """The loss of two rewards by its published form, and its slopes by each, by differences in float64."""
+    """The loss of two rewards by its published form, and its slopes by each, by differences in
+    float64.
+    """
 
     def value(c, r):
         h, q, s = c - r, max(e, 1e-3), sigmoid
@@ -72,7 +79,9 @@ def ipo(c: Told, r: Told, *, beta=0.1, length_normalised=True) -> tuple[float, f
     return off * off, 2 * off / by[0], -2 * off / by[1]
 
 
-def simpo(c: Told, r: Told, *, beta=2.0, margin=0.5, label_smoothing=0.0) -> tuple[float, float, float]:
+def simpo(
+    c: Told, r: Told, *, beta=2.0, margin=0.5, label_smoothing=0.0
+) -> tuple[float, float, float]:
     """Meng et al. 2024, 2405.14734, equation 6."""
     value, slope = smoothed(beta / c[2] * c[0] - beta / r[2] * r[0] - margin, label_smoothing)
     return value, beta / c[2] * slope, -beta / r[2] * slope
@@ -83,14 +92,20 @@ def orpo(c: Told, r: Told, *, beta=0.1) -> tuple[float, float, float]:
 
     def log_odds(x: Told) -> tuple[float, float]:
         p = math.exp(x[0] / x[2])
-        return math.log(p / (1 - p)), 1 / (1 - p) / x[2]  # the derivative of m - log(1 - exp(m)) is 1 / (1 - exp(m))
+        # the derivative of m - log(1 - exp(m)) is 1 / (1 - exp(m))
+        return math.log(p / (1 - p)), 1 / (1 - p) / x[2]
 
     (better, by_c), (worse, by_r) = log_odds(c), log_odds(r)
     value, slope = smoothed(better - worse)
     return beta * value, beta * slope * by_c, -beta * slope * by_r
 
 
-PAIRWISE: dict[str, Callable[..., tuple[float, float, float]]] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo}
+PAIRWISE: dict[str, Callable[..., tuple[float, float, float]]] = {
+    "dpo": dpo,
+    "ipo": ipo,
+    "simpo": simpo,
+    "orpo": orpo,
+}
 
 
 def told(s: OracleSample, reference: bool) -> Told:
@@ -124,7 +139,9 @@ def preference_loss(
     nll="sequence_mean_token_mean",
     **options: Any,
 ) -> tuple[float, list[Array], Metrics]:
-    """The mean over pairs of a loss out of PAIRWISE, and of `nll_coef` times the chosen response's NLL."""
+    """The mean over pairs of a loss out of PAIRWISE, and of `nll_coef` times the chosen
+    response's NLL.
+    """
     coef = (1.0 if name == "orpo" else 0.0) if nll_coef is None else nll_coef
     pairs = pairs_of(samples)
     gradients, total = [np.zeros(len(s.mask)) for s in samples], 0.0
@@ -144,13 +161,24 @@ def preference_loss(
     metrics |= {f"{side}_reward": float(np.mean(x)) for side, x in rewards.items()}
     metrics |= {f"{side}_log_prob": float(np.mean(x)) for side, x in means.items()}
     ahead = np.subtract(rewards["chosen"], rewards["rejected"])
-    return metrics["loss"], gradients, metrics | {"reward_margin": ahead.mean(), "accuracy": (ahead > 0).mean()}
+    return (
+        metrics["loss"],
+        gradients,
+        metrics | {"reward_margin": ahead.mean(), "accuracy": (ahead > 0).mean()},
+    )
 
 
 def kto(
-    samples: Sequence[OracleSample], *, reference_point, beta=0.1, desirable_weight=1.0, undesirable_weight=1.0
+    samples: Sequence[OracleSample],
+    *,
+    reference_point,
+    beta=0.1,
+    desirable_weight=1.0,
+    undesirable_weight=1.0,
 ) -> tuple[float, list[Array], Metrics]:
-    """Ethayarajh et al. 2024, 2402.01306, equation 8, its value function's mean taken from the weights."""
+    """Ethayarajh et al. 2024, 2402.01306, equation 8, its value function's mean taken from the
+    weights.
+    """
     present = [s for s in samples if s.count]
     total, gradients = 0.0, []
     rewards: dict[str, list[float]] = {"chosen": [], "rejected": []}
@@ -173,7 +201,9 @@ def kto(
 
 
 def a2po(samples: Sequence[OracleSample], *, beta=1e-3) -> tuple[float, list[Array], Metrics]:
-    """Brantley et al. 2025, 2505.20686: (beta d - A)^2, d the sum of log-ratios and A the reward less V*, given so."""
+    """Brantley et al. 2025, 2505.20686: (beta d - A)^2, d the sum of log-ratios and A the reward
+    less V*, given so.
+    """
     present = [s for s in samples if s.count]
     total, gradients = 0.0, []
     implied_by: dict[str, list[float]] = {"chosen": [], "rejected": []}
@@ -195,17 +225,22 @@ def a2po(samples: Sequence[OracleSample], *, beta=1e-3) -> tuple[float, list[Arr
 
 
 def real(samples: Sequence[OracleSample], *, tau=0.5) -> tuple[float, list[Array], Metrics]:
-    """2602.05630, as in ms-swift 4.6: log(1 + sum_good exp(-s / tau)) + log(1 + sum_bad exp(s / tau)) of a group.
+    """2602.05630, as in ms-swift 4.6: log(1 + sum_good exp(-s / tau)) + log(1 + sum_bad exp(s /
+    tau)) of a group.
 
-    s is the mean of log_prob - old_log_prob. The mean is over groups with a loss token; one without good or without bad
-    samples has a loss of 0. Metrics weigh a sample by its share of its group's tokens.
+    s is the mean of log_prob - old_log_prob. The mean is over groups with a loss token; one without
+    good or without bad samples has a loss of 0. Metrics weigh a sample by its share of its group's
+    tokens.
     """
     groups = sorted({s.group_id for s in samples if s.count})
     gradients, total, one_sided = [np.zeros(len(s.mask)) for s in samples], 0.0, 0
     s_of = {True: [], False: []}
     for group in groups:
         members = [i for i, s in enumerate(samples) if s.group_id == group and s.count]
-        scores = {i: float((samples[i].at("log_probs") - samples[i].at("old_log_probs")).mean()) for i in members}
+        scores = {
+            i: float((samples[i].at("log_probs") - samples[i].at("old_log_probs")).mean())
+            for i in members
+        }
         tokens = sum(samples[i].count for i in members)
         for i in members:
             s_of[samples[i].reward > 0].append((samples[i].count / tokens, scores[i]))
@@ -218,7 +253,9 @@ def real(samples: Sequence[OracleSample], *, tau=0.5) -> tuple[float, list[Array
             whole = 1 + sum(each.values())
             total += math.log(whole)
             for i, x in each.items():
-                gradients[i] += samples[i].here * (sign * x / whole / tau / samples[i].count / len(groups))
+                gradients[i] += samples[i].here * (
+                    sign * x / whole / tau / samples[i].count / len(groups)
+                )
     metrics = {"loss": total / len(groups), "one_sided": one_sided / len(groups)}
     for name, good in (("chosen_log_ratio", True), ("rejected_log_ratio", False)):
         weight = sum(w for w, _ in s_of[good])
@@ -227,24 +264,34 @@ def real(samples: Sequence[OracleSample], *, tau=0.5) -> tuple[float, list[Array
 
 
 def reference_point(samples: Sequence[OracleSample]) -> float:
-    """max(0, the mean over samples of the sum of log-ratios): TRL's estimate of KTO's z, of mismatched samples."""
+    """max(0, the mean over samples of the sum of log-ratios): TRL's estimate of KTO's z, of
+    mismatched samples.
+    """
     return max(0.0, float(np.mean([told(s, True)[1] for s in samples if s.count])))
 
 
 def bradley_terry(
     samples: Sequence[OracleSample], scores: Sequence[float], *, margin=0.0, centring=0.0
 ) -> tuple[float, Array, Metrics]:
-    """-log sigmoid(s_c - s_r - margin (r_c - r_r)) + centring (s_c + s_r)^2; the gradient is by each sample's score."""
+    """-log sigmoid(s_c - s_r - margin (r_c - r_r)) + centring (s_c + s_r)^2; the gradient is by
+    each sample's score.
+    """
     pairs = pairs_of(samples)
     gradient, total = np.zeros(len(samples)), 0.0
     for c, r in pairs:
-        value, slope = smoothed(scores[c] - scores[r] - margin * (samples[c].reward - samples[r].reward))
+        value, slope = smoothed(
+            scores[c] - scores[r] - margin * (samples[c].reward - samples[r].reward)
+        )
         both = scores[c] + scores[r]
         total += value + centring * both**2
         gradient[c] += (slope + 2 * centring * both) / len(pairs)
         gradient[r] += (-slope + 2 * centring * both) / len(pairs)
     better, worse = (np.array([scores[pair[k]] for pair in pairs]) for k in (0, 1))
-    metrics = {"loss": total / len(pairs), "chosen_reward": better.mean(), "rejected_reward": worse.mean()}
+    metrics = {
+        "loss": total / len(pairs),
+        "chosen_reward": better.mean(),
+        "rejected_reward": worse.mean(),
+    }
     return (
         metrics["loss"],
         gradient,

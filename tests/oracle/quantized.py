@@ -1,10 +1,11 @@
-"""A head whose kernel and hidden states have 8 bits: the rounding, the product, and gradients straight through it.
+"""A head whose kernel and hidden states have 8 bits: the rounding, the product, and gradients
+straight through it.
 
-Scales are as Qwix (github.com/google/qwix, `qarray.py`) and DeepSeek-V3 (arxiv.org/abs/2412.19437, 3.3) have them: the
-largest of the numbers that share a scale becomes the largest number of the format. They are f32, as the quotients are,
-which are products with the inverse.
-e4m3 is the format of arxiv.org/abs/2209.05433: 4 bits of exponent with bias 7, 3 of mantissa, subnormal numbers, no
-infinity, and 448 its largest number.
+Scales are as Qwix (github.com/google/qwix, `qarray.py`) and DeepSeek-V3 (arxiv.org/abs/2412.19437,
+3.3) have them: the largest of the numbers that share a scale becomes the largest number of the
+format. They are f32, as the quotients are, which are products with the inverse.
+e4m3 is the format of arxiv.org/abs/2209.05433: 4 bits of exponent with bias 7, 3 of mantissa,
+subnormal numbers, no infinity, and 448 its largest number.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ def quantized(
     largest: float | None = None,
     powers_of_two: bool = False,
 ) -> Any:
-    """(values, scale), in float64, of a matrix whose numbers along the axis share a scale, all or those of a block.
+    """(values, scale), in float64, of a matrix whose numbers along the axis share a scale, all or
+    those of a block.
 
-    The scale has as many dimensions, with one entry a block. Powers of two are no smaller than the scale would be.
+    The scale has as many dimensions, with one entry a block. Powers of two are no smaller than the
+    scale would be.
     """
     numbers = np.moveaxis(np.asarray(numbers, np.float32), axis, -1)
     size = block or numbers.shape[-1]
@@ -51,7 +54,8 @@ def quantized(
     scale = np.abs(blocks).max(-1, keepdims=True) * inverse
     scale = np.where(scale < np.sqrt(np.finfo(np.float32).tiny), np.float32(1), scale)
     if powers_of_two:
-        mantissa, exponent = np.frexp(scale)  # scale = mantissa * 2^exponent, mantissa from 0.5 to 1
+        # scale = mantissa * 2^exponent, mantissa from 0.5 to 1
+        mantissa, exponent = np.frexp(scale)
         scale = np.where(mantissa == 0.5, scale, np.ldexp(np.float32(1), exponent))
     quotients = blocks * (np.float32(1) / scale)
     values = to_int8(quotients) if dtype == "int8" else to_e4m3(quotients)
@@ -74,7 +78,9 @@ def rounded(numbers: Any, axis: int, dtype: str, **how: Any) -> Array:
 
 @dataclass
 class QuantizedHead(OracleHead):
-    """x = read(h) @ read(kernel) + bias + lora_scale * (h @ a) @ b, before scale, soft-cap and temperature."""
+    """x = read(h) @ read(kernel) + bias + lora_scale * (h @ a) @ b, before scale, soft-cap and
+    temperature.
+    """
 
     dtype: str = "float8_e4m3fn"
     block: int | None = None
@@ -95,11 +101,18 @@ class QuantizedHead(OracleHead):
         if self.bias is not None:
             x = x + np.asarray(self.bias, np.float64)[:v]
         if self.a is not None:
-            x = x + self.lora_scale * (h @ np.asarray(self.a, np.float64)) @ np.asarray(self.b, np.float64)[:, :v]
+            x = (
+                x
+                + self.lora_scale
+                * (h @ np.asarray(self.a, np.float64))
+                @ np.asarray(self.b, np.float64)[:, :v]
+            )
         return self.scale * x
 
 
-def head_gradient(hidden: Array, head: QuantizedHead, dz: Array, temperature: Any = 1.0) -> tuple[Array, HeadGradient]:
+def head_gradient(
+    hidden: Array, head: QuantizedHead, dz: Array, temperature: Any = 1.0
+) -> tuple[Array, HeadGradient]:
     """From d / dz to d / d(hidden) and d / d(kernel, bias, a, b), as if read(x) had slope 1."""
     dx, v = product_gradient(hidden, head, dz, temperature), head.columns
     h, kernel = np.asarray(hidden, np.float64), head.read_kernel()

@@ -15,8 +15,9 @@ Array = np.ndarray
 class OracleSample:
     """One sequence. Its arrays have one length m and one alignment, which is the caller's choice.
 
-    Entry i of every array speaks of the same token: the i-th of the response, or the one that position i predicts. Only
-    entries with `mask` 1 are ever read, so the others may hold anything, NaN included. Results are `[m]` too, 0 there.
+    Entry i of every array speaks of the same token: the i-th of the response, or the one that
+    position i predicts. Only entries with `mask` 1 are ever read, so the others may hold anything,
+    NaN included. Results are `[m]` too, 0 there.
     """
 
     mask: Any  # [m], 1 where the token carries loss
@@ -29,17 +30,20 @@ class OracleSample:
     values: Any = None  # the critic's at the start of the step
     returns: Any = None
     new_values: Any = None  # the critic's that is trained
-    log_z: Any = None  # log-sum-exp and mean of the logits, and whether the target is a likeliest token
+    # log-sum-exp and mean of the logits, and whether the target is a likeliest token
+    log_z: Any = None
     mean_logit: Any = None
     likeliest: Any = None
     loss_weights: Any = None  # [m], what the token's whole loss is multiplied by; None for 1
     selected: Any = None  # bool [m], the tokens that clip_cov takes out or kl_cov penalises
-    hidden: Any = None  # [m, H], for what starts from hidden states; targets [m] and nucleus ids [m, K] with it
+    # [m, H], for what starts from hidden states; targets [m] and nucleus ids [m, K] with it
+    hidden: Any = None
     targets: Any = None
     nucleus_ids: Any = None
     temperature: Any = 1.0  # a number or [m]
     reward: float | None = None
-    sample_id: int | None = None  # by default the sample's place in the step, as for group and rollout
+    # by default the sample's place in the step, as for group and rollout
+    sample_id: int | None = None
     group_id: int | None = None
     rollout_id: int | None = None
 
@@ -84,15 +88,19 @@ def sample_weights(
     norm: float | None = None,
     weighted: bool | None = False,
 ) -> Array:
-    """`[samples]`: what each loss token of a sample counts for, so that loss = sum over tokens of weight * token loss.
+    """`[samples]`: what each loss token of a sample counts for, so that loss = sum over tokens of
+    weight * token loss.
 
-    N loss tokens are in the step, n_s in the sample, n_r in all samples of its rollout; B samples and B_r rollouts have
-    any: token_mean 1 / N, token_sum 1, sequence_mean_token_sum 1 / B, sequence_mean_token_mean 1 / (n_s B),
-    sequence_mean_token_sum_norm 1 / (norm B), rollout_mean 1 / (n_r B_r). Weighted: a token is as many as its weight.
+    N loss tokens are in the step, n_s in the sample, n_r in all samples of its rollout; B samples
+    and B_r rollouts have any: token_mean 1 / N, token_sum 1, sequence_mean_token_sum 1 / B,
+    sequence_mean_token_mean 1 / (n_s B), sequence_mean_token_sum_norm 1 / (norm B), rollout_mean 1
+    / (n_r B_r). Weighted: a token is as many as its weight.
     """
     n = np.array([np.sum(s.weights) if weighted else s.count for s in samples], np.float64)
     rollouts = ids(samples, "rollout_id")
-    n_r = np.array([sum(m for m, other in zip(n, rollouts, strict=True) if other == r) for r in rollouts])
+    n_r = np.array(
+        [sum(m for m, other in zip(n, rollouts, strict=True) if other == r) for r in rollouts]
+    )
     present = float(np.sum(n > 0)) or 1.0
     present_rollouts = float(len({r for m, r in zip(n, rollouts, strict=True) if m > 0})) or 1.0
     one = np.ones(len(samples))

@@ -1,4 +1,6 @@
-"""The policy loss of a step: correction, policy loss, KL, entropy, aggregation, gradients and metrics."""
+"""The policy loss of a step: correction, policy loss, KL, entropy, aggregation, gradients and
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,20 @@ CONFIG: dict[str, Any] = {
     "aggregation": "token_mean",
     "aggregation_norm": None,
     "metric_aggregation": "token_mean",  # or "loss"
-    "off_policy": None,  # off_policy.OPTIONS, rejections as {"statistic": ..., "low": ..., "high": ...}
-    "unusable": "nan",  # or {"policy": "weight_0" or "ratio_1", "denominators", "penalties": "in" or "out"}
+    # off_policy.OPTIONS, rejections as {"statistic": ..., "low": ..., "high": ...}
+    "off_policy": None,
+    # or {"policy": "weight_0" or "ratio_1", "denominators", "penalties": "in" or "out"}
+    "unusable": "nan",
     "weighted_denominators": False,  # sums of loss weights in place of counts of loss tokens
 }
 
 
 class StepLoss(NamedTuple):
-    """The loss; its gradients by log-probs and entropies, `[m]` a sample, 0 where there is no loss; metrics by name.
+    """The loss; its gradients by log-probs and entropies, `[m]` a sample, 0 where there is no loss;
+    metrics by name.
 
-    `weights` and `parts` are each sample's weight and losses, for callers that need the size of the terms.
+    `weights` and `parts` are each sample's weight and losses, for callers that need the size of the
+    terms.
     """
 
     loss: float
@@ -51,7 +57,9 @@ class StepLoss(NamedTuple):
 
 
 class SampleLoss(NamedTuple):
-    """Arrays `[n]` over the loss tokens of a sample: losses, gradients of their sum, and terms of metrics."""
+    """Arrays `[n]` over the loss tokens of a sample: losses, gradients of their sum, and terms
+    of metrics.
+    """
 
     total: Array
     policy: Array
@@ -74,9 +82,11 @@ def complete(config: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def old_log_probs(s: OracleSample, held: Array, ratio_to: str) -> Array:
-    """The denominator of the ratio: the trainer's log-probs before the step, the sampler's, or the current ones.
+    """The denominator of the ratio: the trainer's log-probs before the step, the sampler's, or the
+    current ones.
 
-    Where it is not finite it is the current one, a ratio of 1. (It is read there by a rule for unusable tokens alone.)
+    Where it is not finite it is the current one, a ratio of 1. (It is read there by a rule for
+    unusable tokens alone.)
     """
     if ratio_to == "current":
         return held
@@ -84,7 +94,9 @@ def old_log_probs(s: OracleSample, held: Array, ratio_to: str) -> Array:
     return np.where(np.isfinite(given), given, held)
 
 
-def step_tokens(samples: Sequence[OracleSample], config: Mapping[str, Any], held: Sequence[Array]) -> list[Tokens]:
+def step_tokens(
+    samples: Sequence[OracleSample], config: Mapping[str, Any], held: Sequence[Array]
+) -> list[Tokens]:
     """The loss tokens of each sample, as arguments of a policy loss."""
     return [
         Tokens(
@@ -99,21 +111,29 @@ def step_tokens(samples: Sequence[OracleSample], config: Mapping[str, Any], held
 
 
 def policy_loss(
-    samples: Sequence[OracleSample], config: Mapping[str, Any] | None = None, held: Sequence[Any] | None = None
+    samples: Sequence[OracleSample],
+    config: Mapping[str, Any] | None = None,
+    held: Sequence[Any] | None = None,
 ) -> StepLoss:
-    """Sum over tokens of weight * (accepted * correction * policy loss + kl_coef * KL - entropy_coef * entropy).
+    """Sum over tokens of weight * (accepted * correction * policy loss + kl_coef * KL -
+    entropy_coef * entropy).
 
-    `held`, `[m]` a sample: the log-probs that constants of differentiation (a detached ratio, a correction by the
-    current policy) come from. They are those of the samples, unless a finite difference moves the latter alone.
+    `held`, `[m]` a sample: the log-probs that constants of differentiation (a detached ratio, a
+    correction by the current policy) come from. They are those of the samples, unless a finite
+    difference moves the latter alone.
     """
     c = complete(config)
     counted = [in_denominators(s, c) for s in samples]
-    weights = sample_weights(counted, c["aggregation"], c["aggregation_norm"], c["weighted_denominators"])
+    weights = sample_weights(
+        counted, c["aggregation"], c["aggregation_norm"], c["weighted_denominators"]
+    )
     unusable = sum(int((impossible(s) | not_finite(s, c)).sum()) for s in samples)
     mean = mean_weight_before(counted, c)
     samples = [with_loss(s, c) for s in samples]
     mine = [s.log_probs for s in samples] if held is None else held
-    constants = [replace(s, log_probs=h).at("log_probs") for s, h in zip(samples, mine, strict=True)]
+    constants = [
+        replace(s, log_probs=h).at("log_probs") for s, h in zip(samples, mine, strict=True)
+    ]
     tokens = step_tokens(samples, c, constants)
     policies: dict[str, Any] = {"current": constants, "old": None, "rollout": None}
     for name in ("old", "rollout"):
@@ -134,7 +154,9 @@ def policy_loss(
         each = [p.values[name] for p in parts]
         metrics[name] = weighed(each) if c["metric_aggregation"] == "loss" else token_mean(each)
     if samples[0].rollout_log_probs is not None:
-        metrics["rollout_capped"] = float(sum((s.at("rollout_log_probs") > 0).sum() for s in samples))
+        metrics["rollout_capped"] = float(
+            sum((s.at("rollout_log_probs") > 0).sum() for s in samples)
+        )
     if c["unusable"] != "nan":
         metrics["unusable_tokens"] = float(unusable)
     return StepLoss(
@@ -148,7 +170,9 @@ def policy_loss(
 
 
 def not_finite(s: OracleSample, c: Mapping[str, Any]) -> Array:
-    """bool `[m]`: the tokens with loss for which the sampler's log-prob, or a compared old one, is not finite."""
+    """bool `[m]`: the tokens with loss for which the sampler's log-prob, or a compared old one,
+    is not finite.
+    """
     found = np.zeros(len(s.here), bool)
     for name in ["rollout_log_probs", *(["old_log_probs"] if "old" in compared(c) else [])]:
         if getattr(s, name) is not None:
@@ -157,7 +181,9 @@ def not_finite(s: OracleSample, c: Mapping[str, Any]) -> Array:
 
 
 def impossible(s: OracleSample) -> Array:
-    """bool `[m]`: the tokens with loss that the current policy finds impossible, with a log-prob of -inf."""
+    """bool `[m]`: the tokens with loss that the current policy finds impossible, with a log-prob
+    of -inf.
+    """
     return s.here & np.isneginf(np.asarray(s.log_probs, np.float64))
 
 
@@ -167,7 +193,9 @@ def but(s: OracleSample, tokens: Array) -> OracleSample:
 
 
 def in_denominators(s: OracleSample, c: Mapping[str, Any]) -> OracleSample:
-    """The tokens that denominators count. They are known before the step: the current policy takes none out.
+    """The tokens that denominators count.
+
+    They are known before the step: the current policy takes none out.
 
     Out: torchtitan 0.3.0, `effective_loss_mask`. In: TRL 1.16 and Tunix.
     """
@@ -177,14 +205,18 @@ def in_denominators(s: OracleSample, c: Mapping[str, Any]) -> OracleSample:
 
 
 def with_loss(s: OracleSample, c: Mapping[str, Any]) -> OracleSample:
-    """The tokens with a policy loss or penalties: not those that the current policy finds impossible."""
+    """The tokens with a policy loss or penalties: not those that the current policy finds
+    impossible.
+    """
     if c["unusable"] == "nan":
         return s
     return in_denominators(but(s, impossible(s)), c)
 
 
 def with_policy_loss(s: OracleSample, c: Mapping[str, Any]) -> OracleSample:
-    """Those of them with a policy loss, which a selection and the bounds of an adaptive clip are made of."""
+    """Those of them with a policy loss, which a selection and the bounds of an adaptive clip are
+    made of.
+    """
     s = with_loss(s, c)
     if c["unusable"] == "nan" or c["unusable"]["policy"] == "ratio_1":
         return s
@@ -218,14 +250,19 @@ def mean_weight_before(samples: Sequence[OracleSample], c: Mapping[str, Any]) ->
     return mean_of_step(of("old_log_probs"), of("rollout_log_probs"), c["off_policy"])
 
 
-def sample_loss(s: OracleSample, t: Tokens, corrected: Correction, c: Mapping[str, Any]) -> SampleLoss:
-    """accepted * correction * policy loss + kl_coef * KL - entropy_coef * entropy of each loss token of a sample.
+def sample_loss(
+    s: OracleSample, t: Tokens, corrected: Correction, c: Mapping[str, Any]
+) -> SampleLoss:
+    """accepted * correction * policy loss + kl_coef * KL - entropy_coef * entropy of each loss
+    token of a sample.
 
     The gradients are those of the sum of these, each times its loss weight.
     """
     finite = 1.0 - not_finite(s, c)[s.here]
     rule = {"policy": "ratio_1", "penalties": "in"} if c["unusable"] == "nan" else c["unusable"]
-    upstream = corrected.accepted * corrected.weights * (finite if rule["policy"] == "weight_0" else 1.0)
+    upstream = (
+        corrected.accepted * corrected.weights * (finite if rule["policy"] == "weight_0" else 1.0)
+    )
     penalised = finite if rule["penalties"] == "out" else np.ones(s.count)
     loss = LOSSES[c["loss"]["name"]]
     values, jacobian, indicators = loss(t, **{k: v for k, v in c["loss"].items() if k != "name"})
@@ -240,7 +277,9 @@ def sample_loss(s: OracleSample, t: Tokens, corrected: Correction, c: Mapping[st
             base = old_log_probs(s, t.held, c["kl"]["compares"].split("/")[1])
         reference = np.where(penalised > 0, s.at("ref_log_probs"), t.held)
         weights = s.weights * penalised
-        values_of_kl, slope = kl_penalty(t.log_probs, reference, estimator, importance, base, t.held, weights)
+        values_of_kl, slope = kl_penalty(
+            t.log_probs, reference, estimator, importance, base, t.held, weights
+        )
         said["kl"] = values_of_kl * penalised
         total = total + c["kl"]["coef"] * said["kl"]
         by_log_probs = by_log_probs + c["kl"]["coef"] * slope
@@ -262,15 +301,21 @@ def token_values(t: Tokens) -> dict[str, Array]:
 
 
 def sampler_values(trainer: Array, sampler: Array) -> dict[str, Array]:
-    """The sampler compared with the trainer's old policy, or with the current one if the sampler is the old one.
+    """The sampler compared with the trainer's old policy, or with the current one if the sampler is
+    the old one.
 
     |d| and exp(d) - 1 - d, with d = trainer - sampler.
     """
-    return {"sampler_log_prob_abs_diff": np.abs(trainer - sampler), "sampler_k3": k3(trainer - sampler)}
+    return {
+        "sampler_log_prob_abs_diff": np.abs(trainer - sampler),
+        "sampler_k3": k3(trainer - sampler),
+    }
 
 
 def ratio_extremes(ratios: Sequence[Array]) -> dict[str, float]:
-    """Smallest and largest ratio, and (sum r)^2 / (N sum r^2), the effective sample size as a share."""
+    """Smallest and largest ratio, and (sum r)^2 / (N sum r^2), the effective sample size as a
+    share.
+    """
     r = np.concatenate([*ratios, np.zeros(0)])
     if len(r) == 0:
         return {"ratio_min": np.inf, "ratio_max": -np.inf, "effective_sample_size": 0.0}
@@ -279,12 +324,16 @@ def ratio_extremes(ratios: Sequence[Array]) -> dict[str, float]:
 
 
 def with_stats(samples: Sequence[OracleSample], head: OracleHead) -> list[OracleSample]:
-    """The samples with the statistics of their hidden states and targets; positions without loss are NaN."""
+    """The samples with the statistics of their hidden states and targets; positions without loss
+    are NaN.
+    """
     out = []
     for s in samples:
         y, nucleus, temperature = head_inputs(s)
         found = token_stats(logits(s.at("hidden"), head, temperature), y, nucleus)._asdict()
-        fields: dict[str, Any] = {k: np.where(s.here, s.scatter(v), np.nan) for k, v in found.items()}
+        fields: dict[str, Any] = {
+            k: np.where(s.here, s.scatter(v), np.nan) for k, v in found.items()
+        }
         out.append(replace(s, **fields))
     return out
 
@@ -299,7 +348,9 @@ def head_inputs(s: OracleSample) -> tuple[Array, Array | None, Array]:
 def policy_loss_from_hidden(
     samples: Sequence[OracleSample], head: OracleHead, config: Mapping[str, Any] | None = None
 ) -> tuple[StepLoss, list[Array], HeadGradient]:
-    """`policy_loss` of `with_stats`, and its gradients by each sample's hidden states `[m, H]` and by the head."""
+    """`policy_loss` of `with_stats`, and its gradients by each sample's hidden states `[m, H]`
+    and by the head.
+    """
     result = policy_loss(with_stats(samples, head), config)
     return result, *through_head(samples, head, stats_gradients(samples, result))
 
@@ -311,9 +362,13 @@ def stats_gradients(samples: Sequence[OracleSample], loss: StepLoss) -> list[Map
 
 
 def through_head(
-    samples: Sequence[OracleSample], head: OracleHead, by_stats: Sequence[Mapping[str, Array]], sizes: bool = False
+    samples: Sequence[OracleSample],
+    head: OracleHead,
+    by_stats: Sequence[Mapping[str, Array]],
+    sizes: bool = False,
 ) -> tuple[list[Array], HeadGradient]:
-    """From gradients by statistics, as `logit_gradient` names them, to those by hidden states and by the head.
+    """From gradients by statistics, as `logit_gradient` names them, to those by hidden states and
+    by the head.
 
     With `sizes` the sums of the sizes of their terms instead: what is rounded is a term.
     """
@@ -324,17 +379,26 @@ def through_head(
         dz = logit_gradient(z, y, **cotangents, nucleus=nucleus)
         given = s.at("hidden"), head, product_gradient(s.at("hidden"), head, dz, temperature)
         if sizes:
-            arrays = {k: np.abs(x) for k in ("kernel", "bias", "a", "b") if (x := getattr(head, k)) is not None}
+            arrays = {
+                k: np.abs(x)
+                for k in ("kernel", "bias", "a", "b")
+                if (x := getattr(head, k)) is not None
+            }
             given = np.abs(given[0]), replace(head, **arrays), np.abs(given[2])
         dh, parts = through_products(*given)
         by_hidden.append(s.scatter(dh))
         by_head.append(parts)
-    sums: list[Any] = [None if x[0] is None else np.sum(x, axis=0) for x in zip(*by_head, strict=True)]
+    sums: list[Any] = [
+        None if x[0] is None else np.sum(x, axis=0) for x in zip(*by_head, strict=True)
+    ]
     return by_hidden, HeadGradient(*sums)
 
 
 def covariance(samples: Sequence[OracleSample]) -> list[Array]:
-    """(A - mean A)(log_prob - mean log_prob) of each loss token, `[n]`, means over the step's. 2505.22617."""
+    """(A - mean A)(log_prob - mean log_prob) of each loss token, `[n]`, means over the step's.
+
+    2505.22617.
+    """
     a, p = [s.at("advantages") for s in samples], [s.at("log_probs") for s in samples]
     return [(x - token_mean(a)) * (y - token_mean(p)) for x, y in zip(a, p, strict=True)]
 
@@ -345,7 +409,9 @@ def how_many(samples: Sequence[OracleSample], ratio: float) -> int:
 
 
 def highest(samples: Sequence[OracleSample], ratio: float) -> list[Array]:
-    """bool `[m]` a sample: the `how_many` loss tokens of highest covariance, which kl_cov penalises."""
+    """bool `[m]` a sample: the `how_many` loss tokens of highest covariance, which kl_cov
+    penalises.
+    """
     cov = covariance(samples)
     everything = np.sort(np.concatenate([*cov, np.zeros(0)]))
     if len(everything) == 0:
@@ -355,11 +421,18 @@ def highest(samples: Sequence[OracleSample], ratio: float) -> list[Array]:
 
 
 def clip_cov_candidates(
-    samples: Sequence[OracleSample], config: Mapping[str, Any] | None, low: float = 1.0, high: float = 5.0
+    samples: Sequence[OracleSample],
+    config: Mapping[str, Any] | None,
+    low: float = 1.0,
+    high: float = 5.0,
 ) -> list[Array]:
-    """bool `[m]` a sample: low < covariance < high, and not clipped by the ratio; clip_cov picks `how_many` of them."""
+    """bool `[m]` a sample: low < covariance < high, and not clipped by the ratio; clip_cov picks
+    `how_many` of them.
+    """
     c = complete(config)
-    tokens = step_tokens([replace(s, selected=None) for s in samples], c, [s.at("log_probs") for s in samples])
+    tokens = step_tokens(
+        [replace(s, selected=None) for s in samples], c, [s.at("log_probs") for s in samples]
+    )
     clips = {k: v for k, v in c["loss"].items() if k in ("clip_low", "clip_high")}
     clipped = [LOSSES["ppo"](t, **clips).indicators["clip_fraction"] > 0 for t in tokens]
     return [

@@ -53,7 +53,9 @@ def pytest_generate_tests(metafunc):
 
 
 def alike(got, expected, context="", terms=0.0):
-    """Compares within float32: 1e-5 of each number, 2e-6 of the largest, or of the `terms` of a sum."""
+    """Compares within float32: 1e-5 of each number, 2e-6 of the largest, or of the `terms` of a
+    sum.
+    """
     expected = np.asarray(expected, np.float64)
     scale = np.max(np.abs(expected), initial=terms)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale + 1e-9, err_msg=context)
@@ -74,13 +76,22 @@ def slime_samples(case: Case):
     keep = response(case, case.inputs["keep_mask"]) if "keep_mask" in case.inputs else None
     denominators = case.inputs["sample_denominators"]
     rollout, filled = 0, 0.0
-    for i, (total, n) in enumerate(zip(case.inputs["total_lengths"], case.inputs["response_lengths"], strict=True)):
+    for i, (total, n) in enumerate(
+        zip(case.inputs["total_lengths"], case.inputs["response_lengths"], strict=True)
+    ):
         end += total
-        z, y = case.inputs["logits"][end - n - 1 : end - 1] / temperature, case.inputs["tokens"][end - n : end]
+        z, y = (
+            case.inputs["logits"][end - n - 1 : end - 1] / temperature,
+            case.inputs["tokens"][end - n : end],
+        )
         nucleus = None if keep is None else keep[i]
         stats = token_stats(z, y, nucleus)
         mine = {k: v[i] for k, v in parts.items() if k != "loss_mask"}
-        samples.append(OracleSample(parts["loss_mask"][i], stats.log_probs, stats.entropy, rollout_id=rollout, **mine))
+        samples.append(
+            OracleSample(
+                parts["loss_mask"][i], stats.log_probs, stats.entropy, rollout_id=rollout, **mine
+            )
+        )
         heads.append((z, y, nucleus, slice(end - n - 1, end - 1)))
         filled += parts["loss_mask"][i].sum()
         if filled == denominators[i]:
@@ -98,7 +109,11 @@ def slime_config(c):
     if c["use_opsm"]:
         off_policy = {"opsm_delta": c["opsm_delta"], "opsm_fraction": "response"}
     return {
-        "loss": {"name": name, **clips, **({} if name == "cispo" else {"dual_clip": c["eps_clip_c"]})},
+        "loss": {
+            "name": name,
+            **clips,
+            **({} if name == "cispo" else {"dual_clip": c["eps_clip_c"]}),
+        },
         "kl": {
             "coef": c["kl_loss_coef"] if c["use_kl_loss"] else 0.0,
             "estimator": c["kl_loss_type"],
@@ -117,13 +132,15 @@ def test_slime_policy_loss(slime_case):
     c, (samples, heads) = slime_case.config, slime_samples(slime_case)
     config, halved = slime_config(c), np.ones(len(samples))
     if slime_case.name == "gspo":
-        # This vector's forward has lost its clamp (-2.69871 is the loss of plain ratios, -2.52407 that of clipped
-        # ones) and its backward has not: a maximum shares its gradient between the two sides of a tie.
+        # This vector's forward has lost its clamp (-2.69871 is the loss of plain ratios, -2.52407
+        # that of clipped ones) and its backward has not: a maximum shares its gradient between the
+        # two sides of a tie.
         ratios = [np.exp(np.mean(s.at("log_probs") - s.at("old_log_probs"))) for s in samples]
         halved = np.array([0.5 if not 0.97 <= r <= 1.04 else 1.0 for r in ratios])
         config["loss"] |= {"clip_low": 1.0, "clip_high": 1e9}
     result = policy_loss(samples, config)
-    # slime adds up samples and rollouts, and leaves the division by their number to the gradient's scale
+    # slime adds up samples and rollouts, and leaves the division by their number to the gradient's
+    # scale
     scale = 1.0 if c["calculate_per_token_loss"] else len({s.rollout_id for s in samples})
     alike(np.concatenate([s.log_probs for s in samples]), slime_case.outputs["log_probs"])
     alike(np.concatenate([s.entropy for s in samples]), slime_case.outputs["entropy"])
@@ -140,16 +157,24 @@ def test_slime_policy_loss(slime_case):
 def verl_samples(case, **more):
     names = ("advantages", "log_probs", "old_log_probs", "rollout_log_probs", "returns")
     found = {k: case.inputs[k] for k in names if k in case.inputs} | more
-    return [OracleSample(m, **{k: v[i] for k, v in found.items()}) for i, m in enumerate(case.inputs["loss_mask"])]
+    return [
+        OracleSample(m, **{k: v[i] for k, v in found.items()})
+        for i, m in enumerate(case.inputs["loss_mask"])
+    ]
 
 
 def verl_config(c):
-    low, high = (c.get(k, 0.2) for k in ("clip_ratio_low", "clip_ratio_high"))  # 0.2, whatever clip_ratio is
+    # 0.2, whatever clip_ratio is
+    low, high = (c.get(k, 0.2) for k in ("clip_ratio_low", "clip_ratio_high"))
     clips = {"clip_low": low, "clip_high": high}
     loss = {
         "vanilla": {"name": "ppo", "dual_clip": c.get("clip_ratio_c"), **clips},
         "gspo": {"name": "gspo", "gradient": "token", **clips},
-        "sapo": {"name": "sapo", "tau_positive": c.get("tau_pos"), "tau_negative": c.get("tau_neg")},
+        "sapo": {
+            "name": "sapo",
+            "tau_positive": c.get("tau_pos"),
+            "tau_negative": c.get("tau_neg"),
+        },
         "cispo": {"name": "cispo", **clips},
         "dppo_tv": {"name": "dppo_tv", "ratio_cap": c.get("clip_ratio_c"), **clips},
         "dppo_kl": {"name": "dppo_kl", "ratio_cap": c.get("clip_ratio_c"), **clips},
@@ -167,11 +192,16 @@ def verl_config(c):
 def test_verl_policy_loss(verl_case):
     c, config, more = verl_case.config, verl_config(verl_case.config), {}
     if "rollout_is_weights" in verl_case.inputs:
-        more["rollout_log_probs"] = verl_case.inputs["old_log_probs"] - np.log(verl_case.inputs["rollout_is_weights"])
+        more["rollout_log_probs"] = verl_case.inputs["old_log_probs"] - np.log(
+            verl_case.inputs["rollout_is_weights"]
+        )
         config["off_policy"] = {"weights": "token", "high": np.inf}
     samples = verl_samples(verl_case, **more)
     if c["loss_mode"] == "kl_cov":
-        samples = [replace(s, selected=x) for s, x in zip(samples, highest(samples, c["kl_cov_ratio"]), strict=True)]
+        samples = [
+            replace(s, selected=x)
+            for s, x in zip(samples, highest(samples, c["kl_cov_ratio"]), strict=True)
+        ]
     if c["loss_mode"] == "clip_cov":  # the case takes every candidate
         candidates = clip_cov_candidates(samples, config, c["clip_cov_lb"], c["clip_cov_ub"])
         samples = [replace(s, selected=x) for s, x in zip(samples, candidates, strict=True)]
@@ -189,7 +219,9 @@ def test_verl_policy_loss(verl_case):
 
 def test_verl_kl(kl_case):
     name = {"kl": "k1", "mse": "k2"}.get(kl_case.config["kl_penalty"], kl_case.config["kl_penalty"])
-    value, slope = kl_divergence(*(kl_case.inputs[k].astype(np.float64) for k in ("log_probs", "ref_log_probs")), name)
+    value, slope = kl_divergence(
+        *(kl_case.inputs[k].astype(np.float64) for k in ("log_probs", "ref_log_probs")), name
+    )
     mask = kl_case.inputs["loss_mask"]
     alike(value, kl_case.outputs["kl"])
     alike(slope * mask, kl_case.outputs["grad_log_probs"] * mask)
@@ -212,8 +244,14 @@ def test_slime_value(slime_value):
             "new_values": i["values"][places[-1]],
         }
         samples.append(OracleSample(parts["loss_mask"][k], **values))
-    options = {"aggregation": "sequence_mean_token_mean", "metric_aggregation": "loss", "clip_fraction": "outside"}
-    loss, gradients, metrics = value_loss(samples, clip=slime_value.config["value_clip"], factor=1.0, **options)
+    options = {
+        "aggregation": "sequence_mean_token_mean",
+        "metric_aggregation": "loss",
+        "clip_fraction": "outside",
+    }
+    loss, gradients, metrics = value_loss(
+        samples, clip=slime_value.config["value_clip"], factor=1.0, **options
+    )
     by_values = np.zeros(len(i["values"]))
     for place, gradient in zip(places, gradients, strict=True):
         by_values[place] = gradient * len(samples)
@@ -227,7 +265,9 @@ def test_verl_value(verl_value):
     arrays = zip(i["loss_mask"], i["old_values"], i["returns"], i["values"], strict=True)
     samples = [OracleSample(m, values=old, returns=g, new_values=v) for m, old, g, v in arrays]
     aggregation = verl_value.config["loss_agg_mode"].replace("-", "_").replace("seq_", "sequence_")
-    loss, gradients, metrics = value_loss(samples, clip=verl_value.config["cliprange_value"], aggregation=aggregation)
+    loss, gradients, metrics = value_loss(
+        samples, clip=verl_value.config["cliprange_value"], aggregation=aggregation
+    )
     alike(loss, verl_value.outputs["loss"])
     alike(np.stack(gradients), verl_value.outputs["grad_values"])
     alike(metrics["clip_fraction"], verl_value.outputs["clipfrac"])
@@ -239,7 +279,9 @@ def test_slime_sft(slime_sft):
     for mask, total, n in zip(masks, i["total_lengths"], i["response_lengths"], strict=True):
         end += total
         places.append((slice(end - n - 1, end - 1), i["tokens"][end - n : end]))
-        samples.append(OracleSample(mask, token_stats(i["logits"][places[-1][0]], places[-1][1]).log_probs))
+        samples.append(
+            OracleSample(mask, token_stats(i["logits"][places[-1][0]], places[-1][1]).log_probs)
+        )
     loss, gradients, _ = sft_loss(samples, aggregation="sequence_mean_token_mean")
     by_logits = np.zeros(i["logits"].shape)
     for (place, y), s, gradient in zip(places, samples, gradients, strict=True):
@@ -262,7 +304,10 @@ def test_slime_log_probs_and_entropy(slime_stats):
 def test_slime_gae(slime_gae):
     r, v = (response(slime_gae, slime_gae.inputs[k]) for k in ("rewards", "values"))
     c = slime_gae.config
-    found = [advantages.gae(a, b, np.ones(len(a)), c["gamma"], c["lambd"]) for a, b in zip(r, v, strict=True)]
+    found = [
+        advantages.gae(a, b, np.ones(len(a)), c["gamma"], c["lambd"])
+        for a, b in zip(r, v, strict=True)
+    ]
     for k, name in enumerate(("advantages", "returns")):
         alike(np.concatenate([x[k] for x in found]), slime_gae.outputs[name])
 
@@ -279,14 +324,17 @@ def test_slime_reinforce_plus_plus(slime_rpp):
     if "baseline" in slime_rpp.name:  # its rewards are centred before
         every = [np.ones(len(x)) for x in kls]
         options = {"kls": kls, "kl_coef": c["kl_coef"], "whitened": False, "singletons": "reward"}
-        found = advantages.reinforce_plus_plus_baseline(i["rewards"], range(len(kls)), every, **options)
+        found = advantages.reinforce_plus_plus_baseline(
+            i["rewards"], range(len(kls)), every, **options
+        )
         alike(np.concatenate(found), slime_rpp.outputs["advantages"])
         return
     masks = response(slime_rpp, i["loss_mask"])
     for reward, kl, mask in zip(i["rewards"], kls, masks, strict=True):
         r = advantages.token_rewards(reward, mask, kl, c["kl_coef"])
         found.append(advantages.discounted_returns(r, mask, c["gamma"], "discount"))
-    alike(np.concatenate(found), slime_rpp.outputs["returns"] * np.concatenate(masks))  # slime fills masked ones too
+    # slime fills masked ones too
+    alike(np.concatenate(found), slime_rpp.outputs["returns"] * np.concatenate(masks))
 
 
 def test_verl_gae(verl_gae):
@@ -301,7 +349,11 @@ def test_verl_gae(verl_gae):
 def test_verl_outcome_advantages(verl_outcome):
     i, c, masks = verl_outcome.inputs, verl_outcome.config, rows(verl_outcome, "loss_mask")
     token_rewards = rows(verl_outcome, "rewards")
-    rewards, groups, alone = [r.sum() for r in token_rewards], i.get("group"), {"singletons": "reward"}
+    rewards, groups, alone = (
+        [r.sum() for r in token_rewards],
+        i.get("group"),
+        {"singletons": "reward"},
+    )
     lengths = [m.sum() for m in masks]
     by_sample = {
         "grpo-stdTrue": lambda: advantages.grpo(rewards, groups, **alone),
@@ -313,7 +365,9 @@ def test_verl_outcome_advantages(verl_outcome):
         "remax": lambda: advantages.remax(rewards, i["reward_baselines"]),
     }
     by_token = {
-        "reinforce_plus_plus": lambda: advantages.reinforce_plus_plus(token_rewards, masks, c["gamma"]),
+        "reinforce_plus_plus": lambda: advantages.reinforce_plus_plus(
+            token_rewards, masks, c["gamma"]
+        ),
         "reinforce_plus_plus_baseline": lambda: advantages.reinforce_plus_plus_baseline(
             rewards, groups, masks, **alone
         ),
@@ -326,7 +380,8 @@ def test_verl_outcome_advantages(verl_outcome):
 def verl_correction(case, options):
     masks = rows(case, "loss_mask")
     old, rollout = (
-        [x[m > 0] for x, m in zip(rows(case, k), masks, strict=True)] for k in ("old_log_probs", "rollout_log_probs")
+        [x[m > 0] for x, m in zip(rows(case, k), masks, strict=True)]
+        for k in ("old_log_probs", "rollout_log_probs")
     )
     policies = {"current": None, "old": old, "rollout": rollout}
     found = correction(policies, [np.ones(len(x)) for x in old], masks, options)
@@ -334,7 +389,10 @@ def verl_correction(case, options):
 
 
 def test_verl_weights(verl_weights):
-    threshold, options = verl_weights.config["rollout_is_threshold"], {"weights": verl_weights.config["rollout_is"]}
+    threshold, options = (
+        verl_weights.config["rollout_is_threshold"],
+        {"weights": verl_weights.config["rollout_is"]},
+    )
     if isinstance(threshold, str):
         low, high = map(float, threshold.split("_"))
         options |= {"low": low, "high": high, "outside": "zero"}
@@ -347,7 +405,9 @@ def test_verl_weights(verl_weights):
 
 def test_verl_rejections(verl_rejection):
     c, rejections = verl_rejection.config, []
-    for statistic, bounds in zip(c["rollout_rs"].split(","), c["rollout_rs_threshold"].split(","), strict=True):
+    for statistic, bounds in zip(
+        c["rollout_rs"].split(","), c["rollout_rs_threshold"].split(","), strict=True
+    ):
         low, high = map(float, bounds.split("_")) if "_" in bounds else (0.0, float(bounds))
         rejections.append({"statistic": statistic, "low": low, "high": high})
     found, samples = verl_correction(verl_rejection, {"rejections": rejections})
@@ -357,8 +417,18 @@ def test_verl_rejections(verl_rejection):
 
 
 def test_verl_mismatch(verl_mismatch):
-    arrays = zip(*(rows(verl_mismatch, k) for k in ("loss_mask", "old_log_probs", "rollout_log_probs")), strict=True)
-    got = mismatch_metrics([OracleSample(m, old_log_probs=old, rollout_log_probs=r) for m, old, r in arrays])
+    arrays = zip(
+        *(rows(verl_mismatch, k) for k in ("loss_mask", "old_log_probs", "rollout_log_probs")),
+        strict=True,
+    )
+    got = mismatch_metrics(
+        [OracleSample(m, old_log_probs=old, rollout_log_probs=r) for m, old, r in arrays]
+    )
     for name, value in verl_mismatch.metrics.items():
         mine = name.replace("training", "trainer").replace("chi2_seq", "chi2_sequence")
-        alike(got[mine], value, name, terms=1.0 if "kl" in name or "diff" in name or "chi2" in name else 0.0)
+        alike(
+            got[mine],
+            value,
+            name,
+            terms=1.0 if "kl" in name or "diff" in name or "chi2" in name else 0.0,
+        )

@@ -53,8 +53,24 @@ VARIANTS = [
     {"loss": {"name": "sapo", "tau_positive": 2.0, "tau_negative": 3.0}},
     {"loss": {"name": "sapo", "tau_positive": 2.0, "level": "sequence"}},
     {"loss": {"name": "cispo", "clip_low": 0.05, "clip_high": 0.1, "unified_mask": True}},
-    {"loss": {"name": "cispo", "clip_low": 0.05, "clip_high": 0.1, "level": "sequence", "unified_mask": True}},
-    {"loss": {"name": "probability_mask", "clip_low": 0.02, "clip_high": 0.05, "ratio_cap": 1.2, "pull": 0.1}},
+    {
+        "loss": {
+            "name": "cispo",
+            "clip_low": 0.05,
+            "clip_high": 0.1,
+            "level": "sequence",
+            "unified_mask": True,
+        }
+    },
+    {
+        "loss": {
+            "name": "probability_mask",
+            "clip_low": 0.02,
+            "clip_high": 0.05,
+            "ratio_cap": 1.2,
+            "pull": 0.1,
+        }
+    },
     {"loss": {"name": "aspo", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.2}},
     {"loss": {"name": "gmpo", "clip_low": 0.4, "clip_high": 0.5}},
     *(
@@ -64,7 +80,11 @@ VARIANTS = [
         for i in ("none", "token", "sequence", "score")
     ),
     *(a | {"kl": {"coef": 0.1}, "entropy_coef": 0.2} for a in AGGREGATIONS),
-    *({"loss": loss, "off_policy": o, "entropy_coef": 0.1} for o in OFF_POLICY.values() for loss in ("ppo", "gspo")),
+    *(
+        {"loss": loss, "off_policy": o, "entropy_coef": 0.1}
+        for o in OFF_POLICY.values()
+        for loss in ("ppo", "gspo")
+    ),
     *({"ratio_to": r, "kl": {"coef": 0.2, "importance": "token"}} for r in ("rollout", "current")),
 ]
 
@@ -79,13 +99,18 @@ UNUSABLE_VARIANTS = [
     *({"loss": name} for name in ("ppo", "gspo", "cispo", "gmpo", "sapo")),
     {"kl": OF_REFERENCE, "entropy_coef": 0.1},
     {"kl": OF_REFERENCE | {"importance": "sequence", "estimator": "k2"}, "entropy_coef": 0.1},
-    {"ratio_to": "rollout", "kl": OF_REFERENCE | {"importance": "sequence", "compares": "current/rollout"}},
+    {
+        "ratio_to": "rollout",
+        "kl": OF_REFERENCE | {"importance": "sequence", "compares": "current/rollout"},
+    },
     *({"off_policy": options, "loss": "reinforce"} for options in OFF_POLICY.values()),
 ]
 
 
 def make_step(seed=0, spread=0.4):
-    """Uneven samples with masked tokens, one without any loss token, two in one rollout; NaN where nothing is read."""
+    """Uneven samples with masked tokens, one without any loss token, two in one rollout; NaN
+    where nothing is read.
+    """
     rng = np.random.default_rng(seed)
     masks = [[0, 1, 1, 0, 1], [1, 1], [0, 0, 0], [1, 0, 1, 1, 1, 1, 0], [1]]
     samples = []
@@ -122,7 +147,9 @@ def make_step(seed=0, spread=0.4):
 
 
 def unusable(samples):
-    """The step with log-probs that are not finite: in some samples, in one with a single token, and of each policy."""
+    """The step with log-probs that are not finite: in some samples, in one with a single token,
+    and of each policy.
+    """
 
     def at(s, name, place, value):
         x = np.array(getattr(s, name))
@@ -138,7 +165,9 @@ def unusable(samples):
 
 
 def slopes(f, x, step=1e-6):
-    """Central differences of the scalar f by every entry of the array x that is finite; NaN entries read 0."""
+    """Central differences of the scalar f by every entry of the array x that is finite; NaN
+    entries read 0.
+    """
     out = np.zeros(np.shape(x))
     for place in np.ndindex(*out.shape):
         if np.isfinite(x[place]):
@@ -157,7 +186,9 @@ def changed(samples, i, **new):
 
 
 def agree(got, expected, tolerance=2e-8):
-    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=tolerance * max(1.0, np.max(np.abs(expected), initial=0)))
+    np.testing.assert_allclose(
+        got, expected, rtol=1e-6, atol=tolerance * max(1.0, np.max(np.abs(expected), initial=0))
+    )
 
 
 class TestGradients:
@@ -168,9 +199,12 @@ class TestGradients:
         held, result = [s.log_probs for s in samples], policy_loss(samples, config)
         for i, s in enumerate(samples):
             by_log_probs = slopes(
-                lambda x, i=i: policy_loss(changed(samples, i, log_probs=x), config, held).loss, held[i]
+                lambda x, i=i: policy_loss(changed(samples, i, log_probs=x), config, held).loss,
+                held[i],
             )
-            by_entropy = slopes(lambda x, i=i: policy_loss(changed(samples, i, entropy=x), config).loss, s.entropy)
+            by_entropy = slopes(
+                lambda x, i=i: policy_loss(changed(samples, i, entropy=x), config).loss, s.entropy
+            )
             agree(result.by_log_probs[i], by_log_probs)
             agree(result.by_entropy[i], by_entropy)
 
@@ -184,18 +218,27 @@ class TestGradients:
         assert np.isfinite(result.loss)
         for i, s in enumerate(samples):
             by_log_probs = slopes(
-                lambda x, i=i: policy_loss(changed(samples, i, log_probs=x), config, held).loss, held[i]
+                lambda x, i=i: policy_loss(changed(samples, i, log_probs=x), config, held).loss,
+                held[i],
             )
-            by_entropy = slopes(lambda x, i=i: policy_loss(changed(samples, i, entropy=x), config).loss, s.entropy)
+            by_entropy = slopes(
+                lambda x, i=i: policy_loss(changed(samples, i, entropy=x), config).loss, s.entropy
+            )
             agree(result.by_log_probs[i], by_log_probs)
             agree(result.by_entropy[i], by_entropy)
 
     @pytest.mark.parametrize("shift", [-25.0, 25.0])
     @pytest.mark.parametrize("name", LOSSES)
     def test_policy_losses_far_from_the_old_policy(self, name, shift):
-        """Beyond a log-ratio of 20 exp is constant, and its gradient 0: each loss by each log-prob of its sequence."""
+        """Beyond a log-ratio of 20 exp is constant, and its gradient 0: each loss by each
+        log-prob of its sequence.
+        """
         rng = np.random.default_rng(7)
-        x, a, selected = -30 * rng.random(4) - 30, np.array([1.0, -2, 0.5, -1]), np.array([1, 0, 0, 1])
+        x, a, selected = (
+            -30 * rng.random(4) - 30,
+            np.array([1.0, -2, 0.5, -1]),
+            np.array([1, 0, 0, 1]),
+        )
         old = x - shift * np.array([1, 1, 0.02, 1.2])
         options = {"gspo": {"clip_high": 1e9}}.get(name, {})
         variants = [options, {**options, "gradient": "token"}] if name == "gspo" else [options]
@@ -206,7 +249,9 @@ class TestGradients:
 
             values, jacobian, _ = loss(x)
             assert np.isfinite(values).all()
-            expected = [slopes(lambda y, t=t, loss=loss: loss(y).values[t], x) for t in range(len(x))]
+            expected = [
+                slopes(lambda y, t=t, loss=loss: loss(y).values[t], x) for t in range(len(x))
+            ]
             full = jacobian if jacobian.ndim == 2 else np.diag(jacobian)
             rounding = 1e-9 * np.maximum(1.0, np.abs(values))[:, None]
             assert (np.abs(full - expected) <= 1e-6 * np.abs(full) + rounding).all(), each
@@ -215,7 +260,10 @@ class TestGradients:
     @pytest.mark.parametrize("estimator", ESTIMATORS)
     def test_kl_at_any_log_ratio(self, estimator, importance):
         d = np.array([-100.0, -25.0, -19.0, -3.0, -0.5, 0.3, 5.0, 15.0, 25.0, 100.0])
-        ref, sampling = np.full(len(d), -1.5), d - 1.5 - np.linspace(-1, 1, len(d)) if importance else None
+        ref, sampling = (
+            np.full(len(d), -1.5),
+            d - 1.5 - np.linspace(-1, 1, len(d)) if importance else None,
+        )
         value, slope = kl_divergence(ref + d, ref, estimator, sampling)
         assert np.isfinite([value, slope]).all()
         w = np.exp(ref + d - sampling) if importance else np.ones(len(d))
@@ -227,7 +275,9 @@ class TestGradients:
             def moved(x, i):
                 return kl_divergence(x, ref[i : i + 1], estimator, each[i])[0][0]
 
-            expected = [slopes(lambda x, i=i: moved(x, i), (ref + d)[i : i + 1])[0] for i in range(len(d))]
+            expected = [
+                slopes(lambda x, i=i: moved(x, i), (ref + d)[i : i + 1])[0] for i in range(len(d))
+            ]
         rounding = 1e-9 * np.maximum(1.0, np.abs(value))  # of a difference of values over 2e-6
         assert (np.abs(slope - expected) <= 1e-6 * np.abs(slope) + rounding).all()
         agree(kl_divergence(ref + d, ref, estimator.removesuffix("+"), sampling)[0], value)
@@ -260,12 +310,19 @@ class TestGradients:
         for name in ("kernel", "bias", "b"):  # columns that do not exist
             arrays[name][..., 5:] = np.nan
         head = OracleHead(**arrays, lora_scale=0.5, softcap=softcap, scale=0.7, vocab_size=5)
-        hidden, temperature, weights = rng.normal(size=(3, 4)), np.array([1.0, 0.5, 2.0]), rng.normal(size=(3, 5))
+        hidden, temperature, weights = (
+            rng.normal(size=(3, 4)),
+            np.array([1.0, 0.5, 2.0]),
+            rng.normal(size=(3, 5)),
+        )
         by_hidden, by_head = head_gradient(hidden, head, weights, temperature)
         agree(by_hidden, slopes(lambda x: np.sum(weights * logits(x, head, temperature)), hidden))
         for name, x in arrays.items():
             moved = slopes(
-                lambda x, name=name: np.sum(weights * logits(hidden, replace(head, **{name: x}), temperature)), x
+                lambda x, name=name: np.sum(
+                    weights * logits(hidden, replace(head, **{name: x}), temperature)
+                ),
+                x,
             )
             agree(getattr(by_head, name), moved)
 
@@ -282,7 +339,12 @@ class TestGradients:
             )
             for s in make_step()
         ]
-        config = {"loss": "gspo", "entropy_coef": 0.3, "kl": {"coef": 0.2}, "aggregation": "rollout_mean"}
+        config = {
+            "loss": "gspo",
+            "entropy_coef": 0.3,
+            "kl": {"coef": 0.2},
+            "aggregation": "rollout_mean",
+        }
         result, by_hidden, by_head = policy_loss_from_hidden(samples, head, config)
 
         def loss(s, h):
@@ -290,7 +352,10 @@ class TestGradients:
 
         assert result.loss == loss(samples, head)
         for i, s in enumerate(samples):
-            agree(by_hidden[i], slopes(lambda x, i=i: loss(changed(samples, i, hidden=x), head), s.hidden))
+            agree(
+                by_hidden[i],
+                slopes(lambda x, i=i: loss(changed(samples, i, hidden=x), head), s.hidden),
+            )
         agree(by_head.kernel, slopes(lambda x: loss(samples, replace(head, kernel=x)), head.kernel))
 
     @pytest.mark.parametrize("clip", [None, 0.2])
@@ -299,7 +364,10 @@ class TestGradients:
         options = {"clip": clip, "factor": 0.7, "aggregation": "sequence_mean_token_mean"}
         _, gradients, _ = value_loss(samples, **options)
         for i, s in enumerate(samples):
-            moved = slopes(lambda x, i=i: value_loss(changed(samples, i, new_values=x), **options)[0], s.new_values)
+            moved = slopes(
+                lambda x, i=i: value_loss(changed(samples, i, new_values=x), **options)[0],
+                s.new_values,
+            )
             agree(gradients[i], moved)
 
     def test_sft_loss_to_hidden(self):
@@ -309,25 +377,43 @@ class TestGradients:
             OracleSample(m, hidden=rng.normal(size=(len(m), 3)), targets=rng.integers(0, 6, len(m)))
             for m in ([1, 0, 1], [1, 1])
         ]
-        options = {"label_smoothing": 0.2, "z_loss": 0.05, "aggregation": "sequence_mean_token_mean"}
+        options = {
+            "label_smoothing": 0.2,
+            "z_loss": 0.05,
+            "aggregation": "sequence_mean_token_mean",
+        }
         _, by_stats, _ = sft_loss(with_stats(samples, head), **options)
         by_hidden, by_head = through_head(samples, head, by_stats)
         # a token adds one term to each number of the kernel's gradient
         alone = [replace(samples[0], mask=np.eye(3)[i]) for i in (0, 2)]
         tokens = [{name: g[i : i + 1] for name, g in by_stats[0].items()} for i in range(2)]
         terms = through_head(samples[:1], head, by_stats[:1], sizes=True)[1].kernel
-        agree(terms, sum(np.abs(through_head([s], head, [g])[1].kernel) for s, g in zip(alone, tokens, strict=True)))
+        agree(
+            terms,
+            sum(
+                np.abs(through_head([s], head, [g])[1].kernel)
+                for s, g in zip(alone, tokens, strict=True)
+            ),
+        )
 
         def loss(s, h):
             return sft_loss(with_stats(s, h), **options)[0]
 
         agree(by_head.kernel, slopes(lambda x: loss(samples, replace(head, kernel=x)), head.kernel))
-        agree(by_hidden[0], slopes(lambda x: loss(changed(samples, 0, hidden=x), head), samples[0].hidden))
+        agree(
+            by_hidden[0],
+            slopes(lambda x: loss(changed(samples, 0, hidden=x), head), samples[0].hidden),
+        )
 
     def test_mtp_loss(self):
         rng = np.random.default_rng(5)
-        heads = [OracleHead(rng.normal(size=(3, 6))), OracleHead(rng.normal(size=(3, 6)), softcap=3.0)]
-        samples = [OracleSample(m, targets=rng.integers(0, 6, len(m))) for m in ([0, 1, 1, 0, 1], [1])]
+        heads = [
+            OracleHead(rng.normal(size=(3, 6))),
+            OracleHead(rng.normal(size=(3, 6)), softcap=3.0),
+        ]
+        samples = [
+            OracleSample(m, targets=rng.integers(0, 6, len(m))) for m in ([0, 1, 1, 0, 1], [1])
+        ]
         hidden = [[rng.normal(size=(len(s.mask), 3)) for s in samples] for _ in heads]
         _, by_hidden, by_head, _ = mtp_loss(samples, hidden, heads, coef=0.7)
 
@@ -339,13 +425,21 @@ class TestGradients:
 
         for k, head in enumerate(heads):
             mine = hidden[k][0]
-            agree(by_hidden[k][0], slopes(lambda x, k=k, kernel=head.kernel: loss(k, x, kernel), mine))
-            agree(by_head[k].kernel, slopes(lambda x, k=k, mine=mine: loss(k, mine, x), head.kernel))
+            agree(
+                by_hidden[k][0], slopes(lambda x, k=k, kernel=head.kernel: loss(k, x, kernel), mine)
+            )
+            agree(
+                by_head[k].kernel, slopes(lambda x, k=k, mine=mine: loss(k, mine, x), head.kernel)
+            )
 
     @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jensen_shannon"])
     def test_divergence(self, kind):
         rng = np.random.default_rng(6)
-        student, teacher, weights = rng.normal(size=(3, 5)), rng.normal(size=(3, 5)), rng.normal(size=3)
+        student, teacher, weights = (
+            rng.normal(size=(3, 5)),
+            rng.normal(size=(3, 5)),
+            rng.normal(size=3),
+        )
         value, gradient = divergence(student, teacher, kind, 0.3)
         assert (value > 0).all()
         moved = slopes(lambda x: np.sum(weights * divergence(x, teacher, kind, 0.3)[0]), student)
@@ -364,12 +458,24 @@ class TestInvariances:
             np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-15)
 
     def test_masked_positions_never_matter(self):
-        config = {"loss": "gspo", "kl": {"coef": 0.1}, "entropy_coef": 0.1, "off_policy": OFF_POLICY["token"]}
+        config = {
+            "loss": "gspo",
+            "kl": {"coef": 0.1},
+            "entropy_coef": 0.1,
+            "off_policy": OFF_POLICY["token"],
+        }
         samples = make_step()
         bare = []
         for s in samples:
             arrays = {f.name: getattr(s, f.name) for f in fields(s)}
-            bare.append(OracleSample(**{k: np.asarray(v)[s.here] if np.ndim(v) == 1 else v for k, v in arrays.items()}))
+            bare.append(
+                OracleSample(
+                    **{
+                        k: np.asarray(v)[s.here] if np.ndim(v) == 1 else v
+                        for k, v in arrays.items()
+                    }
+                )
+            )
         with_holes, without = policy_loss(samples, config), policy_loss(bare, config)
         assert with_holes.metrics == without.metrics
         assert not any(np.isnan(g).any() for g in with_holes.by_log_probs)
@@ -393,7 +499,14 @@ class TestInvariances:
     def test_mismatch_of_equal_policies(self):
         samples = [replace(s, rollout_log_probs=s.old_log_probs) for s in make_step()]
         got = mismatch_metrics(samples)
-        for name in ("kl", "k3_kl", "chi2_token", "chi2_sequence", "log_ppl_diff", "log_prob_abs_diff"):
+        for name in (
+            "kl",
+            "k3_kl",
+            "chi2_token",
+            "chi2_sequence",
+            "log_ppl_diff",
+            "log_prob_abs_diff",
+        ):
             assert got[name] == 0
         assert got["ppl_ratio"] == 1
         assert got["trainer_ppl"] == got["rollout_ppl"] > 1

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from oracle import OracleSample
-from oracle.preference import PAIRWISE, a2po, bradley_terry, kto, preference_loss, real, reference_point
+from oracle.preference import (
+    PAIRWISE,
+    a2po,
+    bradley_terry,
+    kto,
+    preference_loss,
+    real,
+    reference_point,
+)
 
 OPTIONS = {
     "dpo": [{}, {"label_smoothing": 0.2, "length_normalised": True, "nll_coef": 0.3}],
@@ -23,7 +31,9 @@ def make_step():
     for i in range(4):
         mask = [[1, 0, 1, 1], [1, 1], [0, 1, 1], [1]][i]
         x, ref = -0.1 - rng.exponential(size=(2, len(mask)))
-        samples.append(OracleSample(mask, x, ref_log_probs=ref, group_id=i // 2, reward=float(i in (1, 2))))
+        samples.append(
+            OracleSample(mask, x, ref_log_probs=ref, group_id=i // 2, reward=float(i in (1, 2)))
+        )
     return samples
 
 
@@ -34,14 +44,24 @@ def check(loss, samples, gradients):
             for sign in (1, -1):
                 x = np.array(s.log_probs)
                 x[t] += sign * 1e-6
-                ends.append(loss([replace(o, log_probs=x) if j == i else o for j, o in enumerate(samples)]))
-            np.testing.assert_allclose(gradients[i][t], (ends[0] - ends[1]) / 2e-6, rtol=1e-6, atol=1e-8)
+                ends.append(
+                    loss([replace(o, log_probs=x) if j == i else o for j, o in enumerate(samples)])
+                )
+            np.testing.assert_allclose(
+                gradients[i][t], (ends[0] - ends[1]) / 2e-6, rtol=1e-6, atol=1e-8
+            )
 
 
-@pytest.mark.parametrize(("name", "options"), [(name, o) for name in PAIRWISE for o in OPTIONS[name]])
+@pytest.mark.parametrize(
+    ("name", "options"), [(name, o) for name in PAIRWISE for o in OPTIONS[name]]
+)
 def test_gradients(name, options):
     samples = make_step()
-    check(lambda s: preference_loss(s, name, **options)[0], samples, preference_loss(samples, name, **options)[1])
+    check(
+        lambda s: preference_loss(s, name, **options)[0],
+        samples,
+        preference_loss(samples, name, **options)[1],
+    )
 
 
 def test_gradients_of_kto():
@@ -56,15 +76,24 @@ def test_gradients_of_a2po_and_real():
 
 
 def test_gradients_of_bradley_terry():
-    samples, scores, options = make_step(), np.array([0.3, -1.0, 2.0, 0.5]), {"margin": 0.5, "centring": 0.1}
+    samples, scores, options = (
+        make_step(),
+        np.array([0.3, -1.0, 2.0, 0.5]),
+        {"margin": 0.5, "centring": 0.1},
+    )
     _, gradient, _ = bradley_terry(samples, scores, **options)
     for i in range(4):
-        ends = [bradley_terry(samples, scores + sign * 1e-6 * np.eye(4)[i], **options)[0] for sign in (1, -1)]
+        ends = [
+            bradley_terry(samples, scores + sign * 1e-6 * np.eye(4)[i], **options)[0]
+            for sign in (1, -1)
+        ]
         np.testing.assert_allclose(gradient[i], (ends[0] - ends[1]) / 2e-6, rtol=1e-6)
 
 
 def test_by_hand():
-    """A chosen response at log-probs -1, -2 against references -1.5, -3; a rejected one at -3 against -2."""
+    """A chosen response at log-probs -1, -2 against references -1.5, -3; a rejected one at -3
+    against -2.
+    """
     one = OracleSample([1, 1], [-1.0, -2.0], ref_log_probs=[-1.5, -3.0], group_id=0, reward=1.0)
     two = OracleSample([1], [-3.0], ref_log_probs=[-2.0], group_id=0, reward=0.0)
 
@@ -86,14 +115,18 @@ def test_by_hand():
         return 1 / (1 + math.exp(-x))
 
     value = kto([one, two], reference_point=0.5, undesirable_weight=2.0)[0]
-    np.testing.assert_allclose(value, (1 - sigma(0.1 * (1.5 - 0.5)) + 2 * (1 - sigma(0.1 * (0.5 + 1)))) / 2)
+    np.testing.assert_allclose(
+        value, (1 - sigma(0.1 * (1.5 - 0.5)) + 2 * (1 - sigma(0.1 * (0.5 + 1)))) / 2
+    )
     np.testing.assert_allclose(reference_point([one, two]), 0.25)
     value = bradley_terry([one, two], [2.0, 1.0], margin=0.25, centring=0.1)[0]
     np.testing.assert_allclose(value, -math.log(sigma(0.75)) + 0.9)
 
 
 def test_a2po_by_hand():
-    """Log-ratios 0.5 and 1.5, of which 0.1 times the sum is 0.2, against A = 0.5; and -1 against -0.2."""
+    """Log-ratios 0.5 and 1.5, of which 0.1 times the sum is 0.2, against A = 0.5; and -1 against
+    -0.2.
+    """
     one = OracleSample([1, 1], [-0.5, -1.5], ref_log_probs=[-1.0, -3.0], reward=0.5)
     two = OracleSample([0, 1], [np.nan, -3.0], ref_log_probs=[np.nan, -2.0], reward=-0.2)
     loss, gradients, metrics = a2po([one, two], beta=0.1)
@@ -103,18 +136,24 @@ def test_a2po_by_hand():
 
 
 def test_real_by_hand():
-    """s = 0.25 of a good sample, -0.25 and 0 of two bad ones, tau 0.5; another group has a bad sample alone."""
+    """s = 0.25 of a good sample, -0.25 and 0 of two bad ones, tau 0.5; another group has a bad
+    sample alone.
+    """
     one = OracleSample([1, 1], [-1.0, -1.5], old_log_probs=[-1.5, -1.5], group_id=0, reward=1.0)
     two = OracleSample([1], [-2.0], old_log_probs=[-1.75], group_id=0, reward=0.0)
-    three = OracleSample([1, 0], [-2.0, np.nan], old_log_probs=[-2.0, np.nan], group_id=0, reward=0.0)
+    three = OracleSample(
+        [1, 0], [-2.0, np.nan], old_log_probs=[-2.0, np.nan], group_id=0, reward=0.0
+    )
     alone = OracleSample([1], [-2.0], old_log_probs=[-1.0], group_id=1, reward=0.0)
     loss, gradients, metrics = real([one, two, three, alone])
     x = math.exp(-0.5)
     np.testing.assert_allclose(loss, (math.log(1 + x) + math.log(2 + x)) / 2)
     np.testing.assert_allclose(loss, 0.716049, rtol=1e-6)
-    np.testing.assert_allclose(gradients[0], -x / (1 + x) / 2)  # 2 for tau, half for a token, half for a group
+    # 2 for tau, half for a token, half for a group
+    np.testing.assert_allclose(gradients[0], -x / (1 + x) / 2)
     np.testing.assert_allclose([gradients[1][0], *gradients[2]], [x / (2 + x), 1 / (2 + x), 0])
     assert gradients[3].tolist() == [0]
     assert metrics["one_sided"] == 0.5
     np.testing.assert_allclose(metrics["chosen_log_ratio"], 0.25)
-    np.testing.assert_allclose(metrics["rejected_log_ratio"], (-0.25 / 4 + 0 - 1) / 1.5)  # weights 1/4, 1/4 and 1
+    # weights 1/4, 1/4 and 1
+    np.testing.assert_allclose(metrics["rejected_log_ratio"], (-0.25 / 4 + 0 - 1) / 1.5)

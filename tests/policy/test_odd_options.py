@@ -1,4 +1,6 @@
-"""Options of losses, configs and presets as odd values: the error names the option, or a jax scalar is its value."""
+"""Options of losses, configs and presets as odd values: the error names the option, or a jax
+scalar is its value.
+"""
 
 import dataclasses
 import inspect
@@ -35,14 +37,59 @@ from jaxppo.losses.mtp import MTP
 
 LARGE = 10**400
 ODD = [
-    *(None, True, "x", b"x", object, 1j, {}, [0.1], (0.1,), -1, 0, 1, 0.5, float("nan"), float("inf"), 1e300, LARGE),
-    *(np.array(0.5), np.array([0.5]), np.float16(np.inf), np.float32(0.5), np.int64(1), np.bool_(True)),
+    *(
+        None,
+        True,
+        "x",
+        b"x",
+        object,
+        1j,
+        {},
+        [0.1],
+        (0.1,),
+        -1,
+        0,
+        1,
+        0.5,
+        float("nan"),
+        float("inf"),
+        1e300,
+        LARGE,
+    ),
+    *(
+        np.array(0.5),
+        np.array([0.5]),
+        np.float16(np.inf),
+        np.float32(0.5),
+        np.int64(1),
+        np.bool_(True),
+    ),
     *(jnp.float32(0.5), jnp.int32(1), jnp.array([0.5]), jnp.bool_(True), jax.random.key(0)),
 ]
 CLASSES = {
-    **{of: {} for of in (*policy_losses.BY_NAME.values(), policy_losses.BySign, PolicyLossConfig, OffPolicyConfig)},
-    **{of: {} for of in (SFT, Value, ReferenceKL, TopKDistillation, Features, Draft, MTP, A2PO, REAL)},
-    **{of: {} for of in (preference.DPO, preference.IPO, preference.SimPO, preference.ORPO, preference.AOT)},
+    **{
+        of: {}
+        for of in (
+            *policy_losses.BY_NAME.values(),
+            policy_losses.BySign,
+            PolicyLossConfig,
+            OffPolicyConfig,
+        )
+    },
+    **{
+        of: {}
+        for of in (SFT, Value, ReferenceKL, TopKDistillation, Features, Draft, MTP, A2PO, REAL)
+    },
+    **{
+        of: {}
+        for of in (
+            preference.DPO,
+            preference.IPO,
+            preference.SimPO,
+            preference.ORPO,
+            preference.AOT,
+        )
+    },
     preference.BradleyTerry: {},
     preference.KTO: {"reference_point": 0.0},
     ScoreCentering: {"config": PolicyLossConfig(policy_losses.CISPO(), ratio_to="rollout")},
@@ -76,7 +123,8 @@ def test_fields_of_losses_and_configs(of):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in presets.__all__ if inspect.signature(getattr(presets, name)).parameters]
+    "name",
+    [name for name in presets.__all__ if inspect.signature(getattr(presets, name)).parameters],
 )
 def test_options_of_presets(name):
     preset = getattr(presets, name)
@@ -89,7 +137,9 @@ def test_options_of_presets(name):
     for case in cases:
         for option in options:
             for value in ODD:
-                check_named(lambda x, given=case, option=option: preset(**{**given, option: x}), value)
+                check_named(
+                    lambda x, given=case, option=option: preset(**{**given, option: x}), value
+                )
 
 
 def test_arguments_of_by_row():
@@ -109,8 +159,18 @@ VALUES = dict(zip(NAMES, ([1.0, -1.0, 0.5], [-1.0, -2.0, -1.5], [-1.5, -1.0, -2.
 BATCH = RolloutBatch.from_samples([Sample([1, 2, 3, 4], 1, **VALUES)], row_length=4)
 STATS = TokenStats(jnp.array([[-2.5, -2.2, -1.4, 0.0]]))
 BOUNDS = {  # a config of a number, one that it takes, some that it refuses, and the rule
-    "low": (lambda x: OffPolicyConfig("token", low=x, high=1.5), 0.8, (-0.1, 1.5), "off_policy.low"),
-    "high": (lambda x: OffPolicyConfig("token", low=0.5, high=x), 1.2, (0.5, -1.0), "off_policy.high"),
+    "low": (
+        lambda x: OffPolicyConfig("token", low=x, high=1.5),
+        0.8,
+        (-0.1, 1.5),
+        "off_policy.low",
+    ),
+    "high": (
+        lambda x: OffPolicyConfig("token", low=0.5, high=x),
+        1.2,
+        (0.5, -1.0),
+        "off_policy.high",
+    ),
     "veto": (lambda x: OffPolicyConfig("token", veto=x), 0.4, (0.0, 1.0), "off_policy.veto"),
     "opsm_delta": (lambda x: OffPolicyConfig(opsm_delta=x), 0.2, (-0.1,), "off_policy.opsm_delta"),
     "a rejection's low": (
@@ -152,13 +212,20 @@ def test_bounds_may_be_traced(name):
 
 def test_bounds_of_a_mean_weight_are_known():
     with pytest.raises(
-        ValueError, match=r"low, high: got arrays as \['high'\], expected Python numbers with batch_norm"
+        ValueError,
+        match=r"low, high: got arrays as \['high'\], expected Python numbers with batch_norm",
     ):
         OffPolicyConfig("token", high=jnp.float32(2.0), batch_normalize=True)
 
 
 def test_the_smoothing_of_a_link_that_does_not_read_it():
     """A traced one was ignored."""
-    assert np.isnan(jax.jit(lambda x: preference.DPO(link="hinge", label_smoothing=x).label_smoothing)(0.1))
-    assert jax.jit(lambda x: preference.DPO(link="hinge", label_smoothing=x).label_smoothing)(0.0) == 0
-    assert np.isnan(jax.jit(lambda x: preference.DPO(link="robust", label_smoothing=x).label_smoothing)(0.5))
+    assert np.isnan(
+        jax.jit(lambda x: preference.DPO(link="hinge", label_smoothing=x).label_smoothing)(0.1)
+    )
+    assert (
+        jax.jit(lambda x: preference.DPO(link="hinge", label_smoothing=x).label_smoothing)(0.0) == 0
+    )
+    assert np.isnan(
+        jax.jit(lambda x: preference.DPO(link="robust", label_smoothing=x).label_smoothing)(0.5)
+    )

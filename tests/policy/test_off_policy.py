@@ -1,4 +1,6 @@
-"""Off-policy weights, rejection and masking: against plain numpy, on any mesh, with the denominators left alone."""
+"""Off-policy weights, rejection and masking: against plain numpy, on any mesh, with the
+denominators left alone.
+"""
 
 import dataclasses
 import math
@@ -47,11 +49,19 @@ JOINED = OffPolicyConfig(
 def correct(parallel, log_probs, batch, config, weight_mean=None):
     def fn(axes, log_probs, batch):
         segments = batch.segments(axes)
-        policies = {"current": log_probs, "old": batch.old_log_probs, "rollout": batch.rollout_log_probs}
-        return correction(policies, batch.advantages, batch.loss_mask, segments, config, weight_mean)
+        policies = {
+            "current": log_probs,
+            "old": batch.old_log_probs,
+            "rollout": batch.rollout_log_probs,
+        }
+        return correction(
+            policies, batch.advantages, batch.loss_mask, segments, config, weight_mean
+        )
 
     args = {"log_probs": log_probs, "batch": batch}
-    return shard_call("correct", fn, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], p.tokens_spec))
+    return shard_call(
+        "correct", fn, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], p.tokens_spec)
+    )
 
 
 def by_sequence(reduce, x):
@@ -86,11 +96,15 @@ def test_weights(level, outside):
 
 
 def test_k3_accepts_what_agrees_to_rounding():
-    """exp(d) - 1 - d in f32 is below 0, and so rejected, for 31% of tokens whose log-probs differ by 1e-4."""
+    """exp(d) - 1 - d in f32 is below 0, and so rejected, for 31% of tokens whose log-probs
+    differ by 1e-4.
+    """
     gap = 1e-4 * np.random.default_rng(0).normal(size=MASK.shape)
     batch = dataclasses.replace(BATCH, rollout_log_probs=jnp.asarray(OLD + gap, jnp.float32))
     for level in ("token", "seq_sum", "seq_mean", "seq_max"):
-        weights, indicators = correct(None, LOG_PROBS, batch, OffPolicyConfig(rejections=(Rejection(f"{level}_k3"),)))
+        weights, indicators = correct(
+            None, LOG_PROBS, batch, OffPolicyConfig(rejections=(Rejection(f"{level}_k3"),))
+        )
         np.testing.assert_array_equal(weights, MASK)
         assert not indicators["rejected_fraction"].any()
     d = np.asarray(batch.old_log_probs - batch.rollout_log_probs)[MASK].astype(np.float32)
@@ -130,7 +144,8 @@ def test_rejection(statistic, compares):
     elif level != "token":
         value = by_sequence(REDUCED[level], value)
     ordered = np.unique(value[MASK])
-    low, high = (ordered[int(len(ordered) * share)] + 1e-4 for share in (0.2, 0.8))  # 1e-4: off the values themselves
+    # 1e-4: off the values themselves
+    low, high = (ordered[int(len(ordered) * share)] + 1e-4 for share in (0.2, 0.8))
     bounds = {"k1": (np.exp(low), np.exp(high)), "diff": (low, high)}.get(k, (0.0, high))
     config = OffPolicyConfig(rejections=(Rejection(statistic, *map(float, bounds), compares),))
     weights, indicators = correct(None, LOG_PROBS, BATCH, config)
@@ -140,20 +155,63 @@ def test_rejection(statistic, compares):
     np.testing.assert_array_equal(np.asarray(indicators["rejected_fraction"]) > 0, MASK & ~expected)
 
 
-# What SkyRL's and AReaL's own tests compute: log-probs of trainer and sampler, the mask, the rejections, what stays.
-# SkyRL drops a sample by an o / q outside [1e-4, 100], AReaL by the largest o / q of a sample.
+# What SkyRL's and AReaL's own tests compute: log-probs of trainer and sampler, the mask, the
+# rejections, what stays. SkyRL drops a sample by an o / q outside [1e-4, 100], AReaL by the largest
+# o / q of a sample.
 ERROR = "seq_mean_error"
 EXTREMES = (Rejection("seq_max_k1", high=1e4), Rejection("seq_min_k1", low=0.01))
 VECTORS = {
     "SkyRL, one of e^5": ([-1, -1, -1], [-1, -1, -6], [1, 1, 1], EXTREMES, [0, 0, 0]),
     "SkyRL, it has no loss": ([-1, -1, -1], [-1, -1, -6], [1, 1, 0], EXTREMES, [1, 1, 0]),
-    "SkyRL, by token": ([-1, -1, -1], [-1, -1, -3], [1, 1, 1], (Rejection("token_k1", 0.5, 2.0),), [1, 1, 0]),
-    "AReaL, the largest is e^5": ([-1, -1], [-6, -6], [1, 1], (Rejection("seq_min_k1", low=0.5),), [0, 0]),
-    "AReaL, the largest is 1": ([-1, -1], [-1, -1], [1, 1], (Rejection("seq_min_k1", low=0.5),), [1, 1]),
-    "NeMo-RL, an error of 1.408": ([-1, -1, -1], [-1.1, -0.9, -1.7], [1] * 3, (Rejection(ERROR, high=1.407),), [0] * 3),
-    "NeMo-RL, kept": ([-1, -1, -1], [-1.1, -0.9, -1.7], [1] * 3, (Rejection(ERROR, high=1.409),), [1] * 3),
-    "NeMo-RL, one of log 8": ([-3] * 4, [-3, -3, -3, -5.0794], [1] * 4, (Rejection(ERROR, high=2.7),), [0] * 4),
-    "AReaL, k2 by sample": ([-1, -1, -1], [-1, -3, -1], [1] * 3, (Rejection("seq_mean_k2", high=0.1),), [0, 0, 0]),
+    "SkyRL, by token": (
+        [-1, -1, -1],
+        [-1, -1, -3],
+        [1, 1, 1],
+        (Rejection("token_k1", 0.5, 2.0),),
+        [1, 1, 0],
+    ),
+    "AReaL, the largest is e^5": (
+        [-1, -1],
+        [-6, -6],
+        [1, 1],
+        (Rejection("seq_min_k1", low=0.5),),
+        [0, 0],
+    ),
+    "AReaL, the largest is 1": (
+        [-1, -1],
+        [-1, -1],
+        [1, 1],
+        (Rejection("seq_min_k1", low=0.5),),
+        [1, 1],
+    ),
+    "NeMo-RL, an error of 1.408": (
+        [-1, -1, -1],
+        [-1.1, -0.9, -1.7],
+        [1] * 3,
+        (Rejection(ERROR, high=1.407),),
+        [0] * 3,
+    ),
+    "NeMo-RL, kept": (
+        [-1, -1, -1],
+        [-1.1, -0.9, -1.7],
+        [1] * 3,
+        (Rejection(ERROR, high=1.409),),
+        [1] * 3,
+    ),
+    "NeMo-RL, one of log 8": (
+        [-3] * 4,
+        [-3, -3, -3, -5.0794],
+        [1] * 4,
+        (Rejection(ERROR, high=2.7),),
+        [0] * 4,
+    ),
+    "AReaL, k2 by sample": (
+        [-1, -1, -1],
+        [-1, -3, -1],
+        [1] * 3,
+        (Rejection("seq_mean_k2", high=0.1),),
+        [0, 0, 0],
+    ),
 }
 
 
@@ -162,7 +220,10 @@ VECTORS = {
 def test_what_others_drop(name):
     old, rollout, mask, rejections, stays = VECTORS[name]
     old, rollout, mask = (jnp.array([x], jnp.float32) for x in (old, rollout, mask))
-    policies, segments = {"current": None, "old": old, "rollout": rollout}, Segments(jnp.ones(mask.shape, int), 1)
+    policies, segments = (
+        {"current": None, "old": old, "rollout": rollout},
+        Segments(jnp.ones(mask.shape, int), 1),
+    )
     weights, _ = correction(policies, mask, mask, segments, OffPolicyConfig(rejections=rejections))
     assert weights[0].tolist() == stays
 
@@ -171,7 +232,9 @@ def test_veto_and_sequence_masking():
     config = OffPolicyConfig(veto=0.85, opsm_delta=0.001)
     weights, indicators = correct(None, LOG_PROBS, BATCH, config)
     vetoed = MASK & (by_sequence(np.min, D) < math.log(0.85))
-    drift = by_sequence(np.mean, np.asarray(BATCH.old_log_probs, np.float64) - np.asarray(LOG_PROBS, np.float64))
+    drift = by_sequence(
+        np.mean, np.asarray(BATCH.old_log_probs, np.float64) - np.asarray(LOG_PROBS, np.float64)
+    )
     off = MASK & (np.nan_to_num(BATCH.advantages) < 0) & (drift > 0.001)
     assert vetoed.any()
     assert off.any()
@@ -182,7 +245,9 @@ def test_veto_and_sequence_masking():
 
 def test_same_on_every_mesh_and_finite():
     def run(parallel, log_probs, batch):
-        return correct(parallel, log_probs, batch, JOINED), finalize_metrics(mismatch_metrics(batch, parallel=parallel))
+        return correct(parallel, log_probs, batch, JOINED), finalize_metrics(
+            mismatch_metrics(batch, parallel=parallel)
+        )
 
     (weights, indicators), found = assert_mesh_invariant(run, LOG_PROBS, BATCH, meshes=MESHES)
     assert all(np.isfinite(x).all() for x in [weights, *indicators.values(), *found.values()])
@@ -190,7 +255,9 @@ def test_same_on_every_mesh_and_finite():
 
 
 def test_masked_positions_and_extreme_ratios():
-    batch = dataclasses.replace(BATCH, rollout_log_probs=BATCH.rollout_log_probs.at[0, 5].set(-500.0))
+    batch = dataclasses.replace(
+        BATCH, rollout_log_probs=BATCH.rollout_log_probs.at[0, 5].set(-500.0)
+    )
     expected = correct(None, LOG_PROBS, BATCH, JOINED)
     weights, _ = correct(None, LOG_PROBS, batch, dataclasses.replace(JOINED, weights="sequence"))
     assert np.isfinite(weights).all()
@@ -226,7 +293,10 @@ def test_no_gradient_flows():
 
 def test_bad_input():
     for kwargs, message in [
-        ({"weights": "row"}, "weights: got 'row', expected one of 'none', 'token', 'sequence', 'geometric'"),
+        (
+            {"weights": "row"},
+            "weights: got 'row', expected one of 'none', 'token', 'sequence', 'geometric'",
+        ),
         ({"low": 2.0, "high": 1.0}, "low, high: got 2.0, 1.0, expected 0 <= low < high"),
         ({"outside": "drop"}, "outside: got 'drop'"),
         ({"veto": 2.0}, r"veto: got 2.0, expected a ratio above .* and below 1"),
@@ -236,7 +306,10 @@ def test_bad_input():
             {"batch_normalize": True, "weights": "token", "compares": "current/rollout"},
             "compares='current/rollout', expected weights, and compares='old/rollout'",
         ),
-        ({"compares": "rollout/old"}, "compares: got 'rollout/old', expected one of 'old/rollout', 'current/rollout'"),
+        (
+            {"compares": "rollout/old"},
+            "compares: got 'rollout/old', expected one of 'old/rollout', 'current/rollout'",
+        ),
         ({"opsm_compares": "old"}, "opsm_compares: got 'old'"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -1,4 +1,6 @@
-"""Bad input to the policy losses: each error names the field, what was got and what was expected."""
+"""Bad input to the policy losses: each error names the field, what was got and what was
+expected.
+"""
 
 import dataclasses
 import math
@@ -25,7 +27,17 @@ from jaxppo import (
     policy_loss,
 )
 from jaxppo.base.metrics import Metric, merge_metrics
-from jaxppo.policy_losses import BY_NAME, DPPO, DRO, VESPO, ClipCov, KLCov, PolicyLoss, ProbabilityMask, by_name
+from jaxppo.policy_losses import (
+    BY_NAME,
+    DPPO,
+    DRO,
+    VESPO,
+    ClipCov,
+    KLCov,
+    PolicyLoss,
+    ProbabilityMask,
+    by_name,
+)
 
 
 class Unfrozen(PolicyLoss):
@@ -41,34 +53,76 @@ def batch():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "ppo"}, r"loss: got 'ppo', expected an instance of a frozen dataclass .*by_name\('ppo'\) is one"),
-        ({"loss": PPO}, r"loss: got <class .*PPO'>, expected an instance of a frozen dataclass that derives from"),
+        (
+            {"loss": "ppo"},
+            (
+                r"loss: got 'ppo', expected an instance of a frozen dataclass .*by_name\('ppo'\)"
+                r" is one"
+            ),
+        ),
+        (
+            {"loss": PPO},
+            (
+                r"loss: got <class .*PPO'>, expected an instance of a frozen dataclass that derives"
+                r" from"
+            ),
+        ),
         ({"loss": Unfrozen()}, r"loss: got Unfrozen, expected an instance of a frozen dataclass"),
-        ({"aggregation": "mean"}, r"aggregation: got 'mean', expected one of 'token_mean', .*, 'rollout_mean'"),
+        (
+            {"aggregation": "mean"},
+            r"aggregation: got 'mean', expected one of 'token_mean', .*, 'rollout_mean'",
+        ),
         ({"kl": 0.1}, r"kl: got 0.1, expected KL\(0.1\) or None"),
         ({"kl": "k3"}, r"kl: got str, expected KL or None"),
         ({"entropy_coef": float("nan")}, r"entropy_coef: got nan, expected a finite number"),
-        ({"entropy_coef": jnp.ones(2)}, r"entropy_coef: got shape \(2,\), expected a finite number, or a scalar array"),
-        ({"ratio_to": "mine"}, r"ratio_to: got 'mine', expected one of 'old', 'rollout', 'current'"),
-        ({"metric_aggregation": "sum"}, r"metric_aggregation: got 'sum', expected one of 'token_mean', 'loss'"),
+        (
+            {"entropy_coef": jnp.ones(2)},
+            r"entropy_coef: got shape \(2,\), expected a finite number, or a scalar array",
+        ),
+        (
+            {"ratio_to": "mine"},
+            r"ratio_to: got 'mine', expected one of 'old', 'rollout', 'current'",
+        ),
+        (
+            {"metric_aggregation": "sum"},
+            r"metric_aggregation: got 'sum', expected one of 'token_mean', 'loss'",
+        ),
         (
             {"aggregation": "sequence_mean_token_sum_norm"},
             r"aggregation_norm: got None, expected a finite number above",
         ),
-        ({"aggregation_norm": 5.0}, r"aggregation_norm: got 5.0 with aggregation='token_mean', expected None, or"),
         (
-            {"off_policy": OffPolicyConfig(weights="token"), "ratio_to": "rollout"},
-            r"off_policy.compares: got 'old/rollout' for the weights .* current/rollout, expected weights='none'",
+            {"aggregation_norm": 5.0},
+            r"aggregation_norm: got 5.0 with aggregation='token_mean', expected None, or",
         ),
         (
-            {"off_policy": OffPolicyConfig(weights="token", compares="current/rollout"), "ratio_to": "rollout"},
-            r"off_policy.compares: got 'current/rollout' for the weights .* expected weights='none': it would count",
+            {"off_policy": OffPolicyConfig(weights="token"), "ratio_to": "rollout"},
+            (
+                r"off_policy.compares: got 'old/rollout' for the weights .* current/rollout,"
+                r" expected weights='none'"
+            ),
+        ),
+        (
+            {
+                "off_policy": OffPolicyConfig(weights="token", compares="current/rollout"),
+                "ratio_to": "rollout",
+            },
+            (
+                r"off_policy.compares: got 'current/rollout' for the weights .* expected"
+                r" weights='none': it would count"
+            ),
         ),
         (
             {"off_policy": OffPolicyConfig(weights="token", compares="current/rollout")},
-            r"off_policy.compares: got 'current/rollout' for the weights .* current/old, expected 'old/rollout'",
+            (
+                r"off_policy.compares: got 'current/rollout' for the weights .* current/old,"
+                r" expected 'old/rollout'"
+            ),
         ),
-        ({"off_policy": {"weights": "token"}}, r"off_policy: got dict, expected OffPolicyConfig or None"),
+        (
+            {"off_policy": {"weights": "token"}},
+            r"off_policy: got dict, expected OffPolicyConfig or None",
+        ),
     ],
 )
 def test_config(options, message):
@@ -80,37 +134,76 @@ def test_config(options, message):
     ("make", "message"),
     [
         (lambda: PPO(clip_low=-0.1), "clip_low: got -0.1, expected a finite number of at least 0"),
-        (lambda: PPO(clip_high="0.2"), "clip_high: got '0.2', expected a finite number of at least 0"),
-        (lambda: PPO(clip_high=True), "clip_high: got True, expected a finite number of at least 0"),
+        (
+            lambda: PPO(clip_high="0.2"),
+            "clip_high: got '0.2', expected a finite number of at least 0",
+        ),
+        (
+            lambda: PPO(clip_high=True),
+            "clip_high: got True, expected a finite number of at least 0",
+        ),
         (lambda: PPO(dual_clip=1.0), "dual_clip: got 1.0, expected a finite number above 1"),
-        (lambda: GSPO(gradient="both"), "gradient: got 'both', expected one of 'sequence', 'token'"),
+        (
+            lambda: GSPO(gradient="both"),
+            "gradient: got 'both', expected one of 'sequence', 'token'",
+        ),
         (lambda: DPPO("js"), "divergence: got 'js', expected one of 'tv', 'kl'"),
         (lambda: SAPO(tau_positive=0.0), "tau_positive: got 0.0, expected a finite number above 0"),
         (lambda: DRO(-1), "beta: got -1, expected a finite number of at least 0"),
         (lambda: ClipCov(low=5.0, high=1.0), "low, high: got 5.0, 1.0, expected low < high"),
-        (lambda: KLCov(share=2.0), "share: got 2.0, expected a finite number of at least 0 and of at most 1"),
+        (
+            lambda: KLCov(share=2.0),
+            "share: got 2.0, expected a finite number of at least 0 and of at most 1",
+        ),
         (lambda: KL(None), "coef: got None, expected a finite number"),
         (lambda: CISPO(level="word"), "level: got 'word', expected one of 'token', 'sequence'"),
         (lambda: SAPO(level="word"), "level: got 'word', expected one of 'token', 'sequence'"),
         (lambda: CISPO(unified_mask="yes"), "unified_mask: got 'yes', expected True or False"),
-        (lambda: VESPO(k_positive=-1.0), "k_positive: got -1.0, expected a finite number of at least 0"),
-        (lambda: VESPO(lambda_negative=-1.0), "lambda_negative: got -1.0, expected a finite number of at least 0"),
-        (lambda: ProbabilityMask(clip_high=math.nan), "clip_high: got nan, expected a finite number of at least 0"),
-        (lambda: ProbabilityMask(ratio_cap=0.0), "ratio_cap: got 0.0, expected a finite number above 0"),
-        (lambda: ProbabilityMask(pull=-1.0), "pull: got -1.0, expected a finite number of at least 0"),
+        (
+            lambda: VESPO(k_positive=-1.0),
+            "k_positive: got -1.0, expected a finite number of at least 0",
+        ),
+        (
+            lambda: VESPO(lambda_negative=-1.0),
+            "lambda_negative: got -1.0, expected a finite number of at least 0",
+        ),
+        (
+            lambda: ProbabilityMask(clip_high=math.nan),
+            "clip_high: got nan, expected a finite number of at least 0",
+        ),
+        (
+            lambda: ProbabilityMask(ratio_cap=0.0),
+            "ratio_cap: got 0.0, expected a finite number above 0",
+        ),
+        (
+            lambda: ProbabilityMask(pull=-1.0),
+            "pull: got -1.0, expected a finite number of at least 0",
+        ),
         (
             lambda: KL(0.1, importance=True),
             "importance: got True, expected one of 'none', 'token', 'sequence', 'score'",
         ),
-        (lambda: KL(0.1, "k2+", "score"), "importance: got 'score', expected another with estimator='k2[+]'"),
+        (
+            lambda: KL(0.1, "k2+", "score"),
+            "importance: got 'score', expected another with estimator='k2[+]'",
+        ),
         (lambda: KL(0.1, "k9"), "estimator: got 'k9', expected one of 'k1', 'abs'"),
-        (lambda: by_name("pp0"), "name: got 'pp0', expected one of aspo, by_sign, cispo, clip_cov, dppo, .*, ppo, "),
+        (
+            lambda: by_name("pp0"),
+            "name: got 'pp0', expected one of aspo, by_sign, cispo, clip_cov, dppo, .*, ppo, ",
+        ),
         (
             lambda: by_name("cispo", dual_clip=3.0),
             "dual_clip: got it with 'cispo', expected one of clip_low, clip_high",
         ),
-        (lambda: by_name("reinforce", clip=1), "clip: got it with 'reinforce', expected one of no hyperparameter"),
-        (lambda: OffPolicyConfig(veto=1e-9), r"veto: got 1e-09, expected a ratio above 2.1e-09 and below 1"),
+        (
+            lambda: by_name("reinforce", clip=1),
+            "clip: got it with 'reinforce', expected one of no hyperparameter",
+        ),
+        (
+            lambda: OffPolicyConfig(veto=1e-9),
+            r"veto: got 1e-09, expected a ratio above 2.1e-09 and below 1",
+        ),
     ],
 )
 def test_hyperparameters(make, message):
@@ -128,18 +221,26 @@ def test_hyperparameters_may_be_traced(name):
     def run(values, batch):
         loss = by_name(name, **dict(zip(fields, values, strict=True)))
         config = PolicyLossConfig(
-            loss, entropy_coef=values[0] if values else 0.1, kl=KL(0.1 * values[0] if values else 0.1)
+            loss,
+            entropy_coef=values[0] if values else 0.1,
+            kl=KL(0.1 * values[0] if values else 0.1),
         )
         selected = batch.loss_mask if loss.selects else None
-        return loss_of(TokenStats(batch.returns, batch.values), batch, config, None, selected=selected)[0]
+        return loss_of(
+            TokenStats(batch.returns, batch.values), batch, config, None, selected=selected
+        )[0]
 
     batch = RolloutBatch.from_samples(step_of(0), row_length=24, rows=4, num_segments=9)
     defaults = [getattr(by_name(name), field) for field in fields]
     plain = PolicyLossConfig(
-        by_name(name), entropy_coef=(defaults or [0.1])[0], kl=KL(0.1 * defaults[0] if defaults else 0.1)
+        by_name(name),
+        entropy_coef=(defaults or [0.1])[0],
+        kl=KL(0.1 * defaults[0] if defaults else 0.1),
     )
     selected = batch.loss_mask if plain.loss.selects else None
-    expected = loss_of(TokenStats(batch.returns, batch.values), batch, plain, None, selected=selected)[0]
+    expected = loss_of(
+        TokenStats(batch.returns, batch.values), batch, plain, None, selected=selected
+    )[0]
     np.testing.assert_allclose(run(defaults, batch), expected, rtol=1e-5)
     assert hash(by_name(name)) == hash(by_name(name))
 
@@ -169,17 +270,39 @@ def test_a_coefficient_known_to_be_zero_adds_no_term(batch, zero):
 @pytest.mark.parametrize(
     ("lacking", "options", "message"),
     [
-        ("advantages", {}, r"batch.advantages: got None, expected f32\[R, T\] for every policy loss"),
-        ("old_log_probs", {}, r"batch.old_log_probs: got None, expected f32\[R, T\] for ratio_to='old'"),
-        ("ref_log_probs", {"kl": KL(0.1)}, r"batch.ref_log_probs: got None, expected f32\[R, T\] for kl=KL\(coef=0.1"),
-        ("rollout_log_probs", {"ratio_to": "rollout"}, r"batch.rollout_log_probs: got None, .*'rollout'"),
-        ("rollout_log_probs", {"off_policy": OffPolicyConfig(weights="token")}, r"rollout_log_probs: got None"),
+        (
+            "advantages",
+            {},
+            r"batch.advantages: got None, expected f32\[R, T\] for every policy loss",
+        ),
+        (
+            "old_log_probs",
+            {},
+            r"batch.old_log_probs: got None, expected f32\[R, T\] for ratio_to='old'",
+        ),
+        (
+            "ref_log_probs",
+            {"kl": KL(0.1)},
+            r"batch.ref_log_probs: got None, expected f32\[R, T\] for kl=KL\(coef=0.1",
+        ),
+        (
+            "rollout_log_probs",
+            {"ratio_to": "rollout"},
+            r"batch.rollout_log_probs: got None, .*'rollout'",
+        ),
+        (
+            "rollout_log_probs",
+            {"off_policy": OffPolicyConfig(weights="token")},
+            r"rollout_log_probs: got None",
+        ),
     ],
 )
 def test_arrays_that_the_batch_lacks(batch, lacking, options, message):
     config = PolicyLossConfig(**options)
     with pytest.raises(ValueError, match=message):
-        loss_of(TokenStats(batch.returns), dataclasses.replace(batch, **{lacking: None}), config, None)
+        loss_of(
+            TokenStats(batch.returns), dataclasses.replace(batch, **{lacking: None}), config, None
+        )
 
 
 def test_shapes(batch):
@@ -205,7 +328,9 @@ def test_shapes(batch):
     for message, (given, rows, selected) in cases.items():
         with pytest.raises((ValueError, TypeError), match=message):
             loss_of(given, rows, PolicyLossConfig(), None, selected=selected)
-    with pytest.raises(ValueError, match=r"stats.entropy: got None, expected f32\[R, T\] for entropy_coef=0.1"):
+    with pytest.raises(
+        ValueError, match=r"stats.entropy: got None, expected f32\[R, T\] for entropy_coef=0.1"
+    ):
         loss_of(stats, batch, PolicyLossConfig(entropy_coef=0.1), None)
     integers = TokenStats(batch.returns.astype(np.int32))
     with pytest.raises(TypeError, match=r"stats.log_probs: got dtype int32, expected float32"):
@@ -214,7 +339,9 @@ def test_shapes(batch):
 
 @pytest.mark.parametrize("loss", ["ppo", "clip_cov", "kl_cov"])
 def test_accumulation_refuses_denominators_of_a_part(batch, loss):
-    """Without the step's numbers the sum over K micro-batches of token means would be K times the loss."""
+    """Without the step's numbers the sum over K micro-batches of token means would be K times
+    the loss.
+    """
     stacked = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), batch)
     config = config_of(loss, entropy_coef=0.0)
     normalizer = Normalizer.of(SFT(), stacked)
@@ -224,14 +351,21 @@ def test_accumulation_refuses_denominators_of_a_part(batch, loss):
         def fn(x, part):
             return loss_of(TokenStats(x[part[3]]), part[0], config, None, part[1], part[2])
 
-        return accumulate_gradients(fn, (stacked, normalizer, selected, np.arange(2)))(jnp.asarray(stacked.returns))
+        return accumulate_gradients(fn, (stacked, normalizer, selected, np.arange(2)))(
+            jnp.asarray(stacked.returns)
+        )
 
     run(normalizer, selected)
-    with pytest.raises(ValueError, match="normalizer: got None inside accumulate_gradients, expected the step's"):
+    with pytest.raises(
+        ValueError, match="normalizer: got None inside accumulate_gradients, expected the step's"
+    ):
         run(None, selected)
     if loss != "ppo":
         with pytest.raises(
-            ValueError, match=r"batch\.extras: got .*, expected 'selected' among them, the step's covariance_mask"
+            ValueError,
+            match=(
+                r"batch\.extras: got .*, expected 'selected' among them, the step's covariance_mask"
+            ),
         ):
             run(normalizer, None)
 
@@ -257,16 +391,25 @@ def test_accumulators_are_f32():
 
 
 def test_metric():
-    with pytest.raises(ValueError, match="reduce: got 'median', expected one of 'mean', 'sum', 'min', 'max'"):
+    with pytest.raises(
+        ValueError, match="reduce: got 'median', expected one of 'mean', 'sum', 'min', 'max'"
+    ):
         Metric(jnp.float32(1), jnp.float32(1), "median")
     for reduce, expected in {"mean": 7 / 6, "sum": 7.0, "min": 1.0, "max": 6.0}.items():
-        parts = Metric(jnp.float32(6), jnp.float32(2), reduce), Metric(jnp.float32(1), jnp.float32(4), reduce)
+        parts = (
+            Metric(jnp.float32(6), jnp.float32(2), reduce),
+            Metric(jnp.float32(1), jnp.float32(4), reduce),
+        )
         np.testing.assert_allclose(merge_metrics(*parts).value, expected, rtol=1e-6)
     assert Metric(jnp.float32(0), jnp.float32(0)).value == 0
 
 
 def test_a_rollout_without_an_id_is_no_plausible_number(batch):
-    unnamed = dataclasses.replace(batch, rollout_ids=np.where(batch.sample_ids == 0, -1, batch.rollout_ids))
+    unnamed = dataclasses.replace(
+        batch, rollout_ids=np.where(batch.sample_ids == 0, -1, batch.rollout_ids)
+    )
     for rows, finite in ((batch, True), (unnamed, False)):
-        loss, _ = loss_of(TokenStats(batch.returns), rows, PolicyLossConfig(aggregation="rollout_mean"), None)
+        loss, _ = loss_of(
+            TokenStats(batch.returns), rows, PolicyLossConfig(aggregation="rollout_mean"), None
+        )
         assert np.isfinite(loss) == finite

@@ -14,7 +14,11 @@ from jaxppo import RolloutBatch, TokenStats, presets
 @pytest.mark.parametrize("name", presets.__all__)
 def test_preset(name):
     preset = getattr(presets, name)
-    args = {"dr_grpo": (12,), "sequence_masked_importance_sampling": (0.5, 2.0), "tinker": ("ppo",)}.get(name, ())
+    args = {
+        "dr_grpo": (12,),
+        "sequence_masked_importance_sampling": (0.5, 2.0),
+        "tinker": ("ppo",),
+    }.get(name, ())
     assert "https://" in preset.__doc__
     config = preset(*args)
     assert dataclasses.replace(config, entropy_coef=0.5).entropy_coef == 0.5

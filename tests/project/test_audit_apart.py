@@ -8,7 +8,9 @@ AUDIT = ROOT / "sharding" / "audit"
 
 
 def imports(path):
-    """Whole names of the modules that a file imports, wherever it does, and of what it takes from them."""
+    """Whole names of the modules that a file imports, wherever it does, and of what it takes
+    from them.
+    """
     package = path.relative_to(ROOT).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -20,7 +22,12 @@ def imports(path):
 
 
 def test_nothing_but_the_door_imports_the_audit():
-    files = [p for folder in ("jaxppo", "sharding") for p in (ROOT / folder).rglob("*.py") if AUDIT not in p.parents]
+    files = [
+        p
+        for folder in ("jaxppo", "sharding")
+        for p in (ROOT / folder).rglob("*.py")
+        if AUDIT not in p.parents
+    ]
     found = {
         (str(path.relative_to(ROOT)), name)
         for path in files

@@ -1,4 +1,7 @@
-"""The benchmark at toy sizes: every version computes the same, and what is written can be read. No time is asserted."""
+"""The benchmark at toy sizes: every version computes the same, and what is written can be read.
+
+No time is asserted.
+"""
 
 import dataclasses
 import json
@@ -60,7 +63,9 @@ def test_tokamax_is_called_where_it_is_installed(monkeypatch):
     module = types.SimpleNamespace(linear_softmax_cross_entropy_loss=loss)
     monkeypatch.setattr(peers, "installed", lambda name: name == "tokamax")
     monkeypatch.setitem(sys.modules, "tokamax", module)
-    monkeypatch.setitem(sys.modules, "absl", types.SimpleNamespace(flags=types.SimpleNamespace(FLAGS=Mock())))
+    monkeypatch.setitem(
+        sys.modules, "absl", types.SimpleNamespace(flags=types.SimpleNamespace(FLAGS=Mock()))
+    )
     data = draw(PLAIN)
     value, gradients = versions.groups(PLAIN)["log-probs"]["plain: log_softmax"](data)
     got, got_gradients = peers.jax_peers(PLAIN)["tokamax"](data)
@@ -86,7 +91,9 @@ def test_one_command_times_what_is_here_to_be_pasted(tmp_path, capsys, monkeypat
     text = capsys.readouterr().out
     assert jax.__version__ in text
     assert f"{jax.device_count()} x {jax.devices()[0].device_kind}" in text
-    assert all(version in text for version in (versions.FLOOR, "jaxppo, one pass", "jaxppo, two passes"))
+    assert all(
+        version in text for version in (versions.FLOOR, "jaxppo, one pass", "jaxppo, two passes")
+    )
     form = Path(head.__file__).parents[1] / ".github/ISSUE_TEMPLATE/timing.yml"
     assert f"name: {head.FORM}\n" in form.read_text()
     assert repr(head.FORM) in text.splitlines()[-1]
@@ -96,9 +103,15 @@ def test_one_command_times_what_is_here_to_be_pasted(tmp_path, capsys, monkeypat
 
 def test_documented_tables_are_those_of_the_results(capsys):
     tables.main()
-    pages = [Path(head.__file__).parents[1] / page for page in ("README.md", "docs/measurements.md")]
+    pages = [
+        Path(head.__file__).parents[1] / page for page in ("README.md", "docs/measurements.md")
+    ]
     written = "\n".join(page.read_text() for page in pages)
-    found = [line.split("|", 2)[2] for line in capsys.readouterr().out.splitlines() if re.match(r"\|.*\d", line)]
+    found = [
+        line.split("|", 2)[2]
+        for line in capsys.readouterr().out.splitlines()
+        if re.match(r"\|.*\d", line)
+    ]
     assert [cells for cells in found if cells not in written] == []
 
 
@@ -125,11 +138,23 @@ def test_what_fits(monkeypatch):
 @pytest.mark.nightly
 def test_command_writes_json_and_plots(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(peers, "installed", lambda name: False)
-    sizes = "--tokens 140 --hidden-size 4 --vocab-size 24 --sweep-tokens 8 --sweep-hidden-size 4 --head-tokens 4"
+    sizes = (
+        "--tokens 140 --hidden-size 4 --vocab-size 24 --sweep-tokens 8 --sweep-hidden-size 4"
+        " --head-tokens 4"
+    )
     sweeps = "--vocabularies 12 --token-counts 8 --heads gpt2 --head-scale 768 --rounds 1"
     assert head.main([*sizes.split(), *sweeps.split(), "--out", str(tmp_path)]) == 0
-    found = {part: json.loads((tmp_path / f"{part}.json").read_text()) for part in head.PARTS if part not in head.NAMED}
-    assert {r["version"] for r in found["main"]["records"]} >= {versions.FLOOR, "jaxppo", "jaxppo, where", "optax"}
+    found = {
+        part: json.loads((tmp_path / f"{part}.json").read_text())
+        for part in head.PARTS
+        if part not in head.NAMED
+    }
+    assert {r["version"] for r in found["main"]["records"]} >= {
+        versions.FLOOR,
+        "jaxppo",
+        "jaxppo, where",
+        "optax",
+    }
     for part in ("main", "vocabulary", "heads"):
         for record in found[part]["records"]:
             assert record["seconds"] > 0
@@ -167,7 +192,13 @@ def test_real_heads_have_the_published_sizes():
 @pytest.mark.nightly
 def test_seconds_of_compiling_are_of_each_version_and_stage():
     found = compiling.measure("v5p:2x2x1", "cp=2,tp=2", repeats=1, compiles=False)
-    versions = "plain JAX at its best", "one pass, a mask", "one pass, no mask", "two passes", "forward"
+    versions = (
+        "plain JAX at its best",
+        "one pass, a mask",
+        "one pass, no mask",
+        "two passes",
+        "forward",
+    )
     assert set(found) == {f"{name}, {stage}" for name in versions for stage in ("trace", "lower")}
     assert all(seconds > 0 for seconds in found.values())
 
@@ -184,28 +215,37 @@ def test_processes_take_turns(tmp_path):
     module.parent.mkdir(parents=True)
     module.touch()
     script.write_text(
-        "import benchmarks, json, sys\n"
-        "print('first', sys.argv)\n"
-        f"print(json.dumps({{'other': benchmarks.__file__ == {str(module)!r}, 'options': len(sys.argv)}}))\n"
+        "import benchmarks, json, sys\nprint('first', sys.argv)\nprint(json.dumps({'other':"
+        f" benchmarks.__file__ == {str(module)!r}, 'options': len(sys.argv)}}))\n"
     )
     found = turns.in_processes(str(script), ["--size=1"], str(other), turns=2)
-    assert found == {"before": [{"other": True, "options": 3}] * 2, "now": [{"other": False, "options": 3}] * 2}
+    assert found == {
+        "before": [{"other": True, "options": 3}] * 2,
+        "now": [{"other": False, "options": 3}] * 2,
+    }
     assert set(turns.in_processes(str(script), [], None, turns=1)) == {"now"}
 
 
 @pytest.mark.nightly
 def test_trees_count_tokens_and_operations():
-    """Four samples of 8 + 2 tokens are 40, or 7 + 4 * 3 as a tree. Rows of 20 hold two whole samples, or a tree."""
-    config = dataclasses.replace(trees.MODEL, vocab_size=64, width=8, layers=1, heads=1, head_dim=8, mlp_width=8)
+    """Four samples of 8 + 2 tokens are 40, or 7 + 4 * 3 as a tree.
+
+    Rows of 20 hold two whole samples, or a tree.
+    """
+    config = dataclasses.replace(
+        trees.MODEL, vocab_size=64, width=8, layers=1, heads=1, head_dim=8, mlp_width=8
+    )
     cells = trees.row(trees.Step(8, 2, 4, 2), 20, config).strip("| ").split(" | ")
     assert cells[:7] == ["8:2", "4", "80", "38", "52%", "4", "2"]
     assert cells[-1] == "50%"
 
 
 def test_trees_count_shared_responses():
-    """By hand, of a search whole, with shared prompts, and as trees: 4 * (3 + 2 * 2), 2 + 4 * 5, 2 + 2 * 2 + 4 * 3.
+    """By hand, of a search whole, with shared prompts, and as trees: 4 * (3 + 2 * 2), 2 + 4 * 5, 2
+    + 2 * 2 + 4 * 3.
 
-    It draws 2 * 2 + 4 * 2 tokens. Turns have 5, 8 and 11 tokens; as trees the last of them, and 1 more for each other.
+    It draws 2 * 2 + 4 * 2 tokens. Turns have 5, 8 and 11 tokens; as trees the last of them, and 1
+    more for each other.
     """
     search = trees.responses_row(trees.Search(3, 2, 2, 2), 32).strip("| ").split(" | ")
     assert search[1:] == ["4", "28", "22", "18", "36%", "16", "12"]
@@ -218,7 +258,9 @@ def test_heads_on_described_gpus_are_no_slower_than_documented(tmp_path):
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs takes the extra gpu-aot")
     assert head.main(["--parts", "roofline", "--out", str(tmp_path)]) == 0
     kept = Path(__file__).parents[2] / "benchmarks/results"
-    now, before = (json.loads((path / "roofline.json").read_text())["records"] for path in (tmp_path, kept))
+    now, before = (
+        json.loads((path / "roofline.json").read_text())["records"] for path in (tmp_path, kept)
+    )
     for new, old in zip(now, before, strict=True):
         assert (new["head"], new["version"]) == (old["head"], old["version"])
         if "plain" not in new["version"]:

@@ -16,7 +16,9 @@ NANS = [np.nan, [1.0, np.nan], jnp.array([jnp.nan, 1], jnp.bfloat16), np.array([
 @pytest.mark.parametrize("name", ["assert_allclose", "assert_array_equal"])
 def test_nan_equals_nan_only_on_demand(name, number):
     compare = getattr(np.testing, name)
-    with pytest.raises(AssertionError, match="desired: got NaN, expected numbers, or equal_nan=True"):
+    with pytest.raises(
+        AssertionError, match="desired: got NaN, expected numbers, or equal_nan=True"
+    ):
         compare(number, number)
     compare(number, number, equal_nan=True)
     with pytest.raises(AssertionError):
@@ -43,7 +45,9 @@ def test_nothing_else_of_numpy_is_used():
         tree = ast.parse(path.read_text())
         names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        of_numpy = {name for name in names if hasattr(np.testing, name) and name.startswith("assert_")}
+        of_numpy = {
+            name for name in names if hasattr(np.testing, name) and name.startswith("assert_")
+        }
         assert of_numpy <= guarded, path
         imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         assert "numpy.testing" not in imported, path  # a name bound before the guard is put there

@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 def python(code, *paths):
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=paths[0])
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=paths[0]
+    )
 
 
 DOOR = """
@@ -60,7 +62,10 @@ def test_the_door_gives_the_one_copy():
 
 @pytest.mark.parametrize(
     ("name", "order"),
-    [("sharding.py", "import jaxppo, sharding"), ("sharding/__init__.py", "import sharding, jaxppo")],
+    [
+        ("sharding.py", "import jaxppo, sharding"),
+        ("sharding/__init__.py", "import sharding, jaxppo"),
+    ],
 )
 def test_a_project_may_have_a_module_named_sharding(tmp_path, name, order):
     (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -69,8 +74,8 @@ def test_a_project_may_have_a_module_named_sharding(tmp_path, name, order):
     assert done.returncode == 0, done.stderr
 
 
-# Importing jaxppo loads next to nothing. A first loss loads no other losses, no readers of compiled programs, of
-# configurations and of engines, and not Pallas.
+# Importing jaxppo loads next to nothing. A first loss loads no other losses, no readers of compiled
+# programs, of configurations and of engines, and not Pallas.
 LATE = """
 import jaxppo, sys
 
@@ -159,7 +164,9 @@ def test_names_may_be_used_first_in_a_trace():
 
 
 def test_sharding_knows_nothing_of_jaxppo():
-    done = python("import sharding, sys; print([m for m in sys.modules if m.startswith('jaxppo')])", ROOT)
+    done = python(
+        "import sharding, sys; print([m for m in sys.modules if m.startswith('jaxppo')])", ROOT
+    )
     assert done.stdout == "[]\n", done.stderr
 
 
@@ -178,7 +185,9 @@ def test_modules_are_where_their_names_say():
     import jaxppo
 
     modules = {name: x for name in jaxppo.__all__ if inspect.ismodule(x := getattr(jaxppo, name))}
-    assert {name: x.__name__ for name, x in modules.items()} == {name: f"jaxppo.{name}" for name in modules}
+    assert {name: x.__name__ for name, x in modules.items()} == {
+        name: f"jaxppo.{name}" for name in modules
+    }
     done = python("\n".join(f"import jaxppo.{name}" for name in modules), ROOT)
     assert done.returncode == 0, done.stderr
 
@@ -186,7 +195,11 @@ def test_modules_are_where_their_names_say():
 def written_paths():
     """What pages, docstrings and examples write as jaxppo.a.b, a module of jaxppo first."""
     places = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.rst")]
-    places += [*(ROOT / "docs").glob("*.ipynb"), *(ROOT / "jaxppo").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    places += [
+        *(ROOT / "docs").glob("*.ipynb"),
+        *(ROOT / "jaxppo").rglob("*.py"),
+        *(ROOT / "examples").rglob("*.py"),
+    ]
     text = "\n".join(place.read_text() for place in places)
     return sorted({*re.findall(r"(?<![\w/.-])jaxppo(?:\.[A-Za-z]\w*)+", text)})
 
@@ -210,4 +223,7 @@ def test_it_imports_what_it_asks_for_and_no_framework():
     names = "print(*{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names)"
     needed = python(f"import jax, jaxtyping, numpy, sys; {names}", ROOT)
     done = python(f"from jaxppo import *; import sys; {names}", ROOT)
-    assert set(done.stdout.split()) - set(needed.stdout.split()) == {"jaxppo", "sharding"}, done.stderr
+    assert set(done.stdout.split()) - set(needed.stdout.split()) == {
+        "jaxppo",
+        "sharding",
+    }, done.stderr

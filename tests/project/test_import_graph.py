@@ -9,7 +9,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_no_module_needs_itself():
-    """Imports within functions count, since they only delay a circle. Imports for annotations count, for the reader."""
+    """Imports within functions count, since they only delay a circle.
+
+    Imports for annotations count, for the reader.
+    """
     assert circles(graph(ROOT, "jaxppo", "sharding", with_types=True)) == set()
 
 
@@ -22,7 +25,8 @@ FLOORS = [
     ["jaxppo.step", "jaxppo.advantages", "jaxppo.mismatch", "jaxppo.presets"],
     ["jaxppo.losses"],
     ["jaxppo.contrib", "jaxppo.integrations"],
-    ["jaxppo", "jaxppo.sharding.testing"],  # doors for users; the second has an assertion about batches, too
+    # doors for users; the second has an assertion about batches, too
+    ["jaxppo", "jaxppo.sharding.testing"],
 ]
 
 
@@ -34,8 +38,17 @@ def test_no_room_stands_on_one_above_it():
 
 
 def test_an_arrow_up_is_found():
-    edges = {"p": {"p.c.x"}, "p.a": set(), "p.a.x": {"p.a.y", "p.b.x"}, "p.b.x": {"p.a.y", "p.c.x"}, "p.c.x": set()}
-    assert arrows_up([["p.a"], ["p.b", "p.c"], ["p"]], edges) == {("p.a.x", "p.b.x"), ("p.b.x", "p.c.x")}
+    edges = {
+        "p": {"p.c.x"},
+        "p.a": set(),
+        "p.a.x": {"p.a.y", "p.b.x"},
+        "p.b.x": {"p.a.y", "p.c.x"},
+        "p.c.x": set(),
+    }
+    assert arrows_up([["p.a"], ["p.b", "p.c"], ["p"]], edges) == {
+        ("p.a.x", "p.b.x"),
+        ("p.b.x", "p.c.x"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -55,7 +68,12 @@ def test_an_arrow_up_is_found():
 )
 def test_a_circle_is_found(tmp_path, line, with_types, found):
     (tmp_path / "p").mkdir()
-    for name, text in (("__init__", "from .a import x"), ("a", line), ("b", "from .c import x"), ("c", "import p.a")):
+    for name, text in (
+        ("__init__", "from .a import x"),
+        ("a", line),
+        ("b", "from .c import x"),
+        ("c", "import p.a"),
+    ):
         (tmp_path / "p" / f"{name}.py").write_text(text)
     expected = {frozenset({"p.a", "p.b", "p.c"})} if found else set()
     assert circles(graph(tmp_path, "p", with_types=with_types)) == expected

@@ -1,4 +1,6 @@
-"""jaxppo installed from a wheel and editable: with its requirements alone, and beside another module `sharding`."""
+"""jaxppo installed from a wheel and editable: with its requirements alone, and beside another
+module `sharding`.
+"""
 
 import re
 import shutil
@@ -23,7 +25,9 @@ def test_it(parallel_mesh, assert_mesh_invariant):
 """
 
 
-@pytest.fixture(scope="module", params=[KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.nightly)])
+@pytest.fixture(
+    scope="module", params=[KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.nightly)]
+)
 def python(request, built, tmp_path_factory):
     return with_jaxppo(tmp_path_factory.mktemp("env") / "venv", built[1], request.param, "pytest")
 
@@ -31,15 +35,23 @@ def python(request, built, tmp_path_factory):
 def test_the_wheel_holds_both_packages_a_pytest_plugin_and_nothing_else(built):
     with zipfile.ZipFile(built[1]) as wheel:
         names = wheel.namelist()
-    sources = {str(path.relative_to(ROOT)) for name in ("jaxppo", "sharding") for path in ROOT.glob(f"{name}/**/*.py")}
+    sources = {
+        str(path.relative_to(ROOT))
+        for name in ("jaxppo", "sharding")
+        for path in ROOT.glob(f"{name}/**/*.py")
+    }
     typed = {"jaxppo/py.typed", "sharding/py.typed"}
-    assert {name for name in names if ".dist-info/" not in name} == sources | typed | {"pytest_jaxppo.py"}
+    assert {name for name in names if ".dist-info/" not in name} == sources | typed | {
+        "pytest_jaxppo.py"
+    }
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert sorted(requirements(built[1])) == ["jax", "jaxtyping", "numpy"]
 
 
 def test_the_links_of_the_readme_lead_to_the_repository(built):
-    """A package index shows README alone: a relative link, and its picture, would be broken there."""
+    """A package index shows README alone: a relative link, and its picture, would be broken
+    there.
+    """
     with zipfile.ZipFile(built[1]) as wheel:
         name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         shown = wheel.read(name).decode().split("\n\n", 1)[1]
@@ -56,8 +68,16 @@ def test_the_links_of_the_readme_lead_to_the_repository(built):
 def test_the_sdist_holds_the_tests_and_what_they_compare_with(built):
     with tarfile.open(built[0]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
-    assert {"LICENSE", "README.md", "pyproject.toml", "tests/conftest.py", "tests/golden/verl.npz"} <= names
-    assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", "runs/"))]
+    assert {
+        "LICENSE",
+        "README.md",
+        "pyproject.toml",
+        "tests/conftest.py",
+        "tests/golden/verl.npz",
+    } <= names
+    assert not [
+        name for name in names if "__pycache__" in name or name.startswith((".venv", "runs/"))
+    ]
 
 
 @pytest.mark.nightly
@@ -69,23 +89,33 @@ def test_smoke(python, tmp_path):
 
 def test_the_pytest_plugin_is_there_and_enters_no_run_that_does_not_name_it(python, tmp_path):
     unwanted = "{'jax', 'jaxppo', 'pytest_jaxppo'}"
-    (tmp_path / "test_0.py").write_text(f"import sys\ndef test_it():\n    assert not {unwanted} & {{*sys.modules}}")
+    (tmp_path / "test_0.py").write_text(
+        f"import sys\ndef test_it():\n    assert not {unwanted} & {{*sys.modules}}"
+    )
     assert "1 passed" in pytest_in(tmp_path, python, "test_0.py")
-    (tmp_path / "test_1.py").write_text("def test_it(parallel_mesh):\n    assert parallel_mesh.mesh.size == 2")
-    assert "6 passed" in pytest_in(tmp_path, python, "test_1.py", "-p", "pytest_jaxppo", "--emulated-devices", "2")
+    (tmp_path / "test_1.py").write_text(
+        "def test_it(parallel_mesh):\n    assert parallel_mesh.mesh.size == 2"
+    )
+    assert "6 passed" in pytest_in(
+        tmp_path, python, "test_1.py", "-p", "pytest_jaxppo", "--emulated-devices", "2"
+    )
 
 
 def test_a_project_with_a_module_named_sharding_under_pytest(python, tmp_path):
     """`test_import.py` has the other ways of finding it."""
     (tmp_path / "sharding.py").write_text("mine = 1\n")
     (tmp_path / "test_0.py").write_text(FOREIGN)
-    assert "1 passed" in pytest_in(tmp_path, python, "test_0.py", "-p", "pytest_jaxppo", "--emulated-devices", "1")
+    assert "1 passed" in pytest_in(
+        tmp_path, python, "test_0.py", "-p", "pytest_jaxppo", "--emulated-devices", "1"
+    )
 
 
 def test_a_missing_sharding_is_named(built, tmp_path):
     """The wheel's folder `jaxppo` alone, as somebody might copy it."""
     with zipfile.ZipFile(built[1]) as wheel:
-        wheel.extractall(tmp_path, [name for name in wheel.namelist() if not name.startswith("sharding/")])
+        wheel.extractall(
+            tmp_path, [name for name in wheel.namelist() if not name.startswith("sharding/")]
+        )
     (tmp_path / "sharding.py").write_text("mine = 1\n")
     done = run(sys.executable, "-c", "import jaxppo.sharding", cwd=tmp_path)
     assert "ImportError: sharding: got no package at" in done.stderr

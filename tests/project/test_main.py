@@ -17,10 +17,17 @@ def test_it_prints_versions_devices_and_what_is_installed(capsys, monkeypatch):
     door.main([])
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     lines = {name: text.strip() for name, text in lines.items()}
-    assert (lines["jaxppo"], lines["jax"], lines["jaxlib"]) == (jaxppo.__version__, jax.__version__, version("jaxlib"))
+    assert (lines["jaxppo"], lines["jax"], lines["jaxlib"]) == (
+        jaxppo.__version__,
+        jax.__version__,
+        version("jaxlib"),
+    )
     assert lines["also installed"] == f"flax {version('flax')}"
     assert lines["not installed"] == "no-such-package"
-    assert lines["devices"] == f"{jax.device_count()} x cpu (cpu); {jax.device_count()} in this process, of 1"
+    assert (
+        lines["devices"]
+        == f"{jax.device_count()} x cpu (cpu); {jax.device_count()} in this process, of 1"
+    )
     assert lines["XLA_FLAGS"] == "--xla_something=1"
 
 

@@ -1,4 +1,7 @@
-"""The page of methods: each call that it names is there, with its options, and so is each test. Nothing is run."""
+"""The page of methods: each call that it names is there, with its options, and so is each test.
+
+Nothing is run.
+"""
 
 import ast
 import dataclasses
@@ -25,7 +28,11 @@ METHODS = [row for row in ROWS if len(row) == 4]
 @functools.cache
 def functions_of(name):
     """The names of a file's functions."""
-    return {node.name for node in ast.parse((TESTS / name).read_text()).body if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.parse((TESTS / name).read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 def find(name):
@@ -41,7 +48,11 @@ def find(name):
 
 def options_of(what):
     """The parameters of a function or of a dataclass."""
-    fields = {field.name for field in dataclasses.fields(what)} if dataclasses.is_dataclass(what) else set()
+    fields = (
+        {field.name for field in dataclasses.fields(what)}
+        if dataclasses.is_dataclass(what)
+        else set()
+    )
     return fields | {*inspect.signature(what).parameters}
 
 

@@ -1,4 +1,6 @@
-"""The page on metrics: its table of what takes one micro-batch and what takes the stack, function by function."""
+"""The page on metrics: its table of what takes one micro-batch and what takes the stack,
+function by function.
+"""
 
 import re
 from pathlib import Path
@@ -77,33 +79,49 @@ CALLS = {name: in_group(name) for name in IN_GROUPS} | {
         batch.returns, with_squares(batch), batch.group_ids, batch
     ),
     "whiten": lambda batch, _: advantages.whiten(batch.values, batch.loss_mask),
-    "explained_variance": lambda batch, _: advantages.explained_variance(batch.values, batch.returns, batch.loss_mask),
+    "explained_variance": lambda batch, _: advantages.explained_variance(
+        batch.values, batch.returns, batch.loss_mask
+    ),
     "losses.covariance.covariance_mask": lambda batch, _: covariance_mask(
         stats(batch), batch, PolicyLossConfig(ClipCov()), jax.random.key(0)
     ),
     "step.masks.second_moment_mask": lambda batch, _: masks.second_moment_mask(batch),
-    "step.masks.top_entropy_mask": lambda batch, _: masks.top_entropy_mask(stats(batch).entropy, batch),
-    "policy_loss": lambda batch, whole: jaxppo.policy_loss(stats(batch), batch, CONFIG, normalizer=whole),
+    "step.masks.top_entropy_mask": lambda batch, _: masks.top_entropy_mask(
+        stats(batch).entropy, batch
+    ),
+    "policy_loss": lambda batch, whole: jaxppo.policy_loss(
+        stats(batch), batch, CONFIG, normalizer=whole
+    ),
     "policy_loss_from_hidden": lambda batch, whole: jaxppo.policy_loss_from_hidden(
         hidden(batch), KERNEL, batch, CONFIG, normalizer=whole
     ),
-    "loss_from_stats": lambda batch, whole: jaxppo.loss_from_stats(stats(batch), batch, CONFIG, normalizer=whole),
+    "loss_from_stats": lambda batch, whole: jaxppo.loss_from_stats(
+        stats(batch), batch, CONFIG, normalizer=whole
+    ),
     "loss_from_hidden": lambda batch, whole: jaxppo.loss_from_hidden(
         hidden(batch), KERNEL, batch, CONFIG, normalizer=whole
     ),
     "log_probs_from_hidden": lambda batch, _: score(KERNEL, batch),
-    "log_probs_from_logits": lambda batch, _: jaxppo.log_probs_from_logits(hidden(batch) @ KERNEL, batch.targets),
-    "losses.explain_tokens": lambda batch, whole: losses.explain_tokens(stats(batch), batch, CONFIG, normalizer=whole),
+    "log_probs_from_logits": lambda batch, _: jaxppo.log_probs_from_logits(
+        hidden(batch) @ KERNEL, batch.targets
+    ),
+    "losses.explain_tokens": lambda batch, whole: losses.explain_tokens(
+        stats(batch), batch, CONFIG, normalizer=whole
+    ),
     "mismatch.mismatch_metrics": lambda batch, _: mismatch.mismatch_metrics(batch),
     "mismatch.packing_metrics": lambda batch, _: mismatch.packing_metrics(batch),
     "step.entropy.entropy_metrics": lambda batch, _: entropy.entropy_metrics(stats(batch), batch),
     "step.staleness.staleness_metrics": lambda batch, _: staleness.staleness_metrics(batch, 4),
-    "step.staleness.staleness_weights": lambda batch, _: staleness.staleness_weights(batch, 4, limit=2),
+    "step.staleness.staleness_weights": lambda batch, _: staleness.staleness_weights(
+        batch, 4, limit=2
+    ),
     "compute_log_probs": lambda batch, _: jaxppo.compute_log_probs(score, KERNEL, batch),
     "step.staleness.proximal_log_probs": lambda batch, _: staleness.proximal_log_probs(
         batch.old_log_probs, batch.rollout_log_probs, batch.policy_versions, 4
     ),
-    "accepted_samples": lambda batch, _: advantages.accepted_samples(batch, OffPolicyConfig(veto=1e-4)),
+    "accepted_samples": lambda batch, _: advantages.accepted_samples(
+        batch, OffPolicyConfig(veto=1e-4)
+    ),
     "spread": lambda batch, _: advantages.spread(batch.rewards, batch),
     "token_rewards": lambda batch, _: advantages.token_rewards(batch.rewards, batch),
     "discounted_returns": lambda batch, _: advantages.discounted_returns(batch.values, batch),
@@ -111,7 +129,9 @@ CALLS = {name: in_group(name) for name in IN_GROUPS} | {
     "last_values": lambda batch, _: advantages.last_values(batch.values, batch, batch.rewards > 0),
     "remax": lambda batch, _: advantages.remax(batch.rewards, batch.rewards, batch.sample_ids),
 }
-ROWS = dict(re.findall(r"^\| (the stack|one micro-batch|either)[^|]*\| (.*) \|$", PAGE, re.MULTILINE))
+ROWS = dict(
+    re.findall(r"^\| (the stack|one micro-batch|either)[^|]*\| (.*) \|$", PAGE, re.MULTILINE)
+)
 TAKES = {name: takes for takes, names in ROWS.items() for name in re.findall(r"`([\w.]+)`", names)}
 TAKES.pop("advantages")  # "of `advantages`:"
 
@@ -122,7 +142,9 @@ def test_every_name_of_the_table_is_called():
 
 @pytest.mark.parametrize("name", CALLS)
 def test_what_a_function_takes(name):
-    """A batch that is a whole step, the stack, and one micro-batch inside of `accumulate_gradients`."""
+    """A batch that is a whole step, the stack, and one micro-batch inside of
+    `accumulate_gradients`.
+    """
     call, takes = CALLS[name], TAKES[name]
     call(packed(), None)
     stack = packed(micro_batches=2)
@@ -140,7 +162,8 @@ def test_what_a_function_takes(name):
     step = accumulate_gradients(loss_fn, (stack, whole))
     if takes == "the stack":
         with pytest.raises(
-            ValueError, match="got one micro-batch inside accumulate_gradients, expected the whole step"
+            ValueError,
+            match="got one micro-batch inside accumulate_gradients, expected the whole step",
         ):
             step(jnp.ones(()))
     else:
@@ -148,10 +171,15 @@ def test_what_a_function_takes(name):
 
 
 def test_the_page_merges_means_of_uneven_micro_batches():
-    """The log-probs of the page: 2 of 4 are below -2.5, where the shares of the parts, 1/3 and 1, have the mean 2/3."""
+    """The log-probs of the page: 2 of 4 are below -2.5, where the shares of the parts, 1/3 and
+    1, have the mean 2/3.
+    """
     old = [np.array([-1.0, -2.0, -3.0]), np.array([-5.0])]
     together = np.concatenate(old)
-    found = {"unlikely": (together < -2.5).mean(), "log_prob_abs_diff": np.abs(together + 1.0).mean()}
+    found = {
+        "unlikely": (together < -2.5).mean(),
+        "log_prob_abs_diff": np.abs(together + 1.0).mean(),
+    }
     found["pass_rate"] = np.mean([1.0, 0.0])
     assert f"{ {name: float(x) for name, x in found.items()} }" in PAGE
     assert np.mean([(x < -2.5).mean() for x in old]) == pytest.approx(2 / 3)

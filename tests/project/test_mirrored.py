@@ -19,7 +19,10 @@ def imported(path):
 
 def test_no_test_file_imports_another():
     tests = {path.stem for path in TESTS.rglob("test_*.py")}
-    shared = {str(path): {name.split(".")[-1] for name in imported(path)} & tests for path in TESTS.rglob("*.py")}
+    shared = {
+        str(path): {name.split(".")[-1] for name in imported(path)} & tests
+        for path in TESTS.rglob("*.py")
+    }
     assert {path: names for path, names in shared.items() if names} == {}
 
 
@@ -29,6 +32,8 @@ def test_each_file_lies_in_a_folder():
 
 
 def test_no_two_files_share_a_name():
-    """pytest imports test files, and these import what they share, by the name without the folder."""
+    """pytest imports test files, and these import what they share, by the name without the
+    folder.
+    """
     names = [path.name for path in TESTS.rglob("*.py") if path.parent.name != "oracle"]
     assert sorted({*names}) == sorted(names)

@@ -57,7 +57,9 @@ def run(folder, paths, *options):
 def test_workers_draw_from_one_seed(tmp_path):
     (tmp_path / "test_seed.py").write_text(OF_SEED)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    done = run(tmp_path, [ROOT / "tests", ROOT / "tests" / "support"], "--nightly", "-p", "conftest")
+    done = run(
+        tmp_path, [ROOT / "tests", ROOT / "tests" / "support"], "--nightly", "-p", "conftest"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -68,11 +70,16 @@ def test_a_run_by_day_says_how_many_cases_it_left_out(tmp_path, workers):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = nightly\n")
     paths = [ROOT / "tests", ROOT / "tests" / "support"]
     done = run(tmp_path, paths, "-p", "conftest", "-n", workers)
-    assert "4 of 7 cases ran; --nightly runs the others too" in done.stdout, done.stdout + done.stderr
+    assert "4 of 7 cases ran; --nightly runs the others too" in done.stdout, (
+        done.stdout + done.stderr
+    )
     if workers == "0":
         chosen = run(tmp_path, paths, "-p", "conftest", "-n", "0", "-k", "not night")
         assert "4 of 6 cases ran" in chosen.stdout
-        assert "ran; --nightly" not in run(tmp_path, paths, "-p", "conftest", "-n", "0", "--nightly").stdout
+        assert (
+            "ran; --nightly"
+            not in run(tmp_path, paths, "-p", "conftest", "-n", "0", "--nightly").stdout
+        )
 
 
 def test_programs_are_let_go_where_there_are_many(monkeypatch):
@@ -92,7 +99,16 @@ def test_summary_of_a_run_in_two_workers(tmp_path, monkeypatch):
     (tmp_path / "test_whole.py").write_text(WHOLE)
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    done = run(tmp_path, [ROOT], "--search-seed", "7", "-p", "tests.support.nightly_summary", "--summary", "few")
+    done = run(
+        tmp_path,
+        [ROOT],
+        "--search-seed",
+        "7",
+        "-p",
+        "tests.support.nightly_summary",
+        "--summary",
+        "few",
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads((tmp_path / "few-summary.json").read_text())
     assert found["outcomes"] == {"passed": 1, "failed": 1, "skipped": 2}
@@ -105,6 +121,11 @@ def test_summary_of_a_run_in_two_workers(tmp_path, monkeypatch):
     ran = {*(tmp_path / "few-ran.txt").read_text().splitlines()}
     assert {"failed test_few.py::test_bad", "passed test_few.py::test_good"} <= ran
     text = (tmp_path / "few-summary.md").read_text()
-    for part in ("1 failed, 1 passed, 2 skipped", "- test_few.py::test_bad", "1 x Skipped: no such card", "seed 7`"):
+    for part in (
+        "1 failed, 1 passed, 2 skipped",
+        "- test_few.py::test_bad",
+        "1 x Skipped: no such card",
+        "seed 7`",
+    ):
         assert part in text
     assert "XLA_FLAGS: `--xla_cpu_max_isa=AVX`" in text

@@ -21,10 +21,16 @@ def test_no_result_is_tracked():
     """Results, times, and the names of authors and tools are no part of the source."""
     for cell in NOTEBOOK["cells"]:
         assert cell["metadata"] == {}
-        assert cell["cell_type"] != "code" or (cell["outputs"], cell["execution_count"]) == ([], None)
+        assert cell["cell_type"] != "code" or (cell["outputs"], cell["execution_count"]) == (
+            [],
+            None,
+        )
     assert set(NOTEBOOK["metadata"]) == {"kernelspec", "language_info"}
     assert NOTEBOOK["metadata"]["language_info"] == {"name": "python"}
-    assert json.dumps(NOTEBOOK, indent=1, ensure_ascii=False) + "\n" == (DOCS / "first_loss.ipynb").read_text()
+    assert (
+        json.dumps(NOTEBOOK, indent=1, ensure_ascii=False) + "\n"
+        == (DOCS / "first_loss.ipynb").read_text()
+    )
 
 
 @pytest.mark.nightly

@@ -1,4 +1,6 @@
-"""Every dotted name in the text of pages, README and CHANGELOG is one that a reader can type behind `jaxppo.`."""
+"""Every dotted name in the text of pages, README and CHANGELOG is one that a reader can type
+behind `jaxppo.`.
+"""
 
 import dataclasses
 import importlib
@@ -12,7 +14,10 @@ import jaxppo
 import sharding
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in ("README.md", "CHANGELOG.md"))]
+PAGES = [
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md")),
+]
 BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 DOTTED = re.compile(r"`\.?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?=\W)[^`\n]*`")
 FILES = (".py", ".md", ".json", ".jsonl", ".html", ".yaml")
@@ -44,7 +49,9 @@ def resolves(name):
     path = "jaxppo"
     for part in parts:
         path = f"{path}.{part}"
-        if dataclasses.is_dataclass(here) and part in {field.name for field in dataclasses.fields(here)}:
+        if dataclasses.is_dataclass(here) and part in {
+            field.name for field in dataclasses.fields(here)
+        }:
             return True  # what lies below a field is another class's
         if isinstance(here, property):
             return True
@@ -59,7 +66,9 @@ def resolves(name):
 
 def names_in(text, words):
     names = [match[1] for match in DOTTED.finditer(BLOCK.sub("", text))]
-    return [n for n in names if n.split(".")[0] in words and not n.endswith(FILES) and n not in PEERS]
+    return [
+        n for n in names if n.split(".")[0] in words and not n.endswith(FILES) and n not in PEERS
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +83,14 @@ def test_names_of_a_page(page, words):
 
 
 def test_a_wrong_name_is_seen(words):
-    text = "See `advantages.grpo(...)`, `staleness.weights`, `advantages.nothing` and `Head.of`; `x.y` is not ours."
-    assert [name for name in names_in(text, words) if not resolves(name)] == ["staleness.weights", "advantages.nothing"]
+    text = (
+        "See `advantages.grpo(...)`, `staleness.weights`, `advantages.nothing` and `Head.of`; `x.y`"
+        " is not ours."
+    )
+    assert [name for name in names_in(text, words) if not resolves(name)] == [
+        "staleness.weights",
+        "advantages.nothing",
+    ]
 
 
 def test_what_dir_shows_is_what_is_exported():

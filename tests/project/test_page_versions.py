@@ -1,4 +1,6 @@
-"""What names a default of another project says for which version, in pages, docstrings and comments: defaults move."""
+"""What names a default of another project says for which version, in pages, docstrings and
+comments: defaults move.
+"""
 
 import ast
 import io
@@ -8,11 +10,19 @@ import tokenize
 import pytest
 from pages import DOCS, PAGES
 
-PEERS = "verl slime miles TRL Tunix NeMo-RL SkyRL prime-rl AReaL ROLL OpenRLHF Tinker vLLM SGLang MaxText simply Liger"
-PEERS_BY_WORD = {peer: re.compile(rf"(?<![\w./-])(?<!with ){re.escape(peer)}(?![\w-])") for peer in PEERS.split()}
+PEERS = (
+    "verl slime miles TRL Tunix NeMo-RL SkyRL prime-rl AReaL ROLL OpenRLHF Tinker vLLM SGLang"
+    " MaxText simply Liger"
+)
+PEERS_BY_WORD = {
+    peer: re.compile(rf"(?<![\w./-])(?<!with ){re.escape(peer)}(?![\w-])") for peer in PEERS.split()
+}
 MONTHS = "January February March April May June July August September October November December"
 # 0.9.1, "at 1dda039b", "of August 2026"
-VERSION = rf"(?:\d+\.\d+(?:\.\w+)*|(?:at )?`?[0-9a-f]{{7,8}}\b|(?:of |in )?(?:{'|'.join(MONTHS.split())}) 20\d\d)"
+VERSION = (
+    rf"(?:\d+\.\d+(?:\.\w+)*|(?:at )?`?[0-9a-f]{{7,8}}\b|(?:of |in )?(?:{'|'.join(MONTHS.split())})"
+    r" 20\d\d)"
+)
 ABOUT = re.compile(r"\bdefaults?\b(?! to)")
 PAGES_OF_USERS = [page for page in PAGES if page.name not in ("CHANGELOG.md", "CONTRIBUTING.md")]
 
@@ -23,7 +33,9 @@ def sentences(text):
     for paragraph in re.split(r"\n\s*\n", prose):
         for part in re.split(r"\n(?=[|-])", paragraph):
             whole = " ".join(part.split())
-            yield from [whole] if whole.startswith("|") else re.split(r"(?<=[.:]) (?=[A-Z*`])", whole)
+            yield from (
+                [whole] if whole.startswith("|") else re.split(r"(?<=[.:]) (?=[A-Z*`])", whole)
+            )
 
 
 def without_version(text):
@@ -44,7 +56,9 @@ def test_a_default_of_another_project_has_a_version(page):
 
 
 def prose_of(source):
-    """The docstrings and the comments of a file, each entry of a list of arguments a paragraph of its own."""
+    """The docstrings and the comments of a file, each entry of a list of arguments a paragraph
+    of its own.
+    """
     comments, last = [], 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -54,19 +68,27 @@ def prose_of(source):
             comments.append(text)
             last = token.start[0]
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    docs = [ast.get_docstring(x) or "" for x in ast.walk(ast.parse(source)) if isinstance(x, documented)]
+    docs = [
+        ast.get_docstring(x) or "" for x in ast.walk(ast.parse(source)) if isinstance(x, documented)
+    ]
     return "\n\n".join([*(re.sub(r"\n(?= +[\w*, ]+: )", "\n\n", doc) for doc in docs), *comments])
 
 
 ROOT = DOCS.parent
 SOURCES = [
-    path for folder in ("jaxppo", "examples", "benchmarks", "tests") for path in sorted((ROOT / folder).rglob("*.py"))
+    path
+    for folder in ("jaxppo", "examples", "benchmarks", "tests")
+    for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 
 
 def test_a_default_in_a_docstring_or_a_comment_has_a_version():
-    """`Value` said that verl clips by 0.2, which is 0.5 since, and `top_k_divergence` that TRL drops the tail."""
-    found = {str(path.relative_to(ROOT)): without_version(prose_of(path.read_text())) for path in SOURCES}
+    """`Value` said that verl clips by 0.2, which is 0.5 since, and `top_k_divergence` that TRL
+    drops the tail.
+    """
+    found = {
+        str(path.relative_to(ROOT)): without_version(prose_of(path.read_text())) for path in SOURCES
+    }
     assert {path: missing for path, missing in found.items() if missing} == {}
 
 
@@ -74,7 +96,14 @@ def test_the_prose_of_a_file():
     lines = ['"""One."""', "x = 1  # verl's", "# default", "", "# slime", "def f():"]
     lines += ['    """Two.', "", "    Args:", "      a: 1", '    """', ""]
     source = "\n".join(lines)
-    assert prose_of(source).split("\n\n") == ["One.", "Two.", "Args:", "  a: 1", "verl's default", "slime"]
+    assert prose_of(source).split("\n\n") == [
+        "One.",
+        "Two.",
+        "Args:",
+        "  a: 1",
+        "verl's default",
+        "slime",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -95,4 +124,6 @@ def test_the_check_itself(text, peers):
 
 
 def test_pages_that_are_walked():
-    assert {DOCS / "migrating.md", DOCS / "from_trl.md", DOCS.parent / "README.md"} <= {*PAGES_OF_USERS}
+    assert {DOCS / "migrating.md", DOCS / "from_trl.md", DOCS.parent / "README.md"} <= {
+        *PAGES_OF_USERS
+    }

@@ -1,4 +1,6 @@
-"""XLA's flags that a contributor sets, such as another processor's instructions, reach every run of tests."""
+"""XLA's flags that a contributor sets, such as another processor's instructions, reach every run
+of tests.
+"""
 
 import os
 import subprocess
@@ -33,9 +35,13 @@ def test_processes_that_tests_start_have_them_too(monkeypatch):
 
 
 def test_nights_go_through_the_settings_below_the_own_one():
-    cpuinfo = "processor\t: 0\nflags\t\t: fpu sse4_2 avx avx2 fma\n\nprocessor\t: 1\nflags\t\t: sse4_2\n"
+    cpuinfo = (
+        "processor\t: 0\nflags\t\t: fpu sse4_2 avx avx2 fma\n\nprocessor\t: 1\nflags\t\t: sse4_2\n"
+    )
     names = processor.below(processor.flags_of(cpuinfo))
     assert names == ["AVX", "SSE4_2"]
     assert [processor.of_day(names, day) for day in (1, 2, 3)] == ["SSE4_2", "AVX", "SSE4_2"]
     assert processor.below({*processor.FLAGS.values()}) == ["AVX2", "AVX", "SSE4_2"]
-    assert processor.of_day(processor.below(processor.flags_of("Features\t: fp asimd sve\n")), 1) == ""
+    assert (
+        processor.of_day(processor.below(processor.flags_of("Features\t: fp asimd sve\n")), 1) == ""
+    )

@@ -1,4 +1,6 @@
-"""The pytest plugin, in separate pytest runs: what it catches, what it refuses, and that it is inactive by default."""
+"""The pytest plugin, in separate pytest runs: what it catches, what it refuses, and that it is
+inactive by default.
+"""
 
 from pathlib import Path
 
@@ -83,18 +85,23 @@ def test_layouts(context_layout, request):
 
 @pytest.fixture
 def inner(pytester, monkeypatch):
-    """Runs pytest in another process, with the plugin, also where an older installation does not bring it.
+    """Runs pytest in another process, with the plugin, also where an older installation does not
+    bring it.
 
     With a configuration of its own, or pytest takes that of a folder above the temporary ones.
     """
     pytester.makeini("[pytest]")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    return lambda *args: pytester.runpytest_subprocess("-p", "pytest_jaxppo", "-p", "no:cacheprovider", *args)
+    return lambda *args: pytester.runpytest_subprocess(
+        "-p", "pytest_jaxppo", "-p", "no:cacheprovider", *args
+    )
 
 
 def failed(result):
-    return {line.split()[1].partition("::")[2] for line in result.outlines if line.startswith("FAILED")}
+    return {
+        line.split()[1].partition("::")[2] for line in result.outlines if line.startswith("FAILED")
+    }
 
 
 def sizes(case):
@@ -109,8 +116,16 @@ def test_what_one_device_does_not_show_is_found_on_meshes(pytester, inner):
     result = inner("--emulated-devices", "4", "--mesh-cases", "pairwise", "-vrf", "-n", "1")
     ran = [line for line in result.outlines if " PASSED " in line or " FAILED " in line]
     cases = {sizes(line.rstrip()) for line in ran if "test_mean" in line}
-    assert {case[3] for case in cases if case[1] > 1} == {"contiguous", "zigzag", "zigzag_per_segment", "striped"}
-    found = {name: {sizes(case) for case in failed(result) if name in case} for name in ("local_mean", "missing_psum")}
+    assert {case[3] for case in cases if case[1] > 1} == {
+        "contiguous",
+        "zigzag",
+        "zigzag_per_segment",
+        "striped",
+    }
+    found = {
+        name: {sizes(case) for case in failed(result) if name in case}
+        for name in ("local_mean", "missing_psum")
+    }
     assert found["local_mean"] == {case for case in cases if case[0] * case[1] > 1}
     assert found["missing_psum"] == {case for case in cases if case[1] > 1}
     shifts = {case for case in failed(result) if case.startswith("test_shift")}
@@ -131,26 +146,43 @@ def test_the_configuration_says_it_too_and_the_sample_is_pairwise(pytester, inne
         traits = [x if isinstance(x, str) else x > 1 for x in sizes(case)]
         return {(i, j, traits[i], traits[j]) for i in range(4) for j in range(i)}
 
-    every = [line for line in inner("--collect-only", "-q", "--mesh-cases", "all").outlines if "dp=" in line]
+    every = [
+        line
+        for line in inner("--collect-only", "-q", "--mesh-cases", "all").outlines
+        if "dp=" in line
+    ]
     assert len(every) == 28
     assert set.union(*map(pairs, cases)) == set.union(*map(pairs, every))
     assert len(cases) < 10
-    assert "dp=1,cp=1,tp=2-contiguous" in inner("--collect-only", "-q", "--emulated-devices", "2").stdout.str()
+    assert (
+        "dp=1,cp=1,tp=2-contiguous"
+        in inner("--collect-only", "-q", "--emulated-devices", "2").stdout.str()
+    )
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("devices", [2, 4])
 def test_devices_that_jax_has_already(pytester, inner, devices):
-    """Devices of another plugin, started before any conftest.py: enough are taken, fewer are refused."""
-    started = f"import jax\njax.config.update('jax_num_cpu_devices', {devices})\nassert jax.device_count() == {devices}"
-    pytester.makepyfile(starts=started, test_it="def test_it(parallel_mesh):\n    assert parallel_mesh.mesh.size == 3")
+    """Devices of another plugin, started before any conftest.py: enough are taken, fewer are
+    refused.
+    """
+    started = (
+        f"import jax\njax.config.update('jax_num_cpu_devices', {devices})\nassert"
+        f" jax.device_count() == {devices}"
+    )
+    pytester.makepyfile(
+        starts=started,
+        test_it="def test_it(parallel_mesh):\n    assert parallel_mesh.mesh.size == 3",
+    )
     pytester.syspathinsert()
     result = inner("-p", "starts", "--emulated-devices", "3")
     if devices == 4:
         result.assert_outcomes(passed=6)
     else:
         assert result.ret == pytest.ExitCode.USAGE_ERROR
-        result.stderr.fnmatch_lines(["*emulated_devices: got 3, expected at most 2, the devices that JAX had started*"])
+        result.stderr.fnmatch_lines(
+            ["*emulated_devices: got 3, expected at most 2, the devices that JAX had started*"]
+        )
 
 
 @pytest.mark.nightly
@@ -198,16 +230,21 @@ def test_the_packing_of_a_model_needs_no_devices(pytester):
 
 
 def test_nobody_asked(pytester, inner):
-    pytester.makepyfile(UNUSED + "\ndef test_it(parallel_mesh): pass\ndef test_that(assert_mesh_invariant): pass")
+    pytester.makepyfile(
+        UNUSED + "\ndef test_it(parallel_mesh): pass\ndef test_that(assert_mesh_invariant): pass"
+    )
     result = inner()
     result.assert_outcomes(passed=1, errors=2)
-    result.stdout.fnmatch_lines(["emulated_devices: got none, expected a number of devices: emulated_devices in*"])
+    result.stdout.fnmatch_lines(
+        ["emulated_devices: got none, expected a number of devices: emulated_devices in*"]
+    )
 
 
 @pytest.mark.nightly
 def test_a_users_own_fixtures_and_options_are_theirs(pytester, inner):
     pytester.makeconftest(
-        "import pytest\n@pytest.fixture(params=[3, 4])\ndef parallel_mesh(request): return request.param"
+        "import pytest\n@pytest.fixture(params=[3, 4])\ndef parallel_mesh(request): return"
+        " request.param"
     )
     pytester.makepyfile("def test_it(parallel_mesh):\n    assert parallel_mesh in (3, 4)")
     inner("--emulated-devices", "2").assert_outcomes(passed=2)
@@ -218,7 +255,10 @@ def test_a_users_own_fixtures_and_options_are_theirs(pytester, inner):
     ("ini", "error"),
     [
         ("emulated_devices = many", "emulated_devices: got 'many', expected a number of devices*"),
-        ("emulated_devices = 2\nmesh_cases = some", "mesh_cases: got 'some', expected 'all' or 'pairwise'"),
+        (
+            "emulated_devices = 2\nmesh_cases = some",
+            "mesh_cases: got 'some', expected 'all' or 'pairwise'",
+        ),
     ],
 )
 def test_bad_configuration(pytester, inner, ini, error):

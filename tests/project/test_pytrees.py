@@ -1,4 +1,6 @@
-"""Classes as pytrees: constructors run where a user calls them, and functions of them can be exported and stored."""
+"""Classes as pytrees: constructors run where a user calls them, and functions of them can be
+exported and stored.
+"""
 
 import os
 import subprocess
@@ -35,7 +37,8 @@ def test_a_tree_is_put_together_without_its_constructor(monkeypatch, given):
     found = jax.jit(lambda x: jax.tree.map(lambda leaf: 2 * leaf, x))(given)
     assert type(found) is cls
     assert calls == []
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(2 * x, y), given, found)  # static fields are the same too
+    # static fields are the same too
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(2 * x, y), given, found)
     assert jax.tree.structure(given) == jax.tree.structure(found)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(given)]
     assert names[0] in (".total", ".a", ".kernel", ".kernel.values", ".log_probs")
@@ -62,16 +65,30 @@ def test_a_function_of_them_is_stored_and_runs_in_another_process(tmp_path, mesh
     (tmp_path / "step").write_bytes(export.export(step)(*given).serialize())
     command = [sys.executable, stored.__file__, "step", mesh, "found.npz"]
     paths = {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     expected, found = stored.numbers(step(*given)), np.load(tmp_path / "found.npz")
     assert len(expected) > 70
     assert set(found) == set(expected)
     for name, x in expected.items():
-        np.testing.assert_allclose(found[name].astype(np.float64), x.astype(np.float64), 1e-6, 1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            found[name].astype(np.float64), x.astype(np.float64), 1e-6, 1e-6, err_msg=name
+        )
 
 
-STATIC = (None, True, 3, 0.1, float("inf"), "hv", ("a", (1,)), jax.P(None, ("fsdp", "dp")), np.float32(0.3))
+STATIC = (
+    None,
+    True,
+    3,
+    0.1,
+    float("inf"),
+    "hv",
+    ("a", (1,)),
+    jax.P(None, ("fsdp", "dp")),
+    np.float32(0.3),
+)
 STATIC += (Quantization("int8", block=128, largest=127.5),)
 STATIC += (OffPolicyConfig(rejections=(Rejection("seq_mean_k1", 0.97, 1.02),)), jaxppo.policy_loss)
 
@@ -81,10 +98,14 @@ def test_static_fields_are_stored_as_they_are():
 
 
 @pytest.mark.parametrize(
-    "value", [lambda x: x, np.mean, Path(), object(), {1: 2}], ids=lambda value: type(value).__name__
+    "value",
+    [lambda x: x, np.mean, Path(), object(), {1: 2}],
+    ids=lambda value: type(value).__name__,
 )
 def test_other_static_fields_are_named_when_they_are_stored(value):
-    with pytest.raises(TypeError, match=r"jax.export: got .* in a static field, expected numbers, text or"):
+    with pytest.raises(
+        TypeError, match=r"jax.export: got .* in a static field, expected numbers, text or"
+    ):
         to_bytes((value,))
 
 

@@ -7,7 +7,11 @@ import pytest
 from pages import DOCS, PAGES
 
 EXAMPLES = sorted((DOCS.parent / "examples").rglob("*.py"))
-SOURCES = [*(page for page in PAGES if page.name != "CHANGELOG.md"), *EXAMPLES, DOCS / "first_loss.ipynb"]
+SOURCES = [
+    *(page for page in PAGES if page.name != "CHANGELOG.md"),
+    *EXAMPLES,
+    DOCS / "first_loss.ipynb",
+]
 
 
 def code_of(path):
@@ -19,7 +23,9 @@ def code_of(path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_estimators_get_the_groups_of_a_batch(path):
-    """With `group_ids` alone the parts of a cut rollout count as rollouts of their own: see `RolloutBatch.groups`."""
+    """With `group_ids` alone the parts of a cut rollout count as rollouts of their own: see
+    `RolloutBatch.groups`.
+    """
     assert re.findall(r"advantages\.\w+\([^()]*\.group_ids\b", code_of(path)) == []
 
 

@@ -1,4 +1,7 @@
-"""The benchmark of two tools of the TPU compiler, on excerpts of what they write. Nothing is compiled."""
+"""The benchmark of two tools of the TPU compiler, on excerpts of what they write.
+
+Nothing is compiled.
+"""
 
 import dataclasses
 
@@ -42,7 +45,10 @@ A, STATE = "f32[1000,1000]{1,0}", "(s32[], f32[1000,1000]{1,0})"
 
 def line(name, operation, operand, ms, scope="jit(f)"):
     config = f'backend_config={{"window_config":{{"estimated_cycles":"{round(ms * 1e6)}"}}}}'
-    return f'  {name} = {A} {operation}({operand}), metadata={{op_name="{scope}/{operation}"}}, {config}\n'
+    return (
+        f'  {name} = {A} {operation}({operand}), metadata={{op_name="{scope}/{operation}"}},'
+        f" {config}\n"
+    )
 
 
 TEXT = (
@@ -53,18 +59,18 @@ TEXT = (
     f"  %i = s32[] get-tuple-element(%s), index=0\n  %y = {A} get-tuple-element(%s), index=1\n"
     "  %next = s32[] add(%i, %one)\n"
     + line("%turn", "exponential", "%y", 2, "jit(f)/while/body")
-    + f"  ROOT %t.1 = {STATE} tuple(%next, %turn)\n}}\n\n"
-    f"%cond (s: {STATE}) -> pred[] {{\n  %s = {STATE} parameter(0)\n  %nine = s32[] constant(9)\n"
-    "  %i = s32[] get-tuple-element(%s), index=0\n  ROOT %less = pred[] compare(%i, %nine), direction=LT\n}\n\n"
-    "ENTRY %main (x: f32[1000,1000], p: pred[]) -> f32[1000,1000] {\n"
-    f"  %x = {A} parameter(0)\n  %p = pred[] parameter(1)\n"
+    + f"  ROOT %t.1 = {STATE} tuple(%next, %turn)\n}}\n\n%cond (s: {STATE}) -> pred[] {{\n  %s ="
+    f" {STATE} parameter(0)\n  %nine = s32[] constant(9)\n  %i = s32[] get-tuple-element(%s),"
+    " index=0\n  ROOT %less = pred[] compare(%i, %nine), direction=LT\n}\n\nENTRY %main (x:"
+    f" f32[1000,1000], p: pred[]) -> f32[1000,1000] {{\n  %x = {A} parameter(0)\n  %p = pred[]"
+    " parameter(1)\n"
     + line("%a", "tanh", "%x", 3)
     + line("%b", "tanh", "%a", 3)
     + line("%alone", "sqrt", "%b", 4)
-    + f"  %zero = s32[] constant(0)\n  %t = {STATE} tuple(%zero, %alone)\n"
-    f"  %w = {STATE} while(%t), condition=%cond, body=%body\n  %z = {A} get-tuple-element(%w), index=1\n"
-    f"  ROOT %c = {A} conditional(%p, %z, %z), true_computation=%again, false_computation=%not, "
-    'metadata={op_name="jit(f)/<rarely: again>/cond"}\n}\n'
+    + f"  %zero = s32[] constant(0)\n  %t = {STATE} tuple(%zero, %alone)\n  %w = {STATE} while(%t),"
+    f" condition=%cond, body=%body\n  %z = {A} get-tuple-element(%w), index=1\n  ROOT %c = {A}"
+    " conditional(%p, %z, %z), true_computation=%again, false_computation=%not,"
+    ' metadata={op_name="jit(f)/<rarely: again>/cond"}\n}\n'
 )
 
 
@@ -72,11 +78,13 @@ def test_both_tools_say_what_each_instruction_takes(tmp_path):
     found = records(TEXT, written(tmp_path, a=1_000_000, turn=5_000_000), ROUND)
     expected = [
         ("exponential f32[1000,1000], in a loop", 1, 9 * 2, 9 * 5),  # nine turns
-        ("tanh f32[1000,1000]", 2, 2 * 3, 2 * 1),  # %b computes the same as %a, which alone has a file
+        # %b computes the same as %a, which alone has a file
+        ("tanh f32[1000,1000]", 2, 2 * 3, 2 * 1),
         ("sqrt f32[1000,1000]", 1, 4, None),  # has none
     ]
     rows = [tuple(row.values()) for row in found[:-1]]
-    assert [row[:2] for row in rows] == [row[:2] for row in expected]  # the branch that is rarely taken is not there
+    # the branch that is rarely taken is not there
+    assert [row[:2] for row in rows] == [row[:2] for row in expected]
     assert [row[2:] for row in rows] == [pytest.approx(row[2:]) for row in expected]
     assert found[-1].pop("instruction") == "all computing"
     assert found[-1] == pytest.approx({"estimated_ms": 28, "static_ms": 51, "not_in_profile_ms": 4})
@@ -85,7 +93,10 @@ def test_both_tools_say_what_each_instruction_takes(tmp_path):
 def kernel(cycles):
     declared = f'backend_config={{"cost_estimate":{{"bytes_accessed":"5","flops":"{int(ROUND.flops / 1e3)}"}}}}'
     text = f"ENTRY %main (x: f32[1000,1000]) -> f32[1000,1000] {{\n  %x = {A} parameter(0)\n"
-    call = f'custom-call(%x), custom_call_target="tpu_custom_call", metadata={{op_name="jit(f)/kernel"}}, {declared}'
+    call = (
+        'custom-call(%x), custom_call_target="tpu_custom_call",'
+        f' metadata={{op_name="jit(f)/kernel"}}, {declared}'
+    )
     return records(f"{text}  ROOT %k = {A} {call}\n}}\n", {"k": cycles}, ROUND)
 
 

@@ -68,7 +68,9 @@ def use(
 """
 
 
-@pytest.fixture(scope="module", params=["wheel", pytest.param("editable", marks=pytest.mark.nightly)])
+@pytest.fixture(
+    scope="module", params=["wheel", pytest.param("editable", marks=pytest.mark.nightly)]
+)
 def python(request, built, tmp_path_factory):
     return with_jaxppo(tmp_path_factory.mktemp("typed") / "venv", built[1], request.param)
 
@@ -80,8 +82,17 @@ def project(tmp_path):
 
 
 def mypy(python, folder, *files):
-    """(file, line) of all that mypy, strict, objects to, and what it says. JAX leaves some functions untyped."""
-    options = ["--strict", "--untyped-calls-exclude=jax", "--cache-dir=/dev/null", "--python-executable", python]
+    """(file, line) of all that mypy, strict, objects to, and what it says.
+
+    JAX leaves some functions untyped.
+    """
+    options = [
+        "--strict",
+        "--untyped-calls-exclude=jax",
+        "--cache-dir=/dev/null",
+        "--python-executable",
+        python,
+    ]
     options += ["--config-file="]  # none, or mypy takes that of a folder above
     done = run(sys.executable, "-m", "mypy", *options, "-O", "json", *files, cwd=folder)
     assert done.returncode in (0, 1), done.stdout + done.stderr
@@ -90,10 +101,14 @@ def mypy(python, folder, *files):
 
 
 def basedpyright(python, folder, *files):
-    """The same with basedpyright, strict; many of JAX's own functions have arguments whose type it does not know."""
+    """The same with basedpyright, strict; many of JAX's own functions have arguments whose type
+    it does not know.
+    """
     rules = {"include": files, "typeCheckingMode": "strict", "reportUnknownMemberType": False}
     (folder / "pyrightconfig.json").write_text(json.dumps(rules))
-    done = run(sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", python, cwd=folder)
+    done = run(
+        sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", python, cwd=folder
+    )
     report = json.loads(done.stdout)
     assert report["summary"]["filesAnalyzed"] == len(files), done.stdout
     found = [x for x in report["generalDiagnostics"] if x["severity"] in ("error", "warning")]
@@ -118,7 +133,9 @@ def test_a_users_file_is_clean_and_mistakes_are_reported(python, project, check)
 def test_mypy_is_clean_in_a_project_with_a_module_named_sharding(python, project, name):
     (project / name).parent.mkdir(exist_ok=True)
     (project / name).write_text("mine: int = 1\n")
-    text = USER.read_text().replace("import jaxppo\n", "import jaxppo\nimport sharding\nassert sharding.mine\n", 1)
+    text = USER.read_text().replace(
+        "import jaxppo\n", "import jaxppo\nimport sharding\nassert sharding.mine\n", 1
+    )
     (project / USER.name).write_text(text)
     found, said = mypy(python, project, USER.name)
     assert not found, said

@@ -15,8 +15,15 @@ FOLDERS = ("jaxppo", "sharding", "tests", "docs", "examples", "benchmarks")
 
 def sources(*endings):
     """(path, text) of this project's own files, this one left out."""
-    paths = [*DOCS.parent.glob("*.*"), *(path for folder in FOLDERS for path in (DOCS.parent / folder).rglob("*.*"))]
-    return [(path, path.read_text()) for path in paths if path.suffix in endings and path != Path(__file__)]
+    paths = [
+        *DOCS.parent.glob("*.*"),
+        *(path for folder in FOLDERS for path in (DOCS.parent / folder).rglob("*.*")),
+    ]
+    return [
+        (path, path.read_text())
+        for path in paths
+        if path.suffix in endings and path != Path(__file__)
+    ]
 
 
 def test_the_readme_is_short():
@@ -28,50 +35,86 @@ def test_paths_are_there(page):
     """Links, `code` that is a path of this project, and the modules that commands run."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     paths = [page.parent / link for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)", text)]
-    paths += [DOCS.parent / name for name in re.findall(rf"(?<![\w./])((?:{'|'.join(FOLDERS)})/[\w./-]*[\w/])", text)]
+    paths += [
+        DOCS.parent / name
+        for name in re.findall(rf"(?<![\w./])((?:{'|'.join(FOLDERS)})/[\w./-]*[\w/])", text)
+    ]
     modules = re.findall(r"python -m ((?:examples|benchmarks)(?:\.\w+)+)", text)
     paths += [DOCS.parent / f"{module.replace('.', '/')}.py" for module in modules]
     assert not [path for path in paths if not path.exists() and path.name != "PART.json"]
 
 
 def docstrings(text):
-    """Those of modules, classes and functions, and the strings that stand below the fields of a class."""
+    """Those of modules, classes and functions, and the strings that stand below the fields of a
+    class.
+    """
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-            lines = (x.value for x in node.body if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))
+            lines = (
+                x.value
+                for x in node.body
+                if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)
+            )
             yield from (x.value.strip() for x in lines if isinstance(x.value, str))
 
 
 def test_plain_words():
-    """Docstrings begin with what a thing is; no text sends its reader back to another sentence by a single word."""
+    """Docstrings begin with what a thing is; no text sends its reader back to another sentence
+    by a single word.
+    """
     begins = re.compile(r"(Of|The same of|What is static)\b")
     code, texts = sources(".py"), sources(".py", ".md", ".rst")
-    found = [f"{path}: {x[:60]}" for path, text in code for x in docstrings(text) if begins.match(x)]
-    found += [f"{path}: likewise" for path, text in texts if re.search(r"\blikewise\b", text, re.IGNORECASE)]
+    found = [
+        f"{path}: {x[:60]}" for path, text in code for x in docstrings(text) if begins.match(x)
+    ]
+    found += [
+        f"{path}: likewise"
+        for path, text in texts
+        if re.search(r"\blikewise\b", text, re.IGNORECASE)
+    ]
     assert not found, "\n".join(found)
 
 
 def test_measured_figures_are_those_of_the_results():
-    """README's milliseconds and GiB, from the estimates that `python -m benchmarks.head --parts tpu` wrote."""
+    """README's milliseconds and GiB, from the estimates that
+    `python -m benchmarks.head --parts tpu` wrote.
+    """
     case = {"head": "qwen3-8b", "mesh": "cp=4,tp=4", "tokens_per_shard": 8192}
     records = json.loads((DOCS.parent / "benchmarks/results/tpu.json").read_text())["records"]
     records = {(r["topology"][:3], r["version"]): r for r in records if case.items() <= r.items()}
     expected = []
     for version in OF_README:
-        both = [records[chip, version.replace("a fifth", "one pass, a mask")] for chip in ("v5p", "v6e")]
-        times = [r["fifth_ms"] if version == "a fifth" else r["compute_ms"] + r["collectives_ms"] for r in both]
-        expected.append([f"{time:.1f} ms" for time in times] + [f"{max(r['temporaries_gib'] for r in both):.2f} GiB"])
+        both = [
+            records[chip, version.replace("a fifth", "one pass, a mask")] for chip in ("v5p", "v6e")
+        ]
+        times = [
+            r["fifth_ms"] if version == "a fifth" else r["compute_ms"] + r["collectives_ms"]
+            for r in both
+        ]
+        expected.append(
+            [f"{time:.1f} ms" for time in times]
+            + [f"{max(r['temporaries_gib'] for r in both):.2f} GiB"]
+        )
     rows = re.findall(
-        r"^\|.*\| ([\d.]+ ms) \| ([\d.]+ ms) \| ([\d.]+ GiB) \|$", (DOCS.parent / "README.md").read_text(), re.M
+        r"^\|.*\| ([\d.]+ ms) \| ([\d.]+ ms) \| ([\d.]+ GiB) \|$",
+        (DOCS.parent / "README.md").read_text(),
+        re.M,
     )
     assert [list(row) for row in rows] == expected
 
 
 def test_gpu_figures_are_those_of_the_results():
-    """The milliseconds and GiB of the page of measurements, from `python -m benchmarks.head --parts roofline`."""
+    """The milliseconds and GiB of the page of measurements, from
+    `python -m benchmarks.head --parts roofline`.
+    """
     records = json.loads((DOCS.parent / "benchmarks/results/roofline.json").read_text())["records"]
     expected = [(f"{r['compute_ms']:.1f}", f"{r.get('temporaries_gib', 0):.2f}") for r in records]
-    section = (DOCS / "measurements.md").read_text().split("## Heads on H100s, by a roofline")[1].split("\n## ")[0]
+    section = (
+        (DOCS / "measurements.md")
+        .read_text()
+        .split("## Heads on H100s, by a roofline")[1]
+        .split("\n## ")[0]
+    )
     rows = [line.split("|")[2:-1] for line in section.splitlines() if re.match(r"\| [^m-]", line)]
     found = [
         re.findall(r"^ ([\d.]+)(?: \([\d.]+\))?(?:, ([\d.]+))? $", cell)[0]
@@ -82,20 +125,38 @@ def test_gpu_figures_are_those_of_the_results():
 
 
 def test_figures_of_two_tools_are_those_of_the_results():
-    """The milliseconds of all computing on the page of measurements, from `... benchmarks.head --parts static`."""
+    """The milliseconds of all computing on the page of measurements, from
+    `... benchmarks.head --parts static`.
+    """
     records = json.loads((DOCS.parent / "benchmarks/results/static.json").read_text())["records"]
-    totals = {(r["version"], r["topology"][:3]): r for r in records if r["instruction"] == "all computing"}
-    section = (DOCS / "measurements.md").read_text().split("## Two tools of one compiler")[1].split("\n## ")[0]
+    totals = {
+        (r["version"], r["topology"][:3]): r for r in records if r["instruction"] == "all computing"
+    }
+    section = (
+        (DOCS / "measurements.md")
+        .read_text()
+        .split("## Two tools of one compiler")[1]
+        .split("\n## ")[0]
+    )
     rows = re.findall(r"^\| ([a-z, ]+) \| ([\d. |]+) \|$", section, re.M)
-    assert [version for version, _ in rows] == ["best plain", "forward", "one pass, no mask", "one pass, a mask"]
+    assert [version for version, _ in rows] == [
+        "best plain",
+        "forward",
+        "one pass, no mask",
+        "one pass, a mask",
+    ]
     for version, cells in rows:
         both = [totals[version, chip] for chip in ("v6e", "v5p")]
-        assert cells.split(" | ") == [f"{r[tool]:.2f}" for r in both for tool in ("estimated_ms", "static_ms")]
+        assert cells.split(" | ") == [
+            f"{r[tool]:.2f}" for r in both for tool in ("estimated_ms", "static_ms")
+        ]
 
 
 def test_workflows_call_targets_of_the_makefile():
     targets = re.findall(r"^([\w-]+):(?!=)", (DOCS.parent / "Makefile").read_text(), re.MULTILINE)
-    workflows = "\n".join(path.read_text() for path in (DOCS.parent / ".github/workflows").glob("*.yml"))
+    workflows = "\n".join(
+        path.read_text() for path in (DOCS.parent / ".github/workflows").glob("*.yml")
+    )
     called = {
         word
         for line in re.findall(r"run: make (.*)", workflows)

@@ -1,4 +1,6 @@
-"""Errors name arguments that are not arrays, or have another shape or dtype: those of a batch and of functions."""
+"""Errors name arguments that are not arrays, or have another shape or dtype: those of a batch
+and of functions.
+"""
 
 import dataclasses
 import re
@@ -39,14 +41,29 @@ from jaxppo.policy_losses import ClipCov
 from jaxppo.sharding import redistribute, scan_affine, segment_sum, shift_left
 from jaxppo.step.staleness import proximal_log_probs, staleness_metrics, staleness_weights
 
-OF_TOKENS = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
+OF_TOKENS = (
+    "advantages",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "values",
+    "returns",
+)
 SAMPLES = [
-    Sample([1, 2, 3, 4], response_start=2, group_id=0, reward=1.0, rollout_id=i, policy_versions=[3, 3])
+    Sample(
+        [1, 2, 3, 4], response_start=2, group_id=0, reward=1.0, rollout_id=i, policy_versions=[3, 3]
+    )
     for i in range(2)
 ]
-SAMPLES = [dataclasses.replace(sample, **{name: [-1.0, -2.0] for name in OF_TOKENS}) for sample in SAMPLES]
+SAMPLES = [
+    dataclasses.replace(sample, **{name: [-1.0, -2.0] for name in OF_TOKENS}) for sample in SAMPLES
+]
 BATCH = RolloutBatch.from_samples(SAMPLES, row_length=8)
-NAMES = [field.name for field in dataclasses.fields(BATCH) if isinstance(getattr(BATCH, field.name), np.ndarray)]
+NAMES = [
+    field.name
+    for field in dataclasses.fields(BATCH)
+    if isinstance(getattr(BATCH, field.name), np.ndarray)
+]
 HIDDEN, KERNEL = jnp.ones((1, 8, 4)), jnp.ones((4, 9))
 STATS = TokenStats(jnp.full((1, 8), -1.0))
 CONFIG = PolicyLossConfig(PPO(), kl=KL(0.1))
@@ -64,7 +81,9 @@ TAKE_A_BATCH = {
     "distillation_loss": lambda batch: distillation_loss(HIDDEN, KERNEL, HIDDEN, KERNEL, batch),
     "compute_log_probs": lambda batch: compute_log_probs(lambda _, batch: STATS, None, batch),
     "Normalizer": lambda batch: Normalizer.of(SFT(aggregation="rollout_mean"), batch),
-    "covariance_mask": lambda batch: covariance_mask(STATS, batch, PolicyLossConfig(ClipCov()), jax.random.key(0)),
+    "covariance_mask": lambda batch: covariance_mask(
+        STATS, batch, PolicyLossConfig(ClipCov()), jax.random.key(0)
+    ),
     "mismatch_metrics": lambda batch: mismatch_metrics(batch),
     "staleness_metrics": lambda batch: staleness_metrics(batch, 3),
     "staleness_weights": lambda batch: staleness_weights(batch, 3, limit=1),
@@ -75,7 +94,9 @@ TAKE_A_BATCH = {
     "discounted_returns": lambda batch: advantages.discounted_returns(VALUES, batch),
     "gae": lambda batch: advantages.gae(VALUES, VALUES, batch),
     "reinforce_plus_plus": lambda batch: advantages.reinforce_plus_plus(VALUES, batch),
-    "reinforce_plus_plus_baseline": lambda batch: advantages.reinforce_plus_plus_baseline(REWARDS, GROUPS, batch),
+    "reinforce_plus_plus_baseline": lambda batch: advantages.reinforce_plus_plus_baseline(
+        REWARDS, GROUPS, batch
+    ),
     "validate": lambda batch: batch.validate(9),
 }
 SPOILT = {
@@ -133,7 +154,10 @@ TAKE_ARRAYS = {
     },
     "opo": (advantages.opo, {**OF_GROUPS, "lengths": REWARDS}),
     "remax": (advantages.remax, {"rewards": REWARDS, "baselines": REWARDS, "sample_ids": GROUPS}),
-    "overlong_penalty": (partial(advantages.overlong_penalty, max_length=9, buffer=3), {"lengths": REWARDS}),
+    "overlong_penalty": (
+        partial(advantages.overlong_penalty, max_length=9, buffer=3),
+        {"lengths": REWARDS},
+    ),
     "explained_variance": (advantages.explained_variance, {"values": X, "returns": X, "mask": X}),
     "whiten": (advantages.whiten, {"x": X, "mask": X, "among": X == 0}),
     "on_policy_distillation": (
@@ -155,14 +179,26 @@ TAKE_ARRAYS = {
         {"log_probs": X, "rollout_log_probs": X, "policy_versions": IDS},
     ),
     "log_probs_from_logits": (log_probs_from_logits, {"logits": HIDDEN, "targets": IDS}),
-    "log_probs_from_hidden": (log_probs_from_hidden, {"hidden": HIDDEN, "head": KERNEL, "targets": IDS, "where": X}),
+    "log_probs_from_hidden": (
+        log_probs_from_hidden,
+        {"hidden": HIDDEN, "head": KERNEL, "targets": IDS, "where": X},
+    ),
     "divergence_from_hidden": (
         divergence_from_hidden,
-        {"hidden": HIDDEN, "head": KERNEL, "teacher_hidden": HIDDEN, "teacher_head": KERNEL, "where": X},
+        {
+            "hidden": HIDDEN,
+            "head": KERNEL,
+            "teacher_hidden": HIDDEN,
+            "teacher_head": KERNEL,
+            "where": X,
+        },
     ),
     "segment_sum": (partial(segment_sum, num_segments=2), {"x": X, "segment_ids": IDS}),
     "shift_left": (shift_left, {"x": X, "segment_ids": IDS}),
-    "redistribute": (partial(redistribute, parallel=None, source="contiguous", target="contiguous"), {"x": X}),
+    "redistribute": (
+        partial(redistribute, parallel=None, source="contiguous", target="contiguous"),
+        {"x": X},
+    ),
     "scan_affine": (scan_affine, {"a": X, "b": X, "segment_ids": IDS}),
 }
 OPTIONAL = {"where", "importance_ratio", "segment_ids", "among", "rollout_ids"}
@@ -174,7 +210,8 @@ def test_an_argument_is_named(function):
     call(**arguments)
     for name, x in arguments.items():
         spoilt = {"text": "x", "no rows": x[0], **({} if name in OPTIONAL else {"none": None})}
-        if function not in ("segment_sum", "shift_left", "redistribute", "scan_affine"):  # which move any numbers
+        # which move any numbers
+        if function not in ("segment_sum", "shift_left", "redistribute", "scan_affine"):
             spoilt |= {"complex": np.asarray(x).astype(complex), "list": x.tolist()}
         for how, wrong in spoilt.items():
             with pytest.raises((TypeError, ValueError)) as found:

@@ -1,7 +1,8 @@
-"""Things that no argument expects, given to each argument of each public function: no error is Python's or JAX's own.
+"""Things that no argument expects, given to each argument of each public function: no error is
+Python's or JAX's own.
 
-Some of them are values that a function takes: a call that passes is not judged here. `test_public_surface` says, by the
-kind of an argument, what must not pass.
+Some of them are values that a function takes: a call that passes is not judged here.
+`test_public_surface` says, by the kind of an argument, what must not pass.
 """
 
 import dataclasses
@@ -43,17 +44,34 @@ STRANGE = {
 
 
 ONE = ("an integer of numpy's arrays", "an integer of jax")
-LEFT = {  # calls that are no mistake of the argument: how the error comes, by function, or "" for all, and argument
+# calls that are no mistake of the argument: how the error comes, by function, or "" for all, and
+# argument
+LEFT = {
     **dict.fromkeys(
-        [("compute_log_probs", "apply"), ("StepTerm.of", "fn"), ("assert_packing_invariant", "hidden_fn")],
-        (("a class",), "the class int is a function of the user's, and the error is what it raises when it is called"),
+        [
+            ("compute_log_probs", "apply"),
+            ("StepTerm.of", "fn"),
+            ("assert_packing_invariant", "hidden_fn"),
+        ],
+        (
+            ("a class",),
+            (
+                "the class int is a function of the user's, and the error is what it raises when it"
+                " is called"
+            ),
+        ),
     ),
-    ("", "row_length"): (ONE, "rows of 1 are legal; the error says which sequence does not fit them"),
+    ("", "row_length"): (
+        ONE,
+        "rows of 1 are legal; the error says which sequence does not fit them",
+    ),
 }
 
 
 def bare(function, given):
-    """The error of a call that names no argument of the function; None where the call passes or names one."""
+    """The error of a call that names no argument of the function; None where the call passes or
+    names one.
+    """
     try:
         function(**given)
     except Exception as error:

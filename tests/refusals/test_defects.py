@@ -1,6 +1,8 @@
-"""Defects of an earlier version of jaxppo, with the wrong numbers that they gave: none may come back.
+"""Defects of an earlier version of jaxppo, with the wrong numbers that they gave: none may come
+back.
 
-`ELSEWHERE` names the tests of defects that are not in this file. Defects of other systems: test_known_defects.py.
+`ELSEWHERE` names the tests of defects that are not in this file. Defects of other systems:
+test_known_defects.py.
 """
 
 import dataclasses
@@ -55,7 +57,10 @@ ELSEWHERE = {
         "test_a_vocabulary_that_the_tensor_axis_does_not_divide",
     ),
     "equal sample ids": ("test_misuse", "test_equal_sample_ids"),
-    "a mask of bool in gspo, gmpo and sequence masking": ("test_misuse", "test_a_mask_of_any_dtype"),
+    "a mask of bool in gspo, gmpo and sequence masking": (
+        "test_misuse",
+        "test_a_mask_of_any_dtype",
+    ),
     "uuids, wide ids, rewards per token, float tokens, None among log-probs": (
         "test_misuse",
         "test_samples_that_cannot_be",
@@ -66,7 +71,10 @@ ELSEWHERE = {
         "test_off_policy",
         "test_k3_accepts_what_agrees_to_rounding",
     ),
-    "hosts whose batches differ in size": ("test_multihost", "test_processes_end_with_the_numbers_of_one_device"),
+    "hosts whose batches differ in size": (
+        "test_multihost",
+        "test_processes_end_with_the_numbers_of_one_device",
+    ),
 }
 
 
@@ -86,30 +94,48 @@ def one_token_samples(rollouts):
 @pytest.mark.parametrize("mesh", [None, "dp=8", MIXED])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_1_rollouts_of_three_and_of_one(mesh, seed):
-    """If the id of empty slots sorted among the others, denominators were those of the wrong rollouts."""
+    """If the id of empty slots sorted among the others, denominators were those of the wrong
+    rollouts.
+    """
     rollouts = np.random.default_rng(seed).permutation([7, 7, 7, 9])
     parallel = mesh and make_parallel_mesh(mesh)
-    batch = RolloutBatch.from_samples(one_token_samples(rollouts), row_length=4, rows=8, parallel=parallel)
+    batch = RolloutBatch.from_samples(
+        one_token_samples(rollouts), row_length=4, rows=8, parallel=parallel
+    )
     normalizer = Normalizer.of(SFT(aggregation="rollout_mean"), batch, parallel=parallel)
     there = batch.sample_ids >= 0
-    np.testing.assert_array_equal(normalizer.denominators, np.where(there, np.where(batch.rollouts == 7, 3, 1), 0))
+    np.testing.assert_array_equal(
+        normalizer.denominators, np.where(there, np.where(batch.rollouts == 7, 3, 1), 0)
+    )
     assert normalizer.sequences == 2
     stats = TokenStats(jnp.full(batch.loss_mask.shape, -1.0))
-    assert policy_loss(stats, batch, PolicyLossConfig(aggregation="rollout_mean"), parallel=parallel)[0] == -1
+    assert (
+        policy_loss(stats, batch, PolicyLossConfig(aggregation="rollout_mean"), parallel=parallel)[
+            0
+        ]
+        == -1
+    )
 
 
 @pytest.mark.parametrize("micro_batches", [None, 4])
 def test_1_twenty_four_samples_in_rollouts_of_three(micro_batches):
     rollouts = np.random.default_rng(2).permutation(np.arange(24) // 3)
-    batch = RolloutBatch.from_samples(one_token_samples(rollouts), row_length=6, micro_batches=micro_batches)
+    batch = RolloutBatch.from_samples(
+        one_token_samples(rollouts), row_length=6, micro_batches=micro_batches
+    )
     normalizer = Normalizer.of(SFT(aggregation="rollout_mean"), batch)
     np.testing.assert_array_equal(normalizer.denominators, np.where(batch.sample_ids >= 0, 3, 0))
     assert (np.asarray(normalizer.sequences) == 8).all()
     config = PolicyLossConfig(aggregation="rollout_mean")
     parts = [(batch, normalizer)]
     if micro_batches:
-        parts = [jax.tree.map(lambda x, k=k: x[k], (batch, normalizer)) for k in range(micro_batches)]
-    losses = [policy_loss(TokenStats(jnp.full(b.loss_mask.shape, -1.0)), b, config, normalizer=n)[0] for b, n in parts]
+        parts = [
+            jax.tree.map(lambda x, k=k: x[k], (batch, normalizer)) for k in range(micro_batches)
+        ]
+    losses = [
+        policy_loss(TokenStats(jnp.full(b.loss_mask.shape, -1.0)), b, config, normalizer=n)[0]
+        for b, n in parts
+    ]
     assert sum(losses) == pytest.approx(-1, rel=1e-6)
 
 
@@ -120,13 +146,20 @@ def test_2_every_k3_of_policies_that_agree_is_small_and_not_negative():
     old = rollout + d
     exact = np.expm1(np.float64(old) - rollout) - (np.float64(old) - rollout)
     counted = BATCH.loss_mask > 0
-    batch = dataclasses.replace(BATCH, old_log_probs=old, rollout_log_probs=rollout, ref_log_probs=old)
+    batch = dataclasses.replace(
+        BATCH, old_log_probs=old, rollout_log_probs=rollout, ref_log_probs=old
+    )
     found = kl_divergence(rollout, old, "k3")
     np.testing.assert_allclose(found, exact, rtol=1e-2, atol=1e-13)
     assert (found >= 0).all()
     for low, rejected in ((0.0, 0.0), (1e-3, 1.0)):
-        rejections = tuple(Rejection(f"{level}_k3", low=low, high=1.0) for level in ("token", "seq_mean", "seq_max"))
-        config = PolicyLossConfig(kl=KL(1.0, "k3"), off_policy=OffPolicyConfig(rejections=rejections))
+        rejections = tuple(
+            Rejection(f"{level}_k3", low=low, high=1.0)
+            for level in ("token", "seq_mean", "seq_max")
+        )
+        config = PolicyLossConfig(
+            kl=KL(1.0, "k3"), off_policy=OffPolicyConfig(rejections=rejections)
+        )
         _, values = policy_loss(TokenStats(jnp.asarray(rollout)), batch, config)
         assert values["rejected_fraction"].value == rejected
     for name, x in (("kl", values["kl"]), ("mismatch", mismatch_metrics(batch)["k3_kl"])):
@@ -138,22 +171,32 @@ def eager_calls(parallel):
     config = PolicyLossConfig(kl=KL(0.1), entropy_coef=0.1)
     x, kernel = LOG_PROBS, KERNEL
     return {
-        "log_probs_from_hidden": lambda: log_probs_from_hidden(HIDDEN, kernel, BATCH.targets, entropy="bonus", **p),
+        "log_probs_from_hidden": lambda: log_probs_from_hidden(
+            HIDDEN, kernel, BATCH.targets, entropy="bonus", **p
+        ),
         "log_probs_from_logits": lambda: log_probs_from_logits(HIDDEN @ kernel, BATCH.targets, **p),
-        "policy_loss_from_hidden": lambda: policy_loss_from_hidden(HIDDEN, kernel, BATCH, config, **p)[0],
-        "its gradient": lambda: jax.grad(lambda h: policy_loss_from_hidden(h, kernel, BATCH, config, **p)[0])(HIDDEN),
+        "policy_loss_from_hidden": lambda: policy_loss_from_hidden(
+            HIDDEN, kernel, BATCH, config, **p
+        )[0],
+        "its gradient": lambda: jax.grad(
+            lambda h: policy_loss_from_hidden(h, kernel, BATCH, config, **p)[0]
+        )(HIDDEN),
         "policy_loss": lambda: policy_loss(TokenStats(x), BATCH, config=PolicyLossConfig(), **p)[0],
         "SFT": lambda: loss_from_stats(TokenStats(x), BATCH, SFT(), **p)[0],
         "SFT from hidden": lambda: loss_from_hidden(HIDDEN, kernel, BATCH, SFT(), **p)[0],
         "Value": lambda: loss_from_stats(x, BATCH, Value(), **p)[0],
         "mtp_loss": lambda: mtp_loss(HIDDEN[None], kernel, BATCH, **p)[0],
         "Normalizer.of depths": lambda: [n.tokens for n in Normalizer.of(MTP(1), BATCH, **p)],
-        "distillation_loss": lambda: distillation_loss(HIDDEN, kernel, HIDDEN, kernel, BATCH, **p)[0],
+        "distillation_loss": lambda: distillation_loss(HIDDEN, kernel, HIDDEN, kernel, BATCH, **p)[
+            0
+        ],
         "mismatch_metrics": lambda: finalize_metrics(mismatch_metrics(BATCH, **p)),
         "covariance_mask": lambda: covariance_mask(
             TokenStats(x), BATCH, PolicyLossConfig(ClipCov()), jax.random.key(0), parallel
         ),
-        "normalizer": lambda: Normalizer.of(SFT(aggregation="rollout_mean"), BATCH, **p).denominators,
+        "normalizer": lambda: (
+            Normalizer.of(SFT(aggregation="rollout_mean"), BATCH, **p).denominators
+        ),
         "gae": lambda: advantages.gae(x, x, BATCH, **p),
         "discounted_returns": lambda: advantages.discounted_returns(x, BATCH, **p),
         "token_rewards": lambda: advantages.token_rewards(BATCH.rewards, BATCH, **p),
@@ -165,7 +208,9 @@ def eager_calls(parallel):
         "scan_affine": lambda: scan_affine(0.5, x, parallel, segment_ids=BATCH.segment_ids),
         "segment_sum": lambda: segment_sum(x, BATCH.segment_ids, 4, parallel),
         "from_padded": lambda: (
-            RolloutBatch.from_padded(BATCH.tokens[:, :4], BATCH.tokens[:, 4:], BATCH.loss_mask[:, 4:], **p).targets
+            RolloutBatch.from_padded(
+                BATCH.tokens[:, :4], BATCH.tokens[:, 4:], BATCH.loss_mask[:, 4:], **p
+            ).targets
         ),
         "from_token_aligned": lambda: (
             RolloutBatch.from_token_aligned(
@@ -179,14 +224,18 @@ def eager_calls(parallel):
 @pytest.mark.parametrize("name", eager_calls(None))
 @pytest.mark.parametrize("mesh", [None, MIXED])
 def test_3_eager_calls_work_and_the_second_compiles_nothing(name, mesh):
-    """Calls from hidden states on a mesh raised outside jit and grad; others compiled anew each time."""
+    """Calls from hidden states on a mesh raised outside jit and grad; others compiled anew each
+    time.
+    """
     parallel = None if mesh is None else make_parallel_mesh(mesh)
     call = eager_calls(parallel)[name]
     first = call()
     assert compilations(call) == 0
     # a mesh made anew, as in each step of a loop, is the same mesh
     assert compilations(eager_calls(None if mesh is None else make_parallel_mesh(mesh))[name]) == 0
-    for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(eager_calls(None)[name]()), strict=True):
+    for x, y in zip(
+        jax.tree.leaves(first), jax.tree.leaves(eager_calls(None)[name]()), strict=True
+    ):
         if name != "redistribute":  # on one device all layouts are one
             # a small element of a gradient is what large ones leave of each other
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=max(2e-6, 2e-7 * np.abs(y).max()))
@@ -205,7 +254,9 @@ def hessian_vector(loss, kernel, v):
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 @pytest.mark.parametrize("mesh", [None, MIXED])
 def test_4_curvature_of_the_kl_at_the_old_policy(estimator, mesh):
-    """There the KL and its gradient are 0, and a rule whose gradient is linear in its cotangent gave a Hessian of 0."""
+    """There the KL and its gradient are 0, and a rule whose gradient is linear in its cotangent
+    gave a Hessian of 0.
+    """
     parallel = mesh and make_parallel_mesh(mesh)
     targets, v = jnp.asarray(BATCH.targets), jnp.asarray(RNG.normal(size=KERNEL.shape), jnp.float32)
 
@@ -213,14 +264,22 @@ def test_4_curvature_of_the_kl_at_the_old_policy(estimator, mesh):
         return reference_from_hidden(HIDDEN, k, targets).log_probs
 
     reference = plain(KERNEL)
-    batch = dataclasses.replace(BATCH, ref_log_probs=reference, old_log_probs=reference, advantages=0 * reference)
+    batch = dataclasses.replace(
+        BATCH, ref_log_probs=reference, old_log_probs=reference, advantages=0 * reference
+    )
     config = PolicyLossConfig(kl=KL(1.0, estimator), aggregation="token_sum")
     p = {"parallel": parallel}
-    expected = hessian_vector(lambda k: policy_loss(TokenStats(plain(k)), batch, config)[0], KERNEL, v)
+    expected = hessian_vector(
+        lambda k: policy_loss(TokenStats(plain(k)), batch, config)[0], KERNEL, v
+    )
     assert jnp.abs(expected).sum() > 10
     ways = {
-        "logits": lambda k: policy_loss(log_probs_from_logits(HIDDEN @ k, targets, **p), batch, config, **p)[0],
-        "hidden": lambda k: policy_loss(log_probs_from_hidden(HIDDEN, k, targets, **p), batch, config, **p)[0],
+        "logits": lambda k: policy_loss(
+            log_probs_from_logits(HIDDEN @ k, targets, **p), batch, config, **p
+        )[0],
+        "hidden": lambda k: policy_loss(
+            log_probs_from_hidden(HIDDEN, k, targets, **p), batch, config, **p
+        )[0],
         "one call": lambda k: policy_loss_from_hidden(HIDDEN, k, batch, config, **p)[0],
     }
     for name, loss in ways.items():
@@ -234,7 +293,9 @@ def test_4_curvature_of_the_kl_at_the_old_policy(estimator, mesh):
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.3, 3.0])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_5_accuracy_of_the_likeliest_tokens_is_1(mesh, temperature, dtype):
-    """The target's logit was compared with the maximum, but divided by the temperature in another fusion."""
+    """The target's logit was compared with the maximum, but divided by the temperature in
+    another fusion.
+    """
     parallel = mesh and make_parallel_mesh(mesh)
     z = (8 * jax.random.normal(jax.random.key(0), (4, 64, 500))).astype(dtype)
     options = {"temperature": temperature, "logit_stats": ("accuracy",), "parallel": parallel}
@@ -248,7 +309,9 @@ def test_5_accuracy_of_the_likeliest_tokens_is_1(mesh, temperature, dtype):
 def test_5_no_log_prob_is_above_0(mesh, temperature):
     """The tokens have probabilities of nearly 1."""
     parallel = mesh and make_parallel_mesh(mesh)
-    hidden, kernel = (jax.random.normal(jax.random.key(i), s) for i, s in ((0, (8, 8, 64)), (1, (64, 300))))
+    hidden, kernel = (
+        jax.random.normal(jax.random.key(i), s) for i, s in ((0, (8, 8, 64)), (1, (64, 300)))
+    )
     targets = (hidden @ kernel).argmax(-1)
     p = {"parallel": parallel, "temperature": temperature}
     ids = {"nucleus_ids": jnp.stack([targets, targets * 0], -1)}
@@ -257,7 +320,9 @@ def test_5_no_log_prob_is_above_0(mesh, temperature):
     batch = RolloutBatch(targets, targets, segments, positions, mask, jnp.arange(8)[:, None])
     for log_probs in (
         jax.jit(lambda h, k: log_probs_from_hidden(h, k, targets, **p).log_probs)(hidden, kernel),
-        jax.jit(lambda h, k: log_probs_from_hidden(h, k, targets, **ids, **p).log_probs)(hidden, kernel),
+        jax.jit(lambda h, k: log_probs_from_hidden(h, k, targets, **ids, **p).log_probs)(
+            hidden, kernel
+        ),
         jax.jit(lambda h, k: log_probs_from_logits(h @ k, targets, **p).log_probs)(hidden, kernel),
     ):
         assert (log_probs <= 0).all()
@@ -265,7 +330,9 @@ def test_5_no_log_prob_is_above_0(mesh, temperature):
     each = jnp.eye(8)[:, :, None] * mask[None]  # one row at a time
 
     def of_row(m):
-        return loss_from_hidden(hidden, kernel, dataclasses.replace(batch, loss_mask=m), SFT(), **p)[0]
+        return loss_from_hidden(
+            hidden, kernel, dataclasses.replace(batch, loss_mask=m), SFT(), **p
+        )[0]
 
     assert (lax.map(of_row, each) >= 0).all()
 
@@ -305,7 +372,9 @@ def test_8_losses_from_hidden_states_with_x64(frozen, mesh):
     stop = lax.stop_gradient if frozen else lambda x: x
 
     def loss(hidden, kernel):
-        return policy_loss_from_hidden(hidden, stop(kernel), BATCH, PolicyLossConfig(), parallel=parallel)[0]
+        return policy_loss_from_hidden(
+            hidden, stop(kernel), BATCH, PolicyLossConfig(), parallel=parallel
+        )[0]
 
     step = jax.jit(jax.value_and_grad(loss, (0, 1)))
     expected = step(HIDDEN, KERNEL)
@@ -350,7 +419,9 @@ def test_tokens_of_advantage_0_are_not_clipped_by_dppo():
 
 def test_opo_of_a_group_without_a_token():
     got = advantages.opo(
-        jnp.array([[1.0, 0.0, 2.0, 4.0]]), jnp.array([[1, 1, 2, 2]]), jnp.array([[0.0, 0.0, 1.0, 1.0]])
+        jnp.array([[1.0, 0.0, 2.0, 4.0]]),
+        jnp.array([[1, 1, 2, 2]]),
+        jnp.array([[0.0, 0.0, 1.0, 1.0]]),
     )
     np.testing.assert_array_equal(got, [[0, 0, -1, 1]])
 

@@ -1,4 +1,6 @@
-"""Bad input that an earlier version of jaxppo accepted: each kind is refused, or makes the loss NaN."""
+"""Bad input that an earlier version of jaxppo accepted: each kind is refused, or makes the loss
+NaN.
+"""
 
 import dataclasses
 import uuid
@@ -50,13 +52,17 @@ def test_10_batches_of_nothing(size):
         lambda: advantages.gae(x, x, batch),
         lambda: advantages.token_rewards(batch.rewards, batch),
     ):
-        with pytest.raises(ValueError, match=r"batch: got rows of shape .* expected at least one row, position"):
+        with pytest.raises(
+            ValueError, match=r"batch: got rows of shape .* expected at least one row, position"
+        ):
             call()
 
 
 @pytest.mark.parametrize("size", [(0, 4, 5), (2, 0, 5), (2, 4, 0)])
 def test_10_logits_of_nothing(size):
-    with pytest.raises(ValueError, match=r"logits: got shape .*, expected \[R, T, V\], each at least 1"):
+    with pytest.raises(
+        ValueError, match=r"logits: got shape .*, expected \[R, T, V\], each at least 1"
+    ):
         log_probs_from_logits(jnp.zeros(size), jnp.zeros(size[:2], jnp.int32))
 
 
@@ -66,16 +72,30 @@ NOT_IDS = {
         TypeError,
         "group_ids: got dtype <U36, expected int",
     ),
-    "wide": (np.array([[0, 2**40]]), ValueError, "group_ids: got 1099511627776, expected -1 to 2147483647"),
-    "equal in i32": (np.array([[5, 5 - 2**32]]), ValueError, "group_ids: got -4294967291, expected -1 to"),
-    "floats": (np.array([[0.0, 1.0]]), TypeError, "group_ids: got dtype float64, expected integers"),
+    "wide": (
+        np.array([[0, 2**40]]),
+        ValueError,
+        "group_ids: got 1099511627776, expected -1 to 2147483647",
+    ),
+    "equal in i32": (
+        np.array([[5, 5 - 2**32]]),
+        ValueError,
+        "group_ids: got -4294967291, expected -1 to",
+    ),
+    "floats": (
+        np.array([[0.0, 1.0]]),
+        TypeError,
+        "group_ids: got dtype float64, expected integers",
+    ),
     "a list": ([[0, 1]], TypeError, "group_ids: got list, expected an array"),
 }
 
 
 @pytest.mark.parametrize("name", NOT_IDS)
 def test_10_ids_that_are_none(name):
-    """Ids of 64 bits lost their upper half on the way to the device, and strangers became one group."""
+    """Ids of 64 bits lost their upper half on the way to the device, and strangers became one
+    group.
+    """
     ids, error, message = NOT_IDS[name]
     with pytest.raises(error, match=message):
         advantages.grpo(jnp.array([[1.0, 2.0]]), ids)
@@ -83,7 +103,9 @@ def test_10_ids_that_are_none(name):
 
 def test_10_wide_ids_in_batches():
     wide = BATCH.group_ids.astype(np.int64) + 2**32
-    with pytest.raises(ValueError, match=r"group_ids: got 42949672\d\d, expected integers of at most 2147483647"):
+    with pytest.raises(
+        ValueError, match=r"group_ids: got 42949672\d\d, expected integers of at most 2147483647"
+    ):
         dataclasses.replace(BATCH, group_ids=wide).validate(V)
     ones = np.ones((1, 2), int)
     with pytest.raises(ValueError, match="group_ids: got 4294967296, expected -1 to"):
@@ -99,9 +121,13 @@ def test_10_lists_for_arrays():
     ):
         with pytest.raises(TypeError, match="rewards: got list, expected an array"):
             call()
-    with pytest.raises(ValueError, match=r"rewards: got shape \(8, 8\), expected the batch's \[R, S\]"):
+    with pytest.raises(
+        ValueError, match=r"rewards: got shape \(8, 8\), expected the batch's \[R, S\]"
+    ):
         advantages.token_rewards(LOG_PROBS, BATCH)
-    with pytest.raises(ValueError, match=r"tokens: got \[\[1, 2\], \[3\]\], expected one number for each token"):
+    with pytest.raises(
+        ValueError, match=r"tokens: got \[\[1, 2\], \[3\]\], expected one number for each token"
+    ):
         Sample([[1, 2], [3]], response_start=1)
 
 
@@ -111,15 +137,21 @@ def test_10_fractional_masks(loss):
     batch = dataclasses.replace(BATCH, loss_mask=BATCH.loss_mask * 0.1)
     value, found = policy_loss(TokenStats(LOG_PROBS), batch, PolicyLossConfig(loss))
     assert np.isnan(value)
-    assert explain_broken_rules(found["broken_rules"].value)[0].startswith("loss_mask_values: expected 0 or 1")
-    with pytest.raises(ValueError, match=r"loss_mask: got 0.1\d* at row \d, position \d, expected 0 or 1"):
+    assert explain_broken_rules(found["broken_rules"].value)[0].startswith(
+        "loss_mask_values: expected 0 or 1"
+    )
+    with pytest.raises(
+        ValueError, match=r"loss_mask: got 0.1\d* at row \d, position \d, expected 0 or 1"
+    ):
         batch.validate(V)
 
 
 @pytest.mark.parametrize("veto", [0.0, 1e-12, 2e-9, 1.0])
 def test_10_a_veto_that_nothing_reaches(veto):
     """Ratios are within exp(-20) = 2.06e-9 and up, and a veto below it never fired."""
-    with pytest.raises(ValueError, match=rf"veto: got {veto}, expected a ratio above 2.1e-09 and below 1"):
+    with pytest.raises(
+        ValueError, match=rf"veto: got {veto}, expected a ratio above 2.1e-09 and below 1"
+    ):
         OffPolicyConfig(veto=veto)
     rollout = np.full_like(BATCH.old_log_probs, -0.5)
     batch = dataclasses.replace(BATCH, old_log_probs=rollout - 30, rollout_log_probs=rollout)
@@ -135,16 +167,23 @@ def test_10_a_normalizer_of_which_one_field_was_not_sliced(field):
     first, one = jax.tree.map(lambda x: x[0], (batches, whole))
     wrong = dataclasses.replace(one, **{field: getattr(whole, field)})
     config = PolicyLossConfig(aggregation="sequence_mean_token_mean")
-    with pytest.raises(ValueError, match=rf"normalizer: got {field} of shape .* each micro-batch its part of each"):
+    with pytest.raises(
+        ValueError, match=rf"normalizer: got {field} of shape .* each micro-batch its part of each"
+    ):
         policy_loss(TokenStats(LOG_PROBS[:4]), first, config, normalizer=wrong)
 
 
 def test_10_fp8_is_refused():
-    hidden, kernel, logits = (x.astype(jnp.float8_e4m3fn) for x in (HIDDEN, KERNEL, HIDDEN @ KERNEL))
+    hidden, kernel, logits = (
+        x.astype(jnp.float8_e4m3fn) for x in (HIDDEN, KERNEL, HIDDEN @ KERNEL)
+    )
     for name, call in (
         ("hidden", lambda: log_probs_from_hidden(hidden, KERNEL, BATCH.targets)),
         ("head.kernel", lambda: log_probs_from_hidden(HIDDEN, kernel, BATCH.targets)),
         ("logits", lambda: log_probs_from_logits(logits, BATCH.targets)),
     ):
-        with pytest.raises(TypeError, match=f"{name}: got dtype float8_e4m3fn, expected float32, bfloat16 or float16"):
+        with pytest.raises(
+            TypeError,
+            match=f"{name}: got dtype float8_e4m3fn, expected float32, bfloat16 or float16",
+        ):
             call()

@@ -1,6 +1,7 @@
 """What comes from the host: no number becomes another one, and what is refused is refused by name.
 
-Each line of the tables was a wrong number without a word, or an error of Python or numpy, in an earlier version.
+Each line of the tables was a wrong number without a word, or an error of Python or numpy, in an
+earlier version.
 """
 
 import base64
@@ -35,7 +36,10 @@ BATCH = packed(sample(sample_id=3))
 
 
 def sglang(**meta):
-    entries = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [(-0.5, 7, None), (-1.5, 8, None)]}
+    entries = {
+        "finish_reason": {"type": "stop"},
+        "output_token_logprobs": [(-0.5, 7, None), (-1.5, 8, None)],
+    }
     return Sample.from_sglang({"input_ids": [5, 6], "meta_info": entries | meta})
 
 
@@ -65,7 +69,12 @@ def distilled(own=(-1.0,), theirs=(-1.0,), of=(0,), its=(0,), **options):
 
 
 def rows(**arrays):
-    given = {"tokens": IDS, "segment_ids": np.ones((1, 4), int), "positions": IDS - 1, "loss_mask": np.ones((1, 4))}
+    given = {
+        "tokens": IDS,
+        "segment_ids": np.ones((1, 4), int),
+        "positions": IDS - 1,
+        "loss_mask": np.ones((1, 4)),
+    }
     return RolloutBatch.from_target_aligned(targets=IDS, **given | arrays)
 
 
@@ -236,10 +245,19 @@ SCALARS = {"jax": jnp.asarray, "numpy": np.asarray, "numpy's own": lambda x: np.
 def test_arrays_without_dimensions_are_numbers(kind):
     """They were refused, or counted as an object without a name."""
     of = SCALARS[kind]
-    numbers = {"response_start": 2, "reward": 0.5, "sample_id": 3, "group_id": 4, "rollout_id": 5, "advantages": -0.5}
+    numbers = {
+        "response_start": 2,
+        "reward": 0.5,
+        "sample_id": 3,
+        "group_id": 4,
+        "rollout_id": 5,
+        "advantages": -0.5,
+    }
     got = sample(**{name: of(x) for name, x in numbers.items()})
     expected = sample(**numbers)
-    assert all(getattr(got, name) == getattr(expected, name) for name in numbers if name != "advantages")
+    assert all(
+        getattr(got, name) == getattr(expected, name) for name in numbers if name != "advantages"
+    )
     np.testing.assert_array_equal(packed(got).advantages, packed(expected).advantages)
     assert Extra([1], fill=of(-1)).fill == -1
     assert step_returns([of(1.0), of(2.0)], [of(1), of(1)], gamma=of(0.5)).tolist() == [2.0, 2.0]
@@ -264,7 +282,9 @@ def test_what_stays_as_it_was():
     np.testing.assert_array_equal(held, np.array([1, 2, INF, NAN], np.float32), equal_nan=True)
     half = packed(sample(extras={"a": np.ones(2, np.float16)})).extras["a"]
     assert half.dtype == np.float16
-    assert packed(sample(extras={"a": np.array([2**31 - 1, -(2**31)])})).extras["a"].max() == 2**31 - 1
+    assert (
+        packed(sample(extras={"a": np.array([2**31 - 1, -(2**31)])})).extras["a"].max() == 2**31 - 1
+    )
 
 
 VERSIONS = [{"version": "8", "start": 0, "end": 1}, {"version": "9", "start": 1, "end": 3}]
@@ -276,12 +296,23 @@ def test_versions_of_sglang():
     found = sglang(output_token_logprobs=triples, weight_versions=VERSIONS)
     assert found.policy_versions == [8, 9, 9]
     numbers = [{**span, "version": int(span["version"])} for span in VERSIONS]
-    assert sglang(output_token_logprobs=triples, weight_versions=numbers).policy_versions == [8, 9, 9]
+    assert sglang(output_token_logprobs=triples, weight_versions=numbers).policy_versions == [
+        8,
+        9,
+        9,
+    ]
     default = [{"version": "default", "start": 0, "end": 3}]
     assert sglang(output_token_logprobs=triples, weight_versions=default).policy_versions is None
-    first = {"finish_reason": {"type": "stop"}, "output_token_logprobs": triples, "weight_versions": VERSIONS}
+    first = {
+        "finish_reason": {"type": "stop"},
+        "output_token_logprobs": triples,
+        "weight_versions": VERSIONS,
+    }
     second = first | {"weight_versions": [{"version": 10, "start": 0, "end": 3}]}
-    turns = [{"input_ids": [5], "meta_info": first}, {"input_ids": [5, 7, 8, 9, 1, 2], "meta_info": second}]
+    turns = [
+        {"input_ids": [5], "meta_info": first},
+        {"input_ids": [5, 7, 8, 9, 1, 2], "meta_info": second},
+    ]
     two = Sample.from_sglang(turns)
     assert np.asarray(two.policy_versions)[two.mask[1:] > 0].tolist() == [8, 9, 9, 10, 10, 10]
     assert Sample.from_sglang(turns, policy_versions=3).policy_versions.tolist() == [3] * 8
@@ -291,7 +322,9 @@ def test_versions_of_sglang():
 def test_versions_of_turns(given):
     found = Sample.from_vllm([turn([5], [6, 7]), turn([5, 6, 7, 1], [8, 4])], policy_versions=given)
     assert np.asarray(found.policy_versions).tolist() == [8, 8, 9, 9, 9]
-    assert RolloutBatch.from_samples([found], row_length=8).policy_versions.tolist() == [[8, 8, 9, 9, 9, 0, 0, 0]]
+    assert RolloutBatch.from_samples([found], row_length=8).policy_versions.tolist() == [
+        [8, 8, 9, 9, 9, 0, 0, 0]
+    ]
 
 
 def test_fields_that_an_output_lacks_may_be_given():

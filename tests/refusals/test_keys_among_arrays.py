@@ -50,9 +50,13 @@ PARTS = BATCHES, Normalizer.of(SFT(), BATCHES)
 
 
 def test_random_state_among_parameters():
-    advice = r"expected floats, which learn; keys, .* such as nnx\.split\(model, nnx\.Param, \.\.\.\)"
+    advice = (
+        r"expected floats, which learn; keys, .* such as nnx\.split\(model, nnx\.Param, \.\.\.\)"
+    )
     model = Dropping(nnx.Rngs(0))
-    with pytest.raises(TypeError, match=rf"params\.dropout\.rngs\.count\.value: got dtype uint32, {advice}"):
+    with pytest.raises(
+        TypeError, match=rf"params\.dropout\.rngs\.count\.value: got dtype uint32, {advice}"
+    ):
         accumulate_gradients(loss_of, PARTS)(model)
     with pytest.raises(TypeError, match=rf"params\['key'\]: got dtype key<fry>, {advice}"):
         accumulate_gradients(loss_of, PARTS)({"key": KEY, "x": jnp.ones(3)})
@@ -79,7 +83,9 @@ def test_what_the_advice_says():
 
 
 def test_a_pass_without_gradients_takes_them():
-    stats = jax.jit(lambda model: compute_log_probs(stats_of, model, BATCHES))(Dropping(nnx.Rngs(0)))
+    stats = jax.jit(lambda model: compute_log_probs(stats_of, model, BATCHES))(
+        Dropping(nnx.Rngs(0))
+    )
     assert np.isfinite(stats.log_probs).all()
 
 

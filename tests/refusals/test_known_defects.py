@@ -1,4 +1,7 @@
-"""Twelve defects of other systems. Each test has a case that such a system fails, and the number it would give."""
+"""Twelve defects of other systems.
+
+Each test has a case that such a system fails, and the number it would give.
+"""
 
 import dataclasses
 import itertools
@@ -31,11 +34,17 @@ ROW = 16
 
 
 def batch_of(lengths, prompts, **per_token):
-    """One row of sequences of these lengths, padded to ROW. The first `prompts` tokens of each are its prompt."""
+    """One row of sequences of these lengths, padded to ROW.
+
+    The first `prompts` tokens of each are its prompt.
+    """
     ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)
     positions = np.concatenate([np.arange(n) for n in lengths])
     mask = np.concatenate(
-        [(np.arange(n) >= p - 1) & (np.arange(n) < n - 1) for n, p in zip(lengths, prompts, strict=True)]
+        [
+            (np.arange(n) >= p - 1) & (np.arange(n) < n - 1)
+            for n, p in zip(lengths, prompts, strict=True)
+        ]
     )
 
     def pad(x, dtype):
@@ -77,7 +86,8 @@ def test_1_the_reward_lands_on_the_last_token_whichever_shard_owns_it(layout):
 def test_2_whitening_far_from_zero():
     noise = np.random.default_rng(0).standard_normal((8, 64))
     x = (1000 + 1e-3 * (noise - noise.mean()) / noise.std(ddof=1)).astype(np.float32)
-    # steps of f32 at 1000 are 6e-5, so the deviation of what x holds is 1e-3 to a part in a thousand
+    # steps of f32 at 1000 are 6e-5, so the deviation of what x holds is 1e-3 to a part in a
+    # thousand
     y = jax.jit(advantages.whiten)(x, jnp.ones((8, 64)))
     assert float(y.std(ddof=1)) == pytest.approx(1, abs=1e-5)
     one_pass = np.mean(x * x, dtype=np.float32) - np.mean(x, dtype=np.float32) ** 2
@@ -90,7 +100,8 @@ def test_3_kl_at_log_ratios_of_100(estimator, log_ratio):
     log_prob, reference = jnp.float32(min(log_ratio, 0)), jnp.float32(min(-log_ratio, 0))
     value, slope = jax.value_and_grad(lambda x: kl_divergence(x, reference, estimator))(log_prob)
     assert np.isfinite(value)
-    assert np.isfinite(slope)  # exp(100) in f32 is inf, and its gradient through a clamp 0 * inf = NaN
+    # exp(100) in f32 is inf, and its gradient through a clamp 0 * inf = NaN
+    assert np.isfinite(slope)
 
 
 def test_4_infinite_and_huge_logits():
@@ -99,7 +110,8 @@ def test_4_infinite_and_huge_logits():
 
     z = jnp.array([[[1.0, 2.0, -jnp.inf, -jnp.inf]]])
     gradient = jax.grad(lambda z: (lambda s: s.log_probs.sum() + s.entropy.sum())(stats(z)))(z)
-    assert float(stats(z).entropy[0, 0]) == pytest.approx(0.582203, abs=1e-6)  # sum p log p with p = 0: NaN
+    # sum p log p with p = 0: NaN
+    assert float(stats(z).entropy[0, 0]) == pytest.approx(0.582203, abs=1e-6)
     assert jnp.isfinite(gradient).all()
     assert float(gradient[0, 0, 2]) == 0
     huge = stats(jnp.array([[[1e4, 1e4 - 0.5]]]))
@@ -110,7 +122,10 @@ def test_4_infinite_and_huge_logits():
 def micro_batches():
     """Two micro-batches, of 12 and 2 loss tokens, and the policy's log-probs."""
     rng = np.random.default_rng(1)
-    given = [{"advantages": rng.normal(size=ROW), "old_log_probs": -rng.exponential(size=ROW)} for _ in range(2)]
+    given = [
+        {"advantages": rng.normal(size=ROW), "old_log_probs": -rng.exponential(size=ROW)}
+        for _ in range(2)
+    ]
     parts = [batch_of([8, 7], [1, 2], **given[0]), batch_of([9, 2], [8, 1], **given[1])]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
     whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
@@ -118,7 +133,9 @@ def micro_batches():
 
 
 UNEVEN = itertools.product(
-    [None, "cp=8"], ["ppo", "gspo", "gmpo"], ["token_mean", "sequence_mean_token_mean", "rollout_mean"]
+    [None, "cp=8"],
+    ["ppo", "gspo", "gmpo"],
+    ["token_mean", "sequence_mean_token_mean", "rollout_mean"],
 )
 
 
@@ -132,21 +149,30 @@ def test_5_uneven_micro_batches_are_the_whole(loss, aggregation, mesh):
 
     def part(scale, given):
         log_probs, batch, normalizer = given
-        return policy_loss(TokenStats(scale * log_probs), batch, config, parallel=parallel, normalizer=normalizer)
+        return policy_loss(
+            TokenStats(scale * log_probs), batch, config, parallel=parallel, normalizer=normalizer
+        )
 
-    (total, _), gradient = jax.jit(accumulate_gradients(part, (log_probs, stacked, normalizers)))(jnp.float32(1))
-    one = jax.jit(jax.value_and_grad(lambda scale: policy_loss(TokenStats(scale * log_probs[:, 0]), whole, config)[0]))(
+    (total, _), gradient = jax.jit(accumulate_gradients(part, (log_probs, stacked, normalizers)))(
         jnp.float32(1)
     )
+    one = jax.jit(
+        jax.value_and_grad(
+            lambda scale: policy_loss(TokenStats(scale * log_probs[:, 0]), whole, config)[0]
+        )
+    )(jnp.float32(1))
     np.testing.assert_allclose((total, gradient), one, rtol=1e-5)
     if (loss, aggregation) == ("ppo", "token_mean"):
         own = np.mean(
             [
-                policy_loss(TokenStats(log_probs[k]), jax.tree.map(lambda x, k=k: x[k], stacked), config)[0]
+                policy_loss(
+                    TokenStats(log_probs[k]), jax.tree.map(lambda x, k=k: x[k], stacked), config
+                )[0]
                 for k in (0, 1)
             ]
         )
-        assert abs(own - one[0]) > 0.1  # the mean of the micro-batches' own means: 0.3115 where 0.1830 is right
+        # the mean of the micro-batches' own means: 0.3115 where 0.1830 is right
+        assert abs(own - one[0]) > 0.1
 
 
 def test_6_a_shard_without_loss_tokens_gives_zero_gradient():
@@ -157,7 +183,8 @@ def test_6_a_shard_without_loss_tokens_gives_zero_gradient():
         return policy_loss(TokenStats(x), batch, PolicyLossConfig(), parallel=mesh)[0]
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(jnp.zeros((1, ROW)))
-    assert float(value) == -1  # a mean over each shard's own tokens, then over shards: NaN, from 0 / 0 on six of them
+    # a mean over each shard's own tokens, then over shards: NaN, from 0 / 0 on six of them
+    assert float(value) == -1
     np.testing.assert_allclose(gradient[0, :3], -1 / 3, rtol=1e-6)
     assert not gradient[0, 3:].any()
 
@@ -170,9 +197,12 @@ def test_7_multi_token_prediction_across_shards():
     mesh = make_parallel_mesh("cp=4,tp=2", context_layout="zigzag")
     order = logical_positions("zigzag", ROW, 4)
     moved = in_layout(batch, order, "zigzag", 4)
-    got, found = jax.jit(lambda h, k: mtp_loss(h, k, moved, parallel=mesh))(hidden[:, :, order], kernel)
+    got, found = jax.jit(lambda h, k: mtp_loss(h, k, moved, parallel=mesh))(
+        hidden[:, :, order], kernel
+    )
     np.testing.assert_allclose(got, one, rtol=1e-5)
-    # depth 2 predicts the 13 tokens from the fourth on; a shift by 2 that stops at the borders of 4 shards leaves 7
+    # depth 2 predicts the 13 tokens from the fourth on; a shift by 2 that stops at the borders of 4
+    # shards leaves 7
     assert float(found["mtp_2_nll"].count) == 13
 
 
@@ -184,7 +214,8 @@ def test_8_vocabularies_that_blocks_do_not_divide(V):
     logits = np.asarray(hidden[0], np.float64) @ np.asarray(kernel, np.float64)
     expected = logits[[0, 1], targets[0]] - np.log(np.exp(logits).sum(1))
     got = jax.jit(lambda h, k: log_probs_from_hidden(h, k, targets).log_probs)(hidden, kernel)
-    # zeros that pad the last block of 2048 would count as logits: log(1 + 943 / 50257), 0.0186 too low for GPT-2
+    # zeros that pad the last block of 2048 would count as logits: log(1 + 943 / 50257), 0.0186 too
+    # low for GPT-2
     np.testing.assert_allclose(got[0], expected, atol=2e-5)
 
 
@@ -216,8 +247,12 @@ def test_10_entropy_of_bf16_logits_is_computed_in_f32():
 
 
 def test_11_fused_and_unfused_share_one_loss():
-    batch = batch_of([8, 7], [2, 3], advantages=np.arange(ROW) - 7.5, old_log_probs=np.full(ROW, -2.0))
-    hidden, kernel = (jax.random.normal(jax.random.key(i), s) for i, s in ((0, (1, ROW, 8)), (1, (8, 16))))
+    batch = batch_of(
+        [8, 7], [2, 3], advantages=np.arange(ROW) - 7.5, old_log_probs=np.full(ROW, -2.0)
+    )
+    hidden, kernel = (
+        jax.random.normal(jax.random.key(i), s) for i, s in ((0, (1, ROW, 8)), (1, (8, 16)))
+    )
     config = PolicyLossConfig(PPO(clip_high=0.3, dual_clip=3.0), entropy_coef=0.01)
 
     def unfused(hidden, kernel):
@@ -227,9 +262,11 @@ def test_11_fused_and_unfused_share_one_loss():
     def fused(hidden, kernel):
         return policy_loss_from_hidden(hidden, kernel, batch, config)[0]
 
-    # a fused path with a loss of its own, without the entropy bonus, gives 1.8196 where 1.8050 is right
+    # a fused path with a loss of its own, without the entropy bonus, gives 1.8196 where 1.8050 is
+    # right
     for a, b in zip(
-        *(jax.tree.leaves(jax.value_and_grad(f, (0, 1))(hidden, kernel)) for f in (unfused, fused)), strict=True
+        *(jax.tree.leaves(jax.value_and_grad(f, (0, 1))(hidden, kernel)) for f in (unfused, fused)),
+        strict=True,
     ):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6)
 

@@ -1,4 +1,6 @@
-"""Bad arguments of log-probs are refused at trace time, by name, with what was got and what was expected."""
+"""Bad arguments of log-probs are refused at trace time, by name, with what was got and what was
+expected.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +18,46 @@ OF_BOTH = [
     ({"targets": jnp.zeros((R, T))}, TypeError, "targets: got dtype float32, expected integers"),
     ({"targets": TARGETS[:, :3]}, ValueError, r"targets: got shape \(2, 3\), expected \(2, 4\)"),
     ({"targets": TARGETS[0]}, ValueError, r"targets: got shape \(4,\), expected \(2, 4\)"),
-    ({"where": jnp.ones((R, 3), bool)}, ValueError, r"where: got shape \(2, 3\), expected \(2, 4\)"),
-    ({"entropy": "yes"}, ValueError, "entropy: got 'yes', expected one of 'none', 'metric', 'bonus'"),
+    (
+        {"where": jnp.ones((R, 3), bool)},
+        ValueError,
+        r"where: got shape \(2, 3\), expected \(2, 4\)",
+    ),
+    (
+        {"entropy": "yes"},
+        ValueError,
+        "entropy: got 'yes', expected one of 'none', 'metric', 'bonus'",
+    ),
     ({"entropy": True}, ValueError, "entropy: got True, expected one of"),
     ({"temperature": 0.0}, ValueError, "temperature: got 0.0, expected a finite number above 0"),
     ({"temperature": -1}, ValueError, "temperature: got -1, expected a finite number above 0"),
-    ({"temperature": float("nan")}, ValueError, "temperature: got nan, expected a finite number above 0"),
-    ({"temperature": jnp.ones(2)}, ValueError, r"temperature: got shape \(2,\), expected a scalar or \(2, 4\)"),
+    (
+        {"temperature": float("nan")},
+        ValueError,
+        "temperature: got nan, expected a finite number above 0",
+    ),
+    (
+        {"temperature": jnp.ones(2)},
+        ValueError,
+        r"temperature: got shape \(2,\), expected a scalar or \(2, 4\)",
+    ),
     ({"vocab_size": 0}, ValueError, "vocab_size: got 0, expected a whole number of at least 1"),
     ({"vocab_size": 11}, ValueError, "vocab_size: got 11, expected 1 to 10"),
-    ({"parallel": "dp=8"}, TypeError, "parallel: got str, expected ParallelMesh, ShardAxes or None"),
+    (
+        {"parallel": "dp=8"},
+        TypeError,
+        "parallel: got str, expected ParallelMesh, ShardAxes or None",
+    ),
     (
         {"ids": jnp.zeros((R, T), jnp.int32)},
         ValueError,
         r"ids: got shape \(2, 4\), expected \[R, T, K\] with .*\(2, 4\)",
     ),
-    ({"ids": jnp.zeros((R, T, 0), jnp.int32)}, ValueError, r"ids: got shape \(2, 4, 0\), expected \[R, T, K\]"),
+    (
+        {"ids": jnp.zeros((R, T, 0), jnp.int32)},
+        ValueError,
+        r"ids: got shape \(2, 4, 0\), expected \[R, T, K\]",
+    ),
     ({"ids": jnp.zeros((R, T, 2))}, TypeError, "ids: got dtype float32, expected integers"),
     ({"ids": [[[1]]]}, TypeError, "ids: got list, expected an array of integers"),
 ]
@@ -47,7 +73,11 @@ OF_LOGITS = [
         ValueError,
         r"nucleus_ids: got shape \(2, 3, 2\), expected \[R, T, K\]",
     ),
-    ({"nucleus_ids": jnp.ones((R, T, 2))}, TypeError, "nucleus_ids: got dtype float32, expected integers"),
+    (
+        {"nucleus_ids": jnp.ones((R, T, 2))},
+        TypeError,
+        "nucleus_ids: got dtype float32, expected integers",
+    ),
 ]
 OF_HIDDEN = [
     (
@@ -55,16 +85,52 @@ OF_HIDDEN = [
         TypeError,
         "hidden: got dtype int32, expected float32, bfloat16 or float16",
     ),
-    ({"hidden": HIDDEN.astype(jnp.float8_e4m3fn)}, TypeError, "hidden: got dtype float8_e4m3fn, expected float32"),
-    ({"hidden": HIDDEN[:, :0]}, ValueError, r"hidden: got shape \(2, 0, 3\), expected \[R, T, H\], each at least 1"),
-    ({"hidden": HIDDEN[:0]}, ValueError, r"hidden: got shape \(0, 4, 3\), expected \[R, T, H\], each at least 1"),
-    ({"hidden": HIDDEN[..., :0]}, ValueError, r"hidden: got shape \(2, 4, 0\), expected .* each at least 1"),
-    ({"kernel": KERNEL[:, :0]}, ValueError, r"head.kernel: got shape \(3, 0\), expected .* each at least 1"),
-    ({"kernel": [[1.0]]}, TypeError, r"head: got list, expected a jaxppo.Head or a bare \[H, V\] array"),
-    ({"kernel": Head(KERNEL), "head": True}, TypeError, r"head.kernel: got Head, expected an array"),
-    ({"kernel": jnp.ones((3, 3))}, ValueError, r"layout: got None for a kernel \(3, 3\), expected 'hv'"),
+    (
+        {"hidden": HIDDEN.astype(jnp.float8_e4m3fn)},
+        TypeError,
+        "hidden: got dtype float8_e4m3fn, expected float32",
+    ),
+    (
+        {"hidden": HIDDEN[:, :0]},
+        ValueError,
+        r"hidden: got shape \(2, 0, 3\), expected \[R, T, H\], each at least 1",
+    ),
+    (
+        {"hidden": HIDDEN[:0]},
+        ValueError,
+        r"hidden: got shape \(0, 4, 3\), expected \[R, T, H\], each at least 1",
+    ),
+    (
+        {"hidden": HIDDEN[..., :0]},
+        ValueError,
+        r"hidden: got shape \(2, 4, 0\), expected .* each at least 1",
+    ),
+    (
+        {"kernel": KERNEL[:, :0]},
+        ValueError,
+        r"head.kernel: got shape \(3, 0\), expected .* each at least 1",
+    ),
+    (
+        {"kernel": [[1.0]]},
+        TypeError,
+        r"head: got list, expected a jaxppo.Head or a bare \[H, V\] array",
+    ),
+    (
+        {"kernel": Head(KERNEL), "head": True},
+        TypeError,
+        r"head.kernel: got Head, expected an array",
+    ),
+    (
+        {"kernel": jnp.ones((3, 3))},
+        ValueError,
+        r"layout: got None for a kernel \(3, 3\), expected 'hv'",
+    ),
     ({"lora": {"a": 1}}, TypeError, "head.lora: got dict, expected LoRA or None"),
-    ({"lora": LoRA(jnp.ones((4, 2)), jnp.ones((2, V)), 1.0)}, ValueError, r"head.lora.a: got shape \(4, 2\), .* H = 3"),
+    (
+        {"lora": LoRA(jnp.ones((4, 2)), jnp.ones((2, V)), 1.0)},
+        ValueError,
+        r"head.lora.a: got shape \(4, 2\), .* H = 3",
+    ),
     (
         {"lora": LoRA(jnp.ones((3, 2)), jnp.ones((3, V)), 1.0)},
         ValueError,
@@ -77,10 +143,22 @@ OF_HIDDEN = [
     ),
     ({"scale": float("inf")}, ValueError, "scale: got inf, expected a finite number"),
     ({"hidden": HIDDEN[0]}, ValueError, r"hidden: got shape \(4, 3\), expected \[R, T, H\]"),
-    ({"kernel": KERNEL[None]}, ValueError, r"kernel: got shape \(1, 3, 10\), expected \[H, V\] or \[V, H\]"),
+    (
+        {"kernel": KERNEL[None]},
+        ValueError,
+        r"kernel: got shape \(1, 3, 10\), expected \[H, V\] or \[V, H\]",
+    ),
     ({"kernel": KERNEL.astype(int)}, TypeError, "head.kernel: got dtype int32, expected float32"),
-    ({"kernel": jnp.ones((4, V))}, ValueError, r"kernel: got shape \(4, 10\) with layout 'hv', expected 3 rows of H"),
-    ({"layout": "vh"}, ValueError, r"kernel: got shape \(3, 10\) with layout 'vh', expected 3 rows of H"),
+    (
+        {"kernel": jnp.ones((4, V))},
+        ValueError,
+        r"kernel: got shape \(4, 10\) with layout 'hv', expected 3 rows of H",
+    ),
+    (
+        {"layout": "vh"},
+        ValueError,
+        r"kernel: got shape \(3, 10\) with layout 'vh', expected 3 rows of H",
+    ),
     ({"layout": "VH"}, ValueError, "layout: got 'VH', expected one of 'hv', 'vh'"),
     ({"bias": jnp.ones(9)}, ValueError, r"bias: got shape \(9,\), expected \(10,\)"),
     ({"bias": jnp.ones((1, V))}, ValueError, r"head.bias: got shape \(1, 10\), expected \[V\]"),
@@ -94,8 +172,16 @@ OF_HIDDEN = [
         ValueError,
         r"nucleus_ids: got shape \(2, 4\), expected \[R, T, K\]",
     ),
-    ({"nucleus_ids": jnp.zeros((R, 3, 2), jnp.int32)}, ValueError, r"nucleus_ids: got shape \(2, 3, 2\), expected"),
-    ({"nucleus_ids": jnp.zeros((R, T, 2))}, TypeError, "nucleus_ids: got dtype float32, expected integers"),
+    (
+        {"nucleus_ids": jnp.zeros((R, 3, 2), jnp.int32)},
+        ValueError,
+        r"nucleus_ids: got shape \(2, 3, 2\), expected",
+    ),
+    (
+        {"nucleus_ids": jnp.zeros((R, T, 2))},
+        TypeError,
+        "nucleus_ids: got dtype float32, expected integers",
+    ),
 ]
 
 
@@ -104,13 +190,19 @@ def from_logits(logits=LOGITS, targets=TARGETS, **options):
 
 
 def from_hidden(hidden=HIDDEN, kernel=KERNEL, targets=TARGETS, **options):
-    of_head = {n: options.pop(n) for n in ("bias", "lora", "layout", "softcap", "scale", "vocab_size") if n in options}
+    of_head = {
+        n: options.pop(n)
+        for n in ("bias", "lora", "layout", "softcap", "scale", "vocab_size")
+        if n in options
+    }
     head = Head(kernel, **of_head) if of_head or options.pop("head", False) else kernel
     return log_probs_from_hidden(hidden, head, targets, **options)
 
 
 def test_a_layout_in_the_place_of_a_bias():
-    with pytest.raises(TypeError, match=r"bias: got 'vh', expected \[V\] or None; a layout is given as layout="):
+    with pytest.raises(
+        TypeError, match=r"bias: got 'vh', expected \[V\] or None; a layout is given as layout="
+    ):
         Head(KERNEL, "vh")
 
 
@@ -128,7 +220,9 @@ def test_of_hidden_states(arguments, error, message):
 
 @pytest.mark.parametrize("call", [from_logits, from_hidden])
 def test_while_tracing(call):
-    """Shapes and dtypes are refused under jit too; a temperature's value cannot be, and gives NaN."""
+    """Shapes and dtypes are refused under jit too; a temperature's value cannot be, and gives
+    NaN.
+    """
     with pytest.raises(ValueError, match="targets: got shape"):
         jax.jit(lambda y: call(targets=y))(TARGETS[:, :3])
     assert jnp.isnan(jax.jit(lambda t: call(temperature=t))(-1.0).log_probs).all()
@@ -139,9 +233,13 @@ def test_while_tracing(call):
 
 @pytest.mark.parametrize("call", [from_logits, from_hidden])
 def test_what_the_mesh_does_not_divide(call):
-    with pytest.raises(ValueError, match=r"got shape \(2, 4, .* expected dimension 0 to be a multiple of 8"):
+    with pytest.raises(
+        ValueError, match=r"got shape \(2, 4, .* expected dimension 0 to be a multiple of 8"
+    ):
         call(parallel=make_parallel_mesh("dp=8"))
-    with pytest.raises(ValueError, match=r"got shape \(2, 4, .* expected dimension 1 to be a multiple of 8"):
+    with pytest.raises(
+        ValueError, match=r"got shape \(2, 4, .* expected dimension 1 to be a multiple of 8"
+    ):
         call(parallel=make_parallel_mesh("cp=8"))
 
 
@@ -149,7 +247,10 @@ def test_what_the_mesh_does_not_divide(call):
 def test_vmap_over_a_mesh(call):
     targets = jax.random.randint(jax.random.key(0), (3, R, T), 0, V)
     logits = jax.random.normal(jax.random.key(1), (R, T, V))
-    hidden, kernel = jax.random.normal(jax.random.key(2), (R, T, H)), jax.random.normal(jax.random.key(3), (H, V))
+    hidden, kernel = (
+        jax.random.normal(jax.random.key(2), (R, T, H)),
+        jax.random.normal(jax.random.key(3), (H, V)),
+    )
     arrays = {"logits": logits} if call is from_logits else {"hidden": hidden, "kernel": kernel}
 
     def run(parallel):
@@ -161,7 +262,9 @@ def test_vmap_over_a_mesh(call):
 @pytest.mark.parametrize("call", [from_logits, from_hidden])
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "uint32", "int32"])
 def test_integers_of_any_width(call, dtype):
-    """Narrow ids cannot name all columns of a large vocabulary, but those that they name are found."""
+    """Narrow ids cannot name all columns of a large vocabulary, but those that they name are
+    found.
+    """
     V = 70000
     targets = jax.random.randint(jax.random.key(0), (R, T), 0, 200)
     arrays = {"logits": jax.random.normal(jax.random.key(1), (R, T, V))}

@@ -1,4 +1,6 @@
-"""Malformed batches and configs: each is an error that names the argument, what came and what was expected."""
+"""Malformed batches and configs: each is an error that names the argument, what came and what
+was expected.
+"""
 
 import dataclasses
 import math
@@ -45,7 +47,9 @@ INF, NAN = math.inf, math.nan
 
 
 def sample(**changes):
-    return Sample(**{"tokens": [5, 6, 7, 8], "response_start": 2, "advantages": [0.5, -0.5]} | changes)
+    return Sample(
+        **{"tokens": [5, 6, 7, 8], "response_start": 2, "advantages": [0.5, -0.5]} | changes
+    )
 
 
 def packed(*samples, **options):
@@ -78,22 +82,37 @@ def lost(batch=BATCH, log_probs=LOG_PROBS, config=None, **options):
 BATCHES = {
     # one sample
     "no tokens' dtype": (lambda: sample(tokens=["a", "b", "c", "d"]), "tokens: got <U1"),
-    "tokens of two dimensions": (lambda: sample(tokens=[[1, 2], [3, 4]]), r"tokens: got shape \(2, 2\)"),
+    "tokens of two dimensions": (
+        lambda: sample(tokens=[[1, 2], [3, 4]]),
+        r"tokens: got shape \(2, 2\)",
+    ),
     "ragged tokens": (lambda: sample(tokens=[1, [2, 3], 4, 5]), r"tokens: got \[1, \[2, 3\]"),
     "tokens that are a number": (lambda: sample(tokens=5), r"tokens: got shape \(\)"),
     "tokens of floats": (lambda: sample(tokens=[1.0, 2.0, 3.0, 4.0]), "tokens: got float64"),
     "tokens of bools": (lambda: sample(tokens=[True, False, True, True]), "tokens: got bool"),
     "tokens below 0": (lambda: sample(tokens=[1, 2, -3, 4]), "tokens: got -3 to 4"),
-    "tokens beyond 32 bits": (lambda: sample(tokens=[1, 2, 2**40, 4]), "tokens: got 1 to 1099511627776"),
-    "a None among tokens": (lambda: sample(tokens=[1, None, 3, 4]), r"tokens: got object \[1, None"),
+    "tokens beyond 32 bits": (
+        lambda: sample(tokens=[1, 2, 2**40, 4]),
+        "tokens: got 1 to 1099511627776",
+    ),
+    "a None among tokens": (
+        lambda: sample(tokens=[1, None, 3, 4]),
+        r"tokens: got object \[1, None",
+    ),
     "no tokens": (lambda: sample(tokens=None), r"tokens: got"),
-    "a response before the first token": (lambda: sample(response_start=0), "response_start: got 0"),
+    "a response before the first token": (
+        lambda: sample(response_start=0),
+        "response_start: got 0",
+    ),
     "a response beyond the end": (lambda: sample(response_start=9), "response_start: got 9"),
     "a response at half a token": (lambda: sample(response_start=1.5), "response_start: got 1.5"),
     "a response at a text": (lambda: sample(response_start="2"), "response_start: got '?2"),
     "neither a start nor a mask": (lambda: Sample([1, 2]), "response_start, loss_mask: got None"),
     "a mask of another length": (lambda: sample(loss_mask=[0, 1]), r"loss_mask: got shape \(2,\)"),
-    "a mask of halves": (lambda: sample(loss_mask=[0, 0, 0.5, 1]), r"loss_mask: got \[0, 0, 0.5, 1\]"),
+    "a mask of halves": (
+        lambda: sample(loss_mask=[0, 0, 0.5, 1]),
+        r"loss_mask: got \[0, 0, 0.5, 1\]",
+    ),
     "a mask of NaN": (lambda: sample(loss_mask=[0, 0, NAN, 1]), r"loss_mask: got \[0, 0, nan, 1\]"),
     "a mask of texts": (lambda: sample(loss_mask=["0", "0", "1", "1"]), r"loss_mask: got \['0'"),
     "a mask on the prompt": (lambda: sample(loss_mask=[0, 1, 1, 1]), "loss_mask: got 1 at token 1"),
@@ -102,87 +121,205 @@ BATCHES = {
     "an id of a float": (lambda: sample(sample_id=1.0), "sample_id: got 1.0"),
     "an id of a bool": (lambda: sample(rollout_id=True), "rollout_id: got True"),
     "an id below 0": (lambda: sample(group_id=-1), "group_id: got -1"),
-    "advantages of the whole sequence": (lambda: sample(advantages=[0.1] * 4), r"advantages: got shape \(4,\)"),
-    "advantages of all samples": (lambda: sample(advantages=[[0.5]]), r"advantages: got shape \(1, 1\)"),
+    "advantages of the whole sequence": (
+        lambda: sample(advantages=[0.1] * 4),
+        r"advantages: got shape \(4,\)",
+    ),
+    "advantages of all samples": (
+        lambda: sample(advantages=[[0.5]]),
+        r"advantages: got shape \(1, 1\)",
+    ),
     "advantages of texts": (lambda: sample(advantages=["a", "b"]), "advantages: got <U1"),
-    "ragged log-probs": (lambda: sample(old_log_probs=[-1.0, [-2.0]]), r"old_log_probs: got \[-1.0, \[-2.0\]\]"),
+    "ragged log-probs": (
+        lambda: sample(old_log_probs=[-1.0, [-2.0]]),
+        r"old_log_probs: got \[-1.0, \[-2.0\]\]",
+    ),
     "complex values": (lambda: sample(values=[1j, 2j]), "values: got complex128"),
-    "versions of floats": (lambda: sample(policy_versions=[0.0, 1.0]), "policy_versions: got float64"),
+    "versions of floats": (
+        lambda: sample(policy_versions=[0.0, 1.0]),
+        "policy_versions: got float64",
+    ),
     "versions that would be cut to i32": (
-        lambda: dataclasses.replace(BATCH, policy_versions=np.full(BATCH.tokens.shape, 2**32 - 2)).validate(V),
+        lambda: dataclasses.replace(
+            BATCH, policy_versions=np.full(BATCH.tokens.shape, 2**32 - 2)
+        ).validate(V),
         "policy_versions: got 4294967294, expected integers of at most 2147483647",
     ),
     "a nucleus of another length": (lambda: sample(nucleus=[[1]]), "nucleus: got 1 sets"),
     # samples
     "no samples": (lambda: RolloutBatch.from_samples([], row_length=8), "samples: got none"),
     "a dictionary for a sample": (lambda: packed({"tokens": [1, 2]}), r"samples\[0\]: got dict"),
-    "a sample longer than a row": (lambda: packed(sample(), row_length=3), "sequences: got 4 tokens"),
+    "a sample longer than a row": (
+        lambda: packed(sample(), row_length=3),
+        "sequences: got 4 tokens",
+    ),
     "a row of no length": (lambda: packed(sample(), row_length=0), "row_length: got 0"),
     "a row of half a token": (lambda: packed(sample(), row_length=7.5), "row_length: got 7.5"),
-    "advantages of some": (lambda: packed(sample(), sample(advantages=None)), "advantages: got None in sample 1"),
-    "one id twice": (lambda: packed(sample(sample_id=3), sample(sample_id=3)), "sample_id: got 3 for samples 0 and 1"),
+    "advantages of some": (
+        lambda: packed(sample(), sample(advantages=None)),
+        "advantages: got None in sample 1",
+    ),
+    "one id twice": (
+        lambda: packed(sample(sample_id=3), sample(sample_id=3)),
+        "sample_id: got 3 for samples 0 and 1",
+    ),
     "too few rows": (lambda: packed(*[sample()] * 5, rows=2), "rows: got 2"),
     # padded arrays
-    "prompts of one dimension": (lambda: padded(prompt_ids=IDS[0]), r"prompt_ids: got shape \(4,\)"),
+    "prompts of one dimension": (
+        lambda: padded(prompt_ids=IDS[0]),
+        r"prompt_ids: got shape \(4,\)",
+    ),
     "prompts of floats": (lambda: padded(prompt_ids=IDS * 1.0), "prompt_ids: got float64"),
-    "another number of completions": (lambda: padded(completion_ids=np.ones((2, 4), int)), r"prompt_ids: got shape"),
+    "another number of completions": (
+        lambda: padded(completion_ids=np.ones((2, 4), int)),
+        r"prompt_ids: got shape",
+    ),
     "a mask of other completions": (
         lambda: padded(completion_mask=ONES[:, :2]),
         r"completion_mask: got shape \(1, 2\)",
     ),
-    "a completion mask of texts": (lambda: padded(completion_mask=IDS.astype(str)), "completion_mask: got <U"),
-    "advantages of other rows": (lambda: padded(advantages=np.ones(3)), r"advantages: got shape \(3,\)"),
+    "a completion mask of texts": (
+        lambda: padded(completion_mask=IDS.astype(str)),
+        "completion_mask: got <U",
+    ),
+    "advantages of other rows": (
+        lambda: padded(advantages=np.ones(3)),
+        r"advantages: got shape \(3,\)",
+    ),
     "rewards per token": (lambda: padded(rewards=np.ones((1, 4))), r"rewards: got shape \(1, 4\)"),
     "group ids of floats": (lambda: padded(group_ids=np.ones(1)), "group_ids: got float64"),
-    "an array that is none": (lambda: padded(advantage=np.ones(1)), "advantage: got an unknown array"),
+    "an array that is none": (
+        lambda: padded(advantage=np.ones(1)),
+        "advantage: got an unknown array",
+    ),
     # rows
     "segments of floats": (lambda: aligned(segment_ids=ONES * 1.0), "segment_ids: got float64"),
-    "positions of another length": (lambda: aligned(positions=IDS[:, :2]), r"positions: got shape \(1, 2\)"),
-    "targets of another row": (lambda: shifted(targets=np.ones((2, 4), int)), r"targets: got shape \(2, 4\)"),
+    "positions of another length": (
+        lambda: aligned(positions=IDS[:, :2]),
+        r"positions: got shape \(1, 2\)",
+    ),
+    "targets of another row": (
+        lambda: shifted(targets=np.ones((2, 4), int)),
+        r"targets: got shape \(2, 4\)",
+    ),
     "lengths for ends": (
         lambda: thd(cu_seqlens=np.array([4, 0])),
         r"cu_seqlens: got \[4, 0\] in row 0, expected 0, then",
     ),
-    "ends of floats": (lambda: thd(cu_seqlens=np.array([0.0, 4.0])), "cu_seqlens: got float64, expected integers"),
-    "an unknown alignment": (lambda: thd(aligned="left"), "aligned: got 'left', expected one of 'token', 'target'"),
-    "rewards of other segments": (lambda: aligned(rewards=np.ones((1, 3))), r"rewards: got shape \(1, 3\)"),
-    "fewer segments than there are": (lambda: aligned(segment_ids=3 * ONES, num_segments=2), "num_segments: got 2"),
+    "ends of floats": (
+        lambda: thd(cu_seqlens=np.array([0.0, 4.0])),
+        "cu_seqlens: got float64, expected integers",
+    ),
+    "an unknown alignment": (
+        lambda: thd(aligned="left"),
+        "aligned: got 'left', expected one of 'token', 'target'",
+    ),
+    "rewards of other segments": (
+        lambda: aligned(rewards=np.ones((1, 3))),
+        r"rewards: got shape \(1, 3\)",
+    ),
+    "fewer segments than there are": (
+        lambda: aligned(segment_ids=3 * ONES, num_segments=2),
+        "num_segments: got 2",
+    ),
     # batches, checked on the host
-    "a token beyond the vocabulary": (lambda: validated("tokens", 16, (0, 2)), "tokens: got 16 at row 0, position 2"),
-    "a target below 0": (lambda: validated("targets", -1, (0, 1)), "targets: got -1 at row 0, position 1"),
-    "a segment beyond S": (lambda: validated("segment_ids", 2, (0, 7)), "segment_ids: got 2 at row 0"),
-    "a hole in a segment": (lambda: validated("segment_ids", 0, (0, 1)), "segment_ids: got|positions: got"),
-    "positions out of order": (lambda: validated("positions", 0, (0, 2)), "positions: got 0 at row 0, position 2"),
-    "a mask on padding": (lambda: validated("loss_mask", 1, (0, 7)), "loss_mask: got 1.* at row 0, position 7"),
-    "a mask of two": (lambda: validated("loss_mask", 2, (0, 1)), "loss_mask: got 2.* at row 0, position 1"),
-    "a NaN advantage": (lambda: validated("advantages", NAN, (0, 1)), "advantages: got nan at row 0, position 1"),
-    "a log-prob above 0": (lambda: validated("old_log_probs", 0.5, (0, 1)), "old_log_probs: got 0.5 at row 0"),
-    "advantages of other rows of a batch": (lambda: validated("advantages", np.ones((2, 8))), r"advantages: got shape"),
-    "tokens of floats in a batch": (lambda: validated("tokens", np.ones((1, 8))), "tokens: got dtype float64"),
-    "an id of a segment that is not there": (lambda: validated("sample_ids", -1, (0, 0)), "sample_ids: got -1"),
+    "a token beyond the vocabulary": (
+        lambda: validated("tokens", 16, (0, 2)),
+        "tokens: got 16 at row 0, position 2",
+    ),
+    "a target below 0": (
+        lambda: validated("targets", -1, (0, 1)),
+        "targets: got -1 at row 0, position 1",
+    ),
+    "a segment beyond S": (
+        lambda: validated("segment_ids", 2, (0, 7)),
+        "segment_ids: got 2 at row 0",
+    ),
+    "a hole in a segment": (
+        lambda: validated("segment_ids", 0, (0, 1)),
+        "segment_ids: got|positions: got",
+    ),
+    "positions out of order": (
+        lambda: validated("positions", 0, (0, 2)),
+        "positions: got 0 at row 0, position 2",
+    ),
+    "a mask on padding": (
+        lambda: validated("loss_mask", 1, (0, 7)),
+        "loss_mask: got 1.* at row 0, position 7",
+    ),
+    "a mask of two": (
+        lambda: validated("loss_mask", 2, (0, 1)),
+        "loss_mask: got 2.* at row 0, position 1",
+    ),
+    "a NaN advantage": (
+        lambda: validated("advantages", NAN, (0, 1)),
+        "advantages: got nan at row 0, position 1",
+    ),
+    "a log-prob above 0": (
+        lambda: validated("old_log_probs", 0.5, (0, 1)),
+        "old_log_probs: got 0.5 at row 0",
+    ),
+    "advantages of other rows of a batch": (
+        lambda: validated("advantages", np.ones((2, 8))),
+        r"advantages: got shape",
+    ),
+    "tokens of floats in a batch": (
+        lambda: validated("tokens", np.ones((1, 8))),
+        "tokens: got dtype float64",
+    ),
+    "an id of a segment that is not there": (
+        lambda: validated("sample_ids", -1, (0, 0)),
+        "sample_ids: got -1",
+    ),
     "a vocabulary of nothing": (lambda: BATCH.validate(0), "vocab_size: got 0"),
     # batches at a loss
     "a loss of no advantages": (lambda: lost(changed("advantages")), "batch.advantages: got None"),
-    "a loss of no old log-probs": (lambda: lost(changed("old_log_probs")), "batch.old_log_probs: got None"),
-    "log-probs of another batch": (lambda: lost(log_probs=LOG_PROBS[:, :4]), r"stats.log_probs: got shape \(1, 4\)"),
-    "log-probs of integers": (lambda: lost(log_probs=jnp.ones((1, 8), int)), "stats.log_probs: got dtype int32"),
+    "a loss of no old log-probs": (
+        lambda: lost(changed("old_log_probs")),
+        "batch.old_log_probs: got None",
+    ),
+    "log-probs of another batch": (
+        lambda: lost(log_probs=LOG_PROBS[:, :4]),
+        r"stats.log_probs: got shape \(1, 4\)",
+    ),
+    "log-probs of integers": (
+        lambda: lost(log_probs=jnp.ones((1, 8), int)),
+        "stats.log_probs: got dtype int32",
+    ),
     "a batch that is a dictionary": (lambda: lost({"tokens": IDS}), "batch: got dict"),
-    "statistics that are an array": (lambda: policy_loss(LOG_PROBS, BATCH, PolicyLossConfig()), "stats: got"),
-    "a KL of no reference": (lambda: lost(config=PolicyLossConfig(kl=KL(0.1))), "batch.ref_log_probs: got None"),
-    "a value loss of no returns": (lambda: loss_from_stats(LOG_PROBS, BATCH, Value()), "batch.returns: got None"),
+    "statistics that are an array": (
+        lambda: policy_loss(LOG_PROBS, BATCH, PolicyLossConfig()),
+        "stats: got",
+    ),
+    "a KL of no reference": (
+        lambda: lost(config=PolicyLossConfig(kl=KL(0.1))),
+        "batch.ref_log_probs: got None",
+    ),
+    "a value loss of no returns": (
+        lambda: loss_from_stats(LOG_PROBS, BATCH, Value()),
+        "batch.returns: got None",
+    ),
     "an SFT loss of other rows": (
         lambda: loss_from_stats(TokenStats(LOG_PROBS[:, :4]), BATCH, SFT()),
         r"stats.log_probs: got shape",
     ),
-    "groups of other segments": (lambda: advantages.grpo(np.ones((1, 2)), np.ones((1, 3), int)), "group_ids: got"),
-    "rewards of one dimension": (lambda: advantages.grpo(np.ones(2), np.ones(2, int)), "rewards: got"),
+    "groups of other segments": (
+        lambda: advantages.grpo(np.ones((1, 2)), np.ones((1, 3), int)),
+        "group_ids: got",
+    ),
+    "rewards of one dimension": (
+        lambda: advantages.grpo(np.ones(2), np.ones(2, int)),
+        "rewards: got",
+    ),
 }
 
 HIDDEN, KERNEL, TARGETS = jnp.ones((1, 4, 6)), jnp.ones((6, V)), jnp.zeros((1, 4), jnp.int32)
 
 
 ROWS = jnp.ones((1, 8))
-VALUED = dataclasses.replace(BATCH, values=np.ones((1, 8), np.float32), returns=np.ones((1, 8), np.float32))
+VALUED = dataclasses.replace(
+    BATCH, values=np.ones((1, 8), np.float32), returns=np.ones((1, 8), np.float32)
+)
 
 
 def head(kernel=KERNEL, hidden=HIDDEN, targets=TARGETS, call=None, **options):
@@ -194,20 +331,43 @@ def mesh(text, **options):
 
 
 def roles(**given):
-    return ParallelMesh(jax.make_mesh((4, 2), ("a", "b"), (jax.sharding.AxisType.Auto,) * 2), **given)
+    return ParallelMesh(
+        jax.make_mesh((4, 2), ("a", "b"), (jax.sharding.AxisType.Auto,) * 2), **given
+    )
 
 
 CONFIGS = {
     "a loss by name": (lambda: PolicyLossConfig("ppo"), "loss: got 'ppo'"),
     "a loss that is a class": (lambda: PolicyLossConfig(PPO), "loss: got <class"),
-    "a KL that is a number": (lambda: PolicyLossConfig(kl=0.1), r"kl: got 0.1, expected KL\(0.1\) or None"),
-    "an entropy coefficient of NaN": (lambda: PolicyLossConfig(entropy_coef=NAN), "entropy_coef: got nan"),
-    "an entropy coefficient of text": (lambda: PolicyLossConfig(entropy_coef="0.1"), "entropy_coef: got"),
+    "a KL that is a number": (
+        lambda: PolicyLossConfig(kl=0.1),
+        r"kl: got 0.1, expected KL\(0.1\) or None",
+    ),
+    "an entropy coefficient of NaN": (
+        lambda: PolicyLossConfig(entropy_coef=NAN),
+        "entropy_coef: got nan",
+    ),
+    "an entropy coefficient of text": (
+        lambda: PolicyLossConfig(entropy_coef="0.1"),
+        "entropy_coef: got",
+    ),
     "an unknown ratio": (lambda: PolicyLossConfig(ratio_to="new"), "ratio_to: got 'new'"),
-    "an unknown aggregation": (lambda: PolicyLossConfig(aggregation="mean"), "aggregation: got 'mean'"),
-    "an aggregation that is a list": (lambda: PolicyLossConfig(aggregation=["token_mean"]), r"aggregation: got \["),
-    "a norm of nothing": (lambda: PolicyLossConfig(aggregation_norm=2.0), "aggregation_norm: got 2.0"),
-    "an unknown metric aggregation": (lambda: PolicyLossConfig(metric_aggregation="max"), "metric_aggregation: got"),
+    "an unknown aggregation": (
+        lambda: PolicyLossConfig(aggregation="mean"),
+        "aggregation: got 'mean'",
+    ),
+    "an aggregation that is a list": (
+        lambda: PolicyLossConfig(aggregation=["token_mean"]),
+        r"aggregation: got \[",
+    ),
+    "a norm of nothing": (
+        lambda: PolicyLossConfig(aggregation_norm=2.0),
+        "aggregation_norm: got 2.0",
+    ),
+    "an unknown metric aggregation": (
+        lambda: PolicyLossConfig(metric_aggregation="max"),
+        "metric_aggregation: got",
+    ),
     "corrections by name": (lambda: PolicyLossConfig(off_policy="tis"), "off_policy: got str"),
     "a clip below 0": (lambda: PPO(clip_low=-0.1), "clip_low: got -0.1"),
     "an infinite clip": (lambda: PPO(clip_high=INF), "clip_high: got inf"),
@@ -219,11 +379,26 @@ CONFIGS = {
     "a KL of NaN": (lambda: KL(NAN), "coef: got nan"),
     "a KL weighed by a text": (lambda: KL(0.1, importance="no"), "importance: got 'no'"),
     "weights of an unknown level": (lambda: OffPolicyConfig(weights="word"), "weights: got 'word'"),
-    "bounds out of order": (lambda: OffPolicyConfig(weights="token", low=3.0, high=2.0), "low, high: got|low: got"),
-    "bounds of NaN": (lambda: OffPolicyConfig(weights="token", high=NAN), "high: got nan|low, high: got"),
-    "a bound of text": (lambda: OffPolicyConfig(weights="token", high="2"), "high: got '2'|low, high: got"),
-    "rejections that are one": (lambda: OffPolicyConfig(rejections=Rejection("token_k3")), "rejections: got"),
-    "a rejection by name": (lambda: OffPolicyConfig(rejections=("token_k3",)), "rejections: got str"),
+    "bounds out of order": (
+        lambda: OffPolicyConfig(weights="token", low=3.0, high=2.0),
+        "low, high: got|low: got",
+    ),
+    "bounds of NaN": (
+        lambda: OffPolicyConfig(weights="token", high=NAN),
+        "high: got nan|low, high: got",
+    ),
+    "a bound of text": (
+        lambda: OffPolicyConfig(weights="token", high="2"),
+        "high: got '2'|low, high: got",
+    ),
+    "rejections that are one": (
+        lambda: OffPolicyConfig(rejections=Rejection("token_k3")),
+        "rejections: got",
+    ),
+    "a rejection by name": (
+        lambda: OffPolicyConfig(rejections=("token_k3",)),
+        "rejections: got str",
+    ),
     "a veto of 1": (lambda: OffPolicyConfig(veto=1.0), "veto: got 1.0"),
     "a veto of text": (lambda: OffPolicyConfig(veto="0.1"), "veto: got '0.1'"),
     "a delta below 0": (lambda: OffPolicyConfig(opsm_delta=-1.0), "opsm_delta: got -1.0"),
@@ -231,33 +406,54 @@ CONFIGS = {
     "an unknown statistic": (lambda: Rejection("token_k4"), "statistic: got 'token_k4'"),
     "an aggregation of nothing": (lambda: normalizer_of(BATCH, "mean"), "aggregation: got 'mean'"),
     # heads
-    "a kernel of three dimensions": (lambda: head(jnp.ones((6, V, 1))), "kernel: got|head.kernel: got"),
+    "a kernel of three dimensions": (
+        lambda: head(jnp.ones((6, V, 1))),
+        "kernel: got|head.kernel: got",
+    ),
     "a kernel of integers": (lambda: head(jnp.ones((6, V), int)), "head.kernel: got dtype int32"),
-    "a kernel of other rows": (lambda: head(jnp.ones((5, V))), "(head|head.kernel|hidden|kernel): got"),
+    "a kernel of other rows": (
+        lambda: head(jnp.ones((5, V))),
+        "(head|head.kernel|hidden|kernel): got",
+    ),
     "an unknown layout": (lambda: head(layout="vv"), "(head.)?layout: got 'vv'"),
     "a vocabulary beyond the kernel": (lambda: head(vocab_size=99), "(head.)?vocab_size: got 99"),
     "a vocabulary of 0": (lambda: head(vocab_size=0), "(head.)?vocab_size: got 0"),
     "a bias of other columns": (lambda: head(bias=jnp.ones(3)), "(head.)?bias: got"),
     "a soft-cap of 0": (lambda: head(softcap=0.0), "(head.)?softcap: got 0.0"),
     "a scale of NaN": (lambda: head(scale=NAN), "(head.)?scale: got nan"),
-    "adapters of other ranks": (lambda: head(lora=LoRA(jnp.ones((6, 2)), jnp.ones((3, V)), 1.0)), "(head.)?lora"),
+    "adapters of other ranks": (
+        lambda: head(lora=LoRA(jnp.ones((6, 2)), jnp.ones((3, V)), 1.0)),
+        "(head.)?lora",
+    ),
     "hidden states of two dimensions": (lambda: head(hidden=HIDDEN[0]), "hidden: got"),
-    "targets of floats": (lambda: head(targets=TARGETS.astype(jnp.float32)), "targets: got dtype float32"),
+    "targets of floats": (
+        lambda: head(targets=TARGETS.astype(jnp.float32)),
+        "targets: got dtype float32",
+    ),
     "targets of other rows": (lambda: head(targets=TARGETS[:, :2]), "(targets|hidden): got"),
     "a temperature of 0": (lambda: head(call={"temperature": 0.0}), "temperature: got 0.0"),
-    "a temperature of other rows": (lambda: head(call={"temperature": jnp.ones((1, 3))}), "temperature: got"),
+    "a temperature of other rows": (
+        lambda: head(call={"temperature": jnp.ones((1, 3))}),
+        "temperature: got",
+    ),
     "an unknown entropy": (lambda: head(call={"entropy": "both"}), "entropy: got 'both'"),
     "an unknown precision": (lambda: head(call={"precision": "low"}), "precision: got 'low'"),
     "memory below 0": (lambda: head(call={"memory": -1}), "memory: got -1"),
     "memory of text": (lambda: head(call={"memory": "1GB"}), "memory: got '1GB'"),
     "a mask of other rows": (lambda: head(call={"where": jnp.ones((1, 3), bool)}), "where: got"),
-    "logits of two dimensions": (lambda: log_probs_from_logits(jnp.ones((4, V)), TARGETS), "logits: got"),
+    "logits of two dimensions": (
+        lambda: log_probs_from_logits(jnp.ones((4, V)), TARGETS),
+        "logits: got",
+    ),
     # meshes
     "a mesh of text": (lambda: mesh("two by four"), "mesh: got 'two by four'"),
     "a mesh of other devices": (lambda: mesh("dp=3"), r"mesh: got sizes 3=3"),
     "an axis twice": (lambda: mesh("dp=2,dp=4"), "mesh: got 'dp=4'"),
     "an unknown axis": (lambda: mesh("pp=8"), "mesh: got axis 'pp'"),
-    "an unknown context layout": (lambda: mesh("cp=8", context_layout="ring"), "context_layout: got 'ring'"),
+    "an unknown context layout": (
+        lambda: mesh("cp=8", context_layout="ring"),
+        "context_layout: got 'ring'",
+    ),
     "a mesh that is a tuple": (lambda: mesh((2, 4)), r"description: got \(2, 4\)"),
     "axes without a role": (lambda: roles(), "mesh: got axes a=4, b=2"),
     "one axis for two roles": (
@@ -271,14 +467,26 @@ CONFIGS = {
     "rows of 0": (lambda: pack([[1]], row_length=2, rows=0), "rows: got 0"),
     "rows of half": (lambda: pack([[1]], row_length=2, rows=1.5), "rows: got 1.5"),
     "buckets that are a number": (lambda: pack([[1]], row_length=2, buckets=4), "buckets: got 4"),
-    "rows and buckets": (lambda: pack([[1]], row_length=2, rows=1, buckets=(1,)), "rows, buckets: got"),
-    "micro-batches of 0": (lambda: pack([[1]], row_length=2, micro_batches=0), "micro_batches: got 0"),
-    "loads of others": (lambda: pack([[1]], row_length=2, loads=[1, 2]), r"loads: got shape \(2,\)"),
+    "rows and buckets": (
+        lambda: pack([[1]], row_length=2, rows=1, buckets=(1,)),
+        "rows, buckets: got",
+    ),
+    "micro-batches of 0": (
+        lambda: pack([[1]], row_length=2, micro_batches=0),
+        "micro_batches: got 0",
+    ),
+    "loads of others": (
+        lambda: pack([[1]], row_length=2, loads=[1, 2]),
+        r"loads: got shape \(2,\)",
+    ),
     "loads of NaN": (lambda: pack([[1]], row_length=2, loads=[NAN]), "loads: got"),
     # numbers of other functions
     "a clip of text": (lambda: PPO(clip_low="0.2"), "clip_low: got"),
     "a coefficient of text": (lambda: KL("0.1"), "coef: got"),
-    "bounds of a rejection out of order": (lambda: Rejection("token_k3", 2.0, 1.0), "low, high: got"),
+    "bounds of a rejection out of order": (
+        lambda: Rejection("token_k3", 2.0, 1.0),
+        "low, high: got",
+    ),
     "a bound of a rejection of NaN": (lambda: Rejection("token_k3", NAN), "low, high: got"),
     "means of weights by a text": (
         lambda: OffPolicyConfig(weights="token", batch_normalize="no"),
@@ -293,14 +501,20 @@ CONFIGS = {
     "a discount above 1": (lambda: advantages.gae(ROWS, ROWS, BATCH, gamma=1.5), "gamma: got 1.5"),
     "a discount of NaN": (lambda: advantages.gae(ROWS, ROWS, BATCH, lam=NAN), "lam: got nan"),
     "values of other rows": (lambda: advantages.gae(ROWS, ROWS[:, :4], BATCH), "values: got"),
-    "a clip of values below 0": (lambda: loss_from_stats(LOG_PROBS, VALUED, Value(clip=-1.0)), "clip: got -1.0"),
+    "a clip of values below 0": (
+        lambda: loss_from_stats(LOG_PROBS, VALUED, Value(clip=-1.0)),
+        "clip: got -1.0",
+    ),
     "smoothing above 1": (
         lambda: loss_from_stats(TokenStats(LOG_PROBS), BATCH, SFT(label_smoothing=1.5)),
         "label_smoothing: got",
     ),
     "a temperature of text": (lambda: head(call={"temperature": "1"}), "temperature: got"),
     "memory of NaN": (lambda: head(call={"memory": NAN}), "memory: got nan"),
-    "a sum in another dtype": (lambda: head(call={"gradient_sum_dtype": "int8"}), "gradient_sum_dtype: got"),
+    "a sum in another dtype": (
+        lambda: head(call={"gradient_sum_dtype": "int8"}),
+        "gradient_sum_dtype: got",
+    ),
     "an adapter's scale of text": (
         lambda: head(lora=LoRA(jnp.ones((6, 2)), jnp.ones((2, V)), "1")),
         "(head.)?lora.scale: got",
@@ -347,7 +561,9 @@ def test_files_of_batches_are_data(name, tmp_path):
     elif content is not None:
         static = {"static": np.array("{}")}
         np.savez(path, **static | {k: x for k, x in content.items() if isinstance(x, np.ndarray)})
-    with pytest.raises(ValueError, match=r"path: got .*step_1.npz, expected a batch that save_batch wrote"):
+    with pytest.raises(
+        ValueError, match=r"path: got .*step_1.npz, expected a batch that save_batch wrote"
+    ):
         load_batch(path, make_parallel_mesh("dp=8"))
     assert not Payload.ran
 
@@ -367,14 +583,18 @@ def test_batches_come_back_with_their_extras(tmp_path):
     assert found.extras.keys() == given.extras.keys()
     for name, x in given.extras.items():
         assert found.extras[name].dtype == x.dtype
-        np.testing.assert_array_equal(np.asarray(found.extras[name], np.float32), np.asarray(x, np.float32))
+        np.testing.assert_array_equal(
+            np.asarray(found.extras[name], np.float32), np.asarray(x, np.float32)
+        )
     np.testing.assert_array_equal(found.tokens, given.tokens)
 
 
 def test_a_pipe_is_refused_at_once(tmp_path):
     """It waited for somebody to write."""
     os.mkfifo(tmp_path / "step_1.npz")
-    with pytest.raises(ValueError, match=r"path: got .*step_1.npz, expected a batch .*it is no file"):
+    with pytest.raises(
+        ValueError, match=r"path: got .*step_1.npz, expected a batch .*it is no file"
+    ):
         load_batch(tmp_path / "step_1.npz", make_parallel_mesh("dp=8"))
 
 

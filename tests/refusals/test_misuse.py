@@ -1,6 +1,7 @@
 """Common mistakes of users: each case gives the right number, or an error that tells what to do.
 
-One table by what the user does. "Without the check" names the number that a version without the check gave.
+One table by what the user does. "Without the check" names the number that a version without the
+check gave.
 """
 
 import dataclasses
@@ -10,7 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from misuse_steps import BATCH, CONFIG, HIDDEN, KERNEL, LOG_PROBS, RNG, H, R, T, V, loss_at, packed, samples
+from misuse_steps import (
+    BATCH,
+    CONFIG,
+    HIDDEN,
+    KERNEL,
+    LOG_PROBS,
+    RNG,
+    H,
+    R,
+    T,
+    V,
+    loss_at,
+    packed,
+    samples,
+)
 
 from jaxppo import (
     SFT,
@@ -47,8 +62,15 @@ def test_a_lora_is_honoured_and_modules_are_refused():
     np.testing.assert_allclose(got, merged, rtol=1e-5, atol=1e-5)
     assert np.abs(got - log_probs_from_hidden(HIDDEN, KERNEL, targets).log_probs).max() > 0.5
     base = nnx.Linear(H, V, rngs=nnx.Rngs(0))
-    for module in (base, nnx.LoRA(H, 2, V, base_module=base, rngs=nnx.Rngs(0)), {"kernel": KERNEL}, base.kernel):
-        with pytest.raises(TypeError, match=r"head: got \w+, expected a jaxppo.Head .* lora=LoRA\(a, b, scale\)"):
+    for module in (
+        base,
+        nnx.LoRA(H, 2, V, base_module=base, rngs=nnx.Rngs(0)),
+        {"kernel": KERNEL},
+        base.kernel,
+    ):
+        with pytest.raises(
+            TypeError, match=r"head: got \w+, expected a jaxppo.Head .* lora=LoRA\(a, b, scale\)"
+        ):
             log_probs_from_hidden(HIDDEN, module, targets)
 
 
@@ -59,12 +81,16 @@ def unshifted(batch):
     """A batch whose mask stands at the tokens themselves, as token-aligned arrays do."""
     mask = np.zeros_like(batch.loss_mask)
     mask[:, 1:] = batch.loss_mask[:, :-1]
-    return dataclasses.replace(batch, loss_mask=np.where(batch.segment_ids > 0, mask, 0).astype(np.float32))
+    return dataclasses.replace(
+        batch, loss_mask=np.where(batch.segment_ids > 0, mask, 0).astype(np.float32)
+    )
 
 
 def test_token_aligned_arrays_passed_as_target_aligned():
     wrong = unshifted(BATCH)
-    with pytest.raises(ValueError, match=r"loss_mask: .* at the last position of a sequence.*from_token_aligned"):
+    with pytest.raises(
+        ValueError, match=r"loss_mask: .* at the last position of a sequence.*from_token_aligned"
+    ):
         wrong.validate(V)
     loss, found = jax.jit(loss_at)(wrong)
     assert np.isnan(loss)
@@ -106,26 +132,43 @@ def slice_of(batch, k):
 
 @pytest.mark.parametrize(
     "loss",
-    [loss_at, lambda b, x: loss_from_stats(TokenStats(x), b, SFT()), lambda b, x: loss_from_stats(x, b, Value())],
+    [
+        loss_at,
+        lambda b, x: loss_from_stats(TokenStats(x), b, SFT()),
+        lambda b, x: loss_from_stats(x, b, Value()),
+    ],
 )
 def test_a_slice_of_stacked_batches_without_a_normalizer(loss):
     """Without the check: 0.294 for 0.251, and 27% off in the head's gradient."""
     batches = stacked()
     batches = dataclasses.replace(batches, values=batches.advantages, returns=batches.advantages)
-    with pytest.raises(ValueError, match=r"normalizer: got None for one of 2 micro-batches, expected the step's"):
+    with pytest.raises(
+        ValueError, match=r"normalizer: got None for one of 2 micro-batches, expected the step's"
+    ):
         loss(slice_of(batches, 0), LOG_PROBS[:4])
     loss(dataclasses.replace(slice_of(batches, 0), micro_batches=None), LOG_PROBS[:4])
 
 
 def test_accumulation_cannot_be_passed_by_a_function_that_was_traced_before():
-    """Without the check: a loss_fn that was jitted and called before gave -3.0 instead of -2.625 for these."""
+    """Without the check: a loss_fn that was jitted and called before gave -3.0 instead of -2.625
+    for these.
+    """
     batches = stacked()
     plain = dataclasses.replace(batches, micro_batches=None)
     loss_fn = jax.jit(lambda x, batch: loss_at(batch, x))
     loss_fn(LOG_PROBS[:4], slice_of(plain, 0))
     with pytest.raises(ValueError, match="normalizer: got None inside accumulate_gradients"):
         accumulate_gradients(loss_fn, plain)(LOG_PROBS[:4])
-    names = ("tokens", "targets", "segment_ids", "positions", "loss_mask", "sample_ids", "advantages", "old_log_probs")
+    names = (
+        "tokens",
+        "targets",
+        "segment_ids",
+        "positions",
+        "loss_mask",
+        "sample_ids",
+        "advantages",
+        "old_log_probs",
+    )
     arrays = {name: getattr(plain, name) for name in names}
     from_arrays = jax.jit(lambda x, arrays: loss_at(RolloutBatch(**arrays), x))
     from_arrays(LOG_PROBS[:4], slice_of(arrays, 0))
@@ -137,11 +180,17 @@ def test_accumulation_cannot_be_passed_by_a_function_that_was_traced_before():
 def test_a_normalizer_that_does_not_fit():
     batches = stacked()
     normalizers = Normalizer.of(SFT(), batches)
-    with pytest.raises(ValueError, match=r"normalizer: got tokens of shape \(2,\), .* its part of each field"):
+    with pytest.raises(
+        ValueError, match=r"normalizer: got tokens of shape \(2,\), .* its part of each field"
+    ):
         loss_at(slice_of(batches, 0), LOG_PROBS[:4], normalizer=normalizers)
     of_another = PolicyLossConfig(aggregation="sequence_mean_token_mean")
-    with pytest.raises(ValueError, match="normalizer: got one of aggregation 'token_mean', expected 'seq"):
-        loss_at(slice_of(batches, 0), LOG_PROBS[:4], of_another, normalizer=slice_of(normalizers, 0))
+    with pytest.raises(
+        ValueError, match="normalizer: got one of aggregation 'token_mean', expected 'seq"
+    ):
+        loss_at(
+            slice_of(batches, 0), LOG_PROBS[:4], of_another, normalizer=slice_of(normalizers, 0)
+        )
 
 
 # Meshes, layouts, groups, statistics
@@ -150,7 +199,9 @@ def test_a_normalizer_that_does_not_fit():
 def test_a_mesh_whose_axes_have_no_role():
     """Without the check: all replicated, 8 times the work."""
     mesh = jax.make_mesh((4, 2), ("workers", "shards"), (jax.sharding.AxisType.Auto,) * 2)
-    with pytest.raises(ValueError, match=r"mesh: got axes workers=4, shards=2, expected a role for each"):
+    with pytest.raises(
+        ValueError, match=r"mesh: got axes workers=4, shards=2, expected a role for each"
+    ):
         ParallelMesh(mesh)
 
 
@@ -160,11 +211,16 @@ def test_a_group_id_that_was_left_out(group_id):
     given = samples(group_id=None)
     if group_id is not None:
         given[0] = dataclasses.replace(given[0], group_id=3)
-        with pytest.raises(ValueError, match="group_id: got None in sample 1, expected a value in all samples or in"):
+        with pytest.raises(
+            ValueError,
+            match="group_id: got None in sample 1, expected a value in all samples or in",
+        ):
             RolloutBatch.from_samples(given, row_length=T)
         return
     batch = RolloutBatch.from_samples(given, row_length=T)
-    with pytest.raises(ValueError, match=r"group_ids: got None in grpo, .* give every Sample its group_id"):
+    with pytest.raises(
+        ValueError, match=r"group_ids: got None in grpo, .* give every Sample its group_id"
+    ):
         advantages.grpo(batch.rewards, batch.group_ids)
 
 
@@ -172,7 +228,11 @@ def test_a_group_id_that_was_left_out(group_id):
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_batch_packed_for_another_layout_or_other_shards(packed_for, jitted):
     """Without the check: wrong GAE."""
-    layout = {} if packed_for is None else {"parallel": make_parallel_mesh(packed_for, context_layout="zigzag")}
+    layout = (
+        {}
+        if packed_for is None
+        else {"parallel": make_parallel_mesh(packed_for, context_layout="zigzag")}
+    )
     batch = packed(row_length=16, rows=8, **layout)
     zigzag = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag")
     calls = {
@@ -183,11 +243,16 @@ def test_a_batch_packed_for_another_layout_or_other_shards(packed_for, jitted):
     }
     for name, call in calls.items():
         run = jax.jit(call) if jitted and name != "put" else call
-        with pytest.raises(ValueError, match=r"batch: got rows packed for context layout .* expected 'zigzag' over 2"):
+        with pytest.raises(
+            ValueError,
+            match=r"batch: got rows packed for context layout .* expected 'zigzag' over 2",
+        ):
             run(batch)
     contiguous = make_parallel_mesh("dp=2,cp=2,tp=2")
     if packed_for is None:  # rows in logical order suit any number of contiguous shards
-        assert np.isfinite(policy_loss(TokenStats(batch.old_log_probs), batch, CONFIG, parallel=contiguous)[0])
+        assert np.isfinite(
+            policy_loss(TokenStats(batch.old_log_probs), batch, CONFIG, parallel=contiguous)[0]
+        )
 
 
 def test_a_call_that_forgets_the_mesh():
@@ -200,10 +265,15 @@ def test_a_call_that_forgets_the_mesh():
         "normalizer": lambda **p: Normalizer.of(SFT(), batch, **p),
     }
     for call in calls.values():
-        with pytest.raises(ValueError, match=r"expected 'contiguous' over 1, .* this call lacks parallel=, the mesh"):
+        with pytest.raises(
+            ValueError,
+            match=r"expected 'contiguous' over 1, .* this call lacks parallel=, the mesh",
+        ):
             call()
         call(parallel=zigzag)
-    with pytest.raises(ValueError, match="give the batch's constructor and this call the same parallel="):
+    with pytest.raises(
+        ValueError, match="give the batch's constructor and this call the same parallel="
+    ):
         loss_at(packed(row_length=16, rows=8), jnp.zeros((8, 16)), parallel=zigzag)
 
 
@@ -213,12 +283,18 @@ def test_a_call_that_forgets_the_mesh():
 ROUNDED = {
     "Sample": lambda x: Sample([1, 2, 3], 1, old_log_probs=np.asarray(x[0, :2])),
     "from_padded": lambda x: RolloutBatch.from_padded(IDS, IDS, IDS, ref_log_probs=x),
-    "from_token_aligned": lambda x: RolloutBatch.from_token_aligned(IDS, IDS, IDS, IDS, ref_log_probs=x),
-    "from_target_aligned": lambda x: RolloutBatch.from_target_aligned(IDS, IDS, IDS, IDS, IDS, old_log_probs=x),
+    "from_token_aligned": lambda x: RolloutBatch.from_token_aligned(
+        IDS, IDS, IDS, IDS, ref_log_probs=x
+    ),
+    "from_target_aligned": lambda x: RolloutBatch.from_target_aligned(
+        IDS, IDS, IDS, IDS, IDS, old_log_probs=x
+    ),
     "from_cu_seqlens": lambda x: RolloutBatch.from_cu_seqlens(
         IDS, np.array([[0, 4]] * 2), IDS, aligned="token", old_log_probs=x
     ),
-    "policy_loss": lambda x: loss_at(dataclasses.replace(BATCH, old_log_probs=BATCH.old_log_probs.astype(x.dtype))),
+    "policy_loss": lambda x: loss_at(
+        dataclasses.replace(BATCH, old_log_probs=BATCH.old_log_probs.astype(x.dtype))
+    ),
     "its statistics": lambda x: loss_at(BATCH, LOG_PROBS.astype(x.dtype)),
     "policy_loss_from_hidden": lambda x: policy_loss_from_hidden(
         jnp.ones((*BATCH.tokens.shape, H)),
@@ -233,7 +309,11 @@ ROUNDED = {
         dataclasses.replace(BATCH, rollout_log_probs=BATCH.old_log_probs), LOG_PROBS.astype(x.dtype)
     ),
     "proximal_log_probs": lambda x: proximal_log_probs(x, x, IDS, 3),
-    "validate": lambda x: dataclasses.replace(BATCH, old_log_probs=BATCH.old_log_probs.astype(x.dtype)).validate(V),
+    "validate": (
+        lambda x: dataclasses.replace(
+            BATCH, old_log_probs=BATCH.old_log_probs.astype(x.dtype)
+        ).validate(V)
+    ),
 }
 IDS = np.ones((2, 4), np.int32)
 
@@ -251,7 +331,9 @@ def test_a_bonus_on_statistics_without_a_gradient():
     """Without the check: it had no effect, and no error said so."""
     stats = TokenStats(LOG_PROBS, jnp.ones_like(LOG_PROBS), entropy_mode="metric")
     config = PolicyLossConfig(entropy_coef=0.1)
-    with pytest.raises(ValueError, match=r"stats: got entropies of mode 'metric', .* entropy=config.entropy_mode"):
+    with pytest.raises(
+        ValueError, match=r"stats: got entropies of mode 'metric', .* entropy=config.entropy_mode"
+    ):
         policy_loss(stats, BATCH, config)
     assert TokenStats(LOG_PROBS).entropy_mode == "none"
     assert TokenStats(LOG_PROBS, LOG_PROBS).entropy_mode == "bonus"
@@ -270,15 +352,47 @@ def test_a_square_kernel_wants_a_layout():
 
 
 BAD_SAMPLES = {
-    "a uuid as group": ({"group_id": "3f2a"}, TypeError, "group_id: got '3f2a', expected an integer"),
-    "a wide group": ({"group_id": 2**40}, ValueError, "group_id: got 1099511627776, expected 0 to 2147483647"),
+    "a uuid as group": (
+        {"group_id": "3f2a"},
+        TypeError,
+        "group_id: got '3f2a', expected an integer",
+    ),
+    "a wide group": (
+        {"group_id": 2**40},
+        ValueError,
+        "group_id: got 1099511627776, expected 0 to 2147483647",
+    ),
     "a negative sample": ({"sample_id": -1}, ValueError, "sample_id: got -1, expected 0 to"),
-    "rewards per token": ({"reward": [0.0, 1.0]}, TypeError, "reward: got .* expected one finite number for the whole"),
-    "an infinite reward": ({"reward": float("-inf")}, TypeError, "reward: got -inf, expected one finite number"),
-    "float tokens": ({"tokens": [1.0, 2.0, 3.0]}, TypeError, "tokens: got float64 .* expected integers"),
-    "negative tokens": ({"tokens": [1, -100, 3]}, ValueError, "tokens: got -100 to 3, expected 0 to"),
-    "missing log-probs": ({"rollout_log_probs": [None, -1.0]}, TypeError, "rollout_log_probs: got None among them"),
-    "a fractional mask": ({"loss_mask": [0, 1, 0.1]}, ValueError, r"loss_mask: got \[0, 1, 0.1\], expected 0 and 1"),
+    "rewards per token": (
+        {"reward": [0.0, 1.0]},
+        TypeError,
+        "reward: got .* expected one finite number for the whole",
+    ),
+    "an infinite reward": (
+        {"reward": float("-inf")},
+        TypeError,
+        "reward: got -inf, expected one finite number",
+    ),
+    "float tokens": (
+        {"tokens": [1.0, 2.0, 3.0]},
+        TypeError,
+        "tokens: got float64 .* expected integers",
+    ),
+    "negative tokens": (
+        {"tokens": [1, -100, 3]},
+        ValueError,
+        "tokens: got -100 to 3, expected 0 to",
+    ),
+    "missing log-probs": (
+        {"rollout_log_probs": [None, -1.0]},
+        TypeError,
+        "rollout_log_probs: got None among them",
+    ),
+    "a fractional mask": (
+        {"loss_mask": [0, 1, 0.1]},
+        ValueError,
+        r"loss_mask: got \[0, 1, 0.1\], expected 0 and 1",
+    ),
 }
 
 
@@ -292,10 +406,14 @@ def test_samples_that_cannot_be(name):
 def test_equal_sample_ids():
     """Without the check: passed `validate`, and mixed up what was recorded for them."""
     given = [dataclasses.replace(s, sample_id=i // 2) for i, s in enumerate(samples())]
-    with pytest.raises(ValueError, match="sample_id: got 0 for samples 0 and 1, expected one of its own"):
+    with pytest.raises(
+        ValueError, match="sample_id: got 0 for samples 0 and 1, expected one of its own"
+    ):
         RolloutBatch.from_samples(given, row_length=T)
     ids = np.where(BATCH.sample_ids >= 0, 0, -1)
-    with pytest.raises(ValueError, match=r"sample_ids: got 0 at row \d, segment \d, expected an id of its own"):
+    with pytest.raises(
+        ValueError, match=r"sample_ids: got 0 at row \d, segment \d, expected an id of its own"
+    ):
         dataclasses.replace(BATCH, sample_ids=ids).validate(V)
 
 
@@ -311,5 +429,7 @@ def test_a_mask_of_any_dtype(dtype):
         PolicyLossConfig(off_policy=OffPolicyConfig(opsm_delta=0.0)),
     ):
         expected, _ = loss_at(BATCH, config=config)
-        got, _ = loss_at(dataclasses.replace(BATCH, loss_mask=BATCH.loss_mask.astype(dtype)), config=config)
+        got, _ = loss_at(
+            dataclasses.replace(BATCH, loss_mask=BATCH.loss_mask.astype(dtype)), config=config
+        )
         np.testing.assert_array_equal(got, expected)

@@ -1,4 +1,5 @@
-"""What users do wrong inside their own shard_map or pmap: refused, and what is right there is right.
+"""What users do wrong inside their own shard_map or pmap: refused, and what is right there is
+right.
 
 "Without the check" names the number that a version without the check gave.
 """
@@ -37,7 +38,11 @@ SELECTING = PolicyLossConfig(ClipCov())
 def in_shard_map(fn, batch=BATCH, out_specs=None, check_vma=True, x=LOG_PROBS):
     specs = (batch.specs(MESH), MESH.tokens_spec)
     run = jax.shard_map(
-        fn, mesh=MESH.mesh, in_specs=specs, out_specs=P() if out_specs is None else out_specs, check_vma=check_vma
+        fn,
+        mesh=MESH.mesh,
+        in_specs=specs,
+        out_specs=P() if out_specs is None else out_specs,
+        check_vma=check_vma,
     )
     return jax.jit(run)(batch, x)
 
@@ -57,7 +62,9 @@ NEED_SUMS = {
 @pytest.mark.parametrize("what", NEED_SUMS)
 def test_sums_over_devices_that_the_library_does_not_know_of(what, check_vma):
     """Without the check: 0.147 for 0.251."""
-    with pytest.raises(ValueError, match=r"parallel: got no role for mesh axis '\w+' inside a shard_map or pmap"):
+    with pytest.raises(
+        ValueError, match=r"parallel: got no role for mesh axis '\w+' inside a shard_map or pmap"
+    ):
         in_shard_map(NEED_SUMS[what], check_vma=check_vma)
 
 
@@ -80,7 +87,10 @@ def test_what_is_legitimate_in_ones_own_shard_map():
     np.testing.assert_allclose(jax.jit(run)(BATCH, LOG_PROBS, whole), expected, rtol=1e-6)
 
     def sum_of_tokens(b, x):
-        return jax.lax.psum(loss_at(b, x, PolicyLossConfig(aggregation="token_sum"))[0], tokens) / whole.tokens
+        return (
+            jax.lax.psum(loss_at(b, x, PolicyLossConfig(aggregation="token_sum"))[0], tokens)
+            / whole.tokens
+        )
 
     for fn in (sum_of_tokens, lambda b, x: loss_at(b, x, parallel=MESH.axes)[0]):
         np.testing.assert_allclose(in_shard_map(fn), expected, rtol=1e-6)
@@ -88,7 +98,9 @@ def test_what_is_legitimate_in_ones_own_shard_map():
     def replicated(b, x):
         return loss_at(b, x, parallel=ShardAxes(replicated=("dp", "cp", "tp")))[0]
 
-    run = jax.shard_map(replicated, mesh=MESH.mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+    run = jax.shard_map(
+        replicated, mesh=MESH.mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False
+    )
     np.testing.assert_allclose(jax.jit(run)(BATCH, LOG_PROBS), expected, rtol=1e-6)
 
 
@@ -108,9 +120,13 @@ def stats_in_shard_map(gather, **of_head):
 def test_a_kernel_gathered_over_the_tensor_axis():
     """Without the check: taken for a shard of twice the vocabulary, off by log 2."""
     expected = log_probs_from_hidden(HIDDEN, KERNEL, jnp.zeros((R, T), jnp.int32)).log_probs
-    invariant = functools.partial(jax.lax.all_gather, axis_name="tp", axis=1, tiled=True, to="invarying")
+    invariant = functools.partial(
+        jax.lax.all_gather, axis_name="tp", axis=1, tiled=True, to="invarying"
+    )
     np.testing.assert_allclose(stats_in_shard_map(lambda k: k), expected, atol=1e-5)
     np.testing.assert_allclose(stats_in_shard_map(invariant), expected, atol=1e-5)
     varying = functools.partial(jax.lax.all_gather, axis_name="tp", axis=1, tiled=True)
-    with pytest.raises(ValueError, match=r"head.vocab_size: got 24 with 24 columns on each of 2 tensor shards"):
+    with pytest.raises(
+        ValueError, match=r"head.vocab_size: got 24 with 24 columns on each of 2 tensor shards"
+    ):
         stats_in_shard_map(varying, vocab_size=V)

@@ -1,4 +1,5 @@
-"""Each argument of each public function, made wrong in each way that its kind can be: a named error, or NaN.
+"""Each argument of each public function, made wrong in each way that its kind can be: a named
+error, or NaN.
 
 Functions and arguments are found by introspection: a new one without a row fails here.
 """
@@ -19,14 +20,20 @@ NAN, INF = float("nan"), float("inf")
 
 def filled(x, value):
     """The array with another value at all places, since only some of them carry loss."""
-    return jax.tree.map(lambda a: jnp.full_like(a, value) if isinstance(a, jax.Array) else np.full_like(a, value), x)
+    return jax.tree.map(
+        lambda a: jnp.full_like(a, value) if isinstance(a, jax.Array) else np.full_like(a, value), x
+    )
 
 
 def cast(dtype):
     return lambda x: x.astype(dtype)
 
 
-NO_ARRAY = {"a text": lambda x: "x", "a list": lambda x: np.asarray(x).tolist(), "a number": lambda x: 1.0}
+NO_ARRAY = {
+    "a text": lambda x: "x",
+    "a list": lambda x: np.asarray(x).tolist(),
+    "a number": lambda x: 1.0,
+}
 SHAPES = {"one less dimension": lambda x: x[0], "one more dimension": lambda x: x[None, None]}
 BROADCASTS = {"one position": lambda x: x[:, :1] if x.ndim > 1 else x, "one row": lambda x: x[:1]}
 TEXT = {"complex": cast(complex)}
@@ -83,34 +90,62 @@ OF_NAME = {
     **_rows("where", "where lengths selected"),
     **_rows(
         "ids",
-        "ids targets group_ids sample_ids state_ids policy_versions nucleus_ids positions segment_ids rollout_ids",
+        "ids targets group_ids sample_ids state_ids policy_versions nucleus_ids positions"
+        " segment_ids rollout_ids",
     ),
     **_rows("ids", "tokens prompt_ids completion_ids state_ids"),
     **_rows("mask", "completion_mask prompt_mask attention_mask"),
     **_rows("floats", "loss_weights"),
     **_rows("statistic", "entropy"),
-    **_rows("states", "hidden head teacher_hidden teacher_head policy_hidden policy_head rollout_hidden rollout_head"),
+    **_rows(
+        "states",
+        "hidden head teacher_hidden teacher_head policy_hidden policy_head rollout_hidden"
+        " rollout_head",
+    ),
     **_rows("states", "logits kernel bias a b"),
-    **_rows("flag", "batch_normalize deterministic follow_mask keep_lone leave_one_out length_normalised scale_by_std"),
+    **_rows(
+        "flag",
+        "batch_normalize deterministic follow_mask keep_lone leave_one_out length_normalised"
+        " scale_by_std",
+    ),
     **_rows("flag", "shift_mean unbiased unified_mask whitened share_prefixes clip_by_sign dft"),
     **_rows(
-        "number", "tolerance at_least beta bound buffer centring clip clip_high clip_low coef decay desirable_weight"
+        "number",
+        "tolerance at_least beta bound buffer centring clip clip_high clip_low coef decay"
+        " desirable_weight",
     ),
     **_rows(
         "number",
-        "tolerance dual_clip epsilon eta f_norm factor gamma horizon huber_delta k_negative k_positive kl_coef",
+        "tolerance dual_clip epsilon eta f_norm factor gamma horizon huber_delta k_negative"
+        " k_positive kl_coef",
     ),
     **_rows(
-        "number", "label_smoothing lam lambda_negative lambda_positive length_alpha margin max_length most nll_coef"
+        "number",
+        "label_smoothing lam lambda_negative lambda_positive length_alpha margin max_length most"
+        " nll_coef",
     ),
-    **_rows("number", "opsm_delta pull ratio_cap reference_point reward samples scale share softcap step target"),
-    **_rows("number", "tau_negative tau_positive undesirable_weight value_lam veto z_loss low high limit"),
-    **_rows("number", "step_coef entropy_coef aggregation_norm temperature lora_scale gain alpha tau"),
     **_rows(
-        "count", "bins by columns seed depths first_id group_id rollout_id sample_id response_start top_k vocab_size"
+        "number",
+        "opsm_delta pull ratio_cap reference_point reward samples scale share softcap step target",
+    ),
+    **_rows(
+        "number",
+        "tau_negative tau_positive undesirable_weight value_lam veto z_loss low high limit",
+    ),
+    **_rows(
+        "number", "step_coef entropy_coef aggregation_norm temperature lora_scale gain alpha tau"
+    ),
+    **_rows(
+        "count",
+        "bins by columns seed depths first_id group_id rollout_id sample_id response_start top_k"
+        " vocab_size",
     ),
     **_rows("count", "batch_row_length"),
-    **_rows("count", "width memory row_length rows max_tokens num_segments mtp_depths choice version proximal_version"),
+    **_rows(
+        "count",
+        "width memory row_length rows max_tokens num_segments mtp_depths choice version"
+        " proximal_version",
+    ),
     **_rows("count", "update"),
     **_rows("ids", "cu_seqlens cu_seqlens_padded draft_ids d2t counts"),
     **_rows("count", "size block"),
@@ -118,17 +153,36 @@ OF_NAME = {
     **_rows("object", "quantized"),
     **_rows("choice", "aligned"),
     **_rows("count", "broken_rules"),
-    **_rows("choice", "aggregation clip_fraction compares divergence estimator gradient gradient_sum_dtype importance"),
-    **_rows("choice", "layout level logit_stats logits_dtype masked mean metric_aggregation name nll objective"),
-    **_rows("choice", "opsm_compares opsm_fraction outside place precision reduce rounded_to singletons statistic std"),
+    **_rows(
+        "choice",
+        "aggregation clip_fraction compares divergence estimator gradient gradient_sum_dtype"
+        " importance",
+    ),
+    **_rows(
+        "choice",
+        "layout level logit_stats logits_dtype masked mean metric_aggregation name nll objective",
+    ),
+    **_rows(
+        "choice",
+        "opsm_compares opsm_fraction outside place precision reduce rounded_to singletons"
+        " statistic std",
+    ),
     **_rows("choice", "tail truncated implementation link ranks ratio_to unusable dtype"),
     **_rows("choice", "policy denominators penalties system"),
     **_rows(
         "object",
-        "apply args batch chosen config first fn hidden_fn hidden_spec key loss loss_fn lora margins masks metrics",
+        "apply args batch chosen config first fn hidden_fn hidden_spec key loss loss_fn lora"
+        " margins masks metrics",
     ),
-    **_rows("object", "micro_batches mismatched module normalizer normalizers off_policy output parallel parts"),
-    **_rows("object", "prompts quantiles recorded rejected rejections rollout_hidden_spec spec stacked starts state"),
+    **_rows(
+        "object",
+        "micro_batches mismatched module normalizer normalizers off_policy output parallel parts",
+    ),
+    **_rows(
+        "object",
+        "prompts quantiles recorded rejected rejections rollout_hidden_spec spec stacked starts"
+        " state",
+    ),
     **_rows("list", "ends teacher_ends spans teacher_spans"),
     **_rows("own log-probs", "replayed_log_probs"),
     **_rows("ids", "own"),
@@ -139,15 +193,19 @@ OF_NAME = {
     **_rows("object", "extras positive negative losses numbers head_extras"),
     **_rows("object", "stats teacher_hidden_spec weights adapter_ids nucleus buckets total count"),
 }
-HELD = ("Head", "LoRA")  # their arrays may be traced or specs; functions check them, as the rows of `head` show
-CONSTRUCTORS = [f"RolloutBatch.from_{of}" for of in ("token_aligned", "target_aligned", "padded", "cu_seqlens")]
+# their arrays may be traced or specs; functions check them, as the rows of `head` show
+HELD = ("Head", "LoRA")
+CONSTRUCTORS = [
+    f"RolloutBatch.from_{of}" for of in ("token_aligned", "target_aligned", "padded", "cu_seqlens")
+]
 
 
 def arrays_of(name):
     return [x for x, value in arguments_of(name, SURFACE[name]).items() if hasattr(value, "dtype")]
 
 
-OF_FUNCTION = {  # where a name has another kind than elsewhere, or a value that means something there
+# where a name has another kind than elsewhere, or a value that means something there
+OF_FUNCTION = {
     **{(of, x): "held" for of in HELD for x in ("kernel", "bias", "lora", "a", "b")},
     **{("Metric", x): "held" for x in ("total", "count")},
     **{(of, x): "values checked by losses" for of in CONSTRUCTORS for x in arrays_of(of)},
@@ -174,14 +232,21 @@ OF_FUNCTION = {  # where a name has another kind than elsewhere, or a value that
     ("proximal_log_probs", "proximal_version"): "integer",
     **{("PolicyLossConfig", x): "object" for x in ("kl", "loss", "off_policy")},
     ("OffPolicyConfig", "weights"): "choice",
-    **{(of, x): "name" for of in ("TopKDistillation", "ScoreCentering") for x in ("ids", "log_probs")},
+    **{
+        (of, x): "name"
+        for of in ("TopKDistillation", "ScoreCentering")
+        for x in ("ids", "log_probs")
+    },
     ("TopKDistillation", "target_log_probs"): "name",
     **{("Part", x): "name" for x in ("mask", "weights")},
     ("Part", "equals"): "count",
     ("by_row", "which"): "name",
     ("tinker", "loss_fn"): "choice",
     ("tinker", "loss_fn_config"): "held",
-    **{(of, "samples"): "object" for of in ("drop_equal_groups", "mismatched_samples", "pack_nucleus_ids")},
+    **{
+        (of, "samples"): "object"
+        for of in ("drop_equal_groups", "mismatched_samples", "pack_nucleus_ids")
+    },
     **{(of, "samples"): "object" for of in ("micro_batches_of_pairs", "RolloutBatch.from_samples")},
     ("TokenTrees.from_samples", "samples"): "object",
     ("TokenTrees.from_samples", "micro_batches"): "count",
@@ -222,13 +287,18 @@ MAY_BE_NONE = ("flag", "number", "count", "choice", "object", "name")
 
 
 def spoilt(kind, x):
-    """The argument, wrong in each way of its kind. Of several arrays in a list or a dictionary each is."""
+    """The argument, wrong in each way of its kind.
+
+    Of several arrays in a list or a dictionary each is.
+    """
     if x is None and kind not in MAY_BE_NONE:
         return {}
     if kind in (*MAY_BE_NONE, "bound", "reward", "list", "held", "integer"):
         return {how: spoil(x) for how, spoil in WRONG[kind].items()}
     if isinstance(x, dict):
-        inside = {how: {name: spoil(of) for name, of in x.items()} for how, spoil in WRONG[kind].items()}
+        inside = {
+            how: {name: spoil(of) for name, of in x.items()} for how, spoil in WRONG[kind].items()
+        }
         return inside | {f"for {how}": spoil(x) for how, spoil in WRONG["object"].items()}
     if isinstance(x, list):
         return {how: [spoil(of) for of in x] for how, spoil in WRONG[kind].items()}
@@ -238,13 +308,21 @@ def spoilt(kind, x):
 
 
 def outcome(name, argument, function, given):
-    """None where the call raised an error that names the argument, or gave NaN; else what happened."""
+    """None where the call raised an error that names the argument, or gave NaN; else what
+    happened.
+    """
     try:
         found = function(**given)
     except (TypeError, ValueError) as error:
         lines = str(error)
-        named = re.search(r": got .*, expected", lines, re.DOTALL) and re.search(rf"\b{argument}\b", lines)
-        return None if named and type(error) in (TypeError, ValueError) else f"{type(error).__name__}: {lines[:200]}"
+        named = re.search(r": got .*, expected", lines, re.DOTALL) and re.search(
+            rf"\b{argument}\b", lines
+        )
+        return (
+            None
+            if named and type(error) in (TypeError, ValueError)
+            else f"{type(error).__name__}: {lines[:200]}"
+        )
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     if any(

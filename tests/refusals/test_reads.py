@@ -1,6 +1,8 @@
-"""What a public function reads of a batch, or of statistics, it reads as a loss does: by the kinds of `batch.reads`.
+"""What a public function reads of a batch, or of statistics, it reads as a loss does: by the kinds
+of `batch.reads`.
 
-Nothing here lists functions or arrays. A function is found by its signature; which arrays it reads, by a trace of it.
+Nothing here lists functions or arrays. A function is found by its signature; which arrays it reads,
+by a trace of it.
 """
 
 import dataclasses
@@ -35,13 +37,21 @@ WRONG |= {
 }
 ANY_VALUE = {  # arrays without a rule that a device can check, and why
     **dict.fromkeys(("tokens", "targets"), "a head knows the vocabulary"),
-    **dict.fromkeys(("positions", "policy_versions"), "integers, which `validate` compares on the host"),
-    **dict.fromkeys(("sample_ids", "group_ids", "rollout_ids", "parents"), "ids, which `validate` compares"),
+    **dict.fromkeys(
+        ("positions", "policy_versions"), "integers, which `validate` compares on the host"
+    ),
+    **dict.fromkeys(
+        ("sample_ids", "group_ids", "rollout_ids", "parents"), "ids, which `validate` compares"
+    ),
     "rewards": "NaN is no reward, and estimators take any number",
-    **dict.fromkeys(("top_log_probs", "top_ids", "ids", "id_log_probs"), "of K ids, see losses/test_poison"),
+    **dict.fromkeys(
+        ("top_log_probs", "top_ids", "ids", "id_log_probs"), "of K ids, see losses/test_poison"
+    ),
 }
 PASSED_ON = {  # where the same entries meet a rule later
-    **dict.fromkeys(("draft_targets", "shift_targets"), "a batch is made of a batch, which a loss reads"),
+    **dict.fromkeys(
+        ("draft_targets", "shift_targets"), "a batch is made of a batch, which a loss reads"
+    ),
     "Normalizer.of": "the loss of each micro-batch reads the same masks",
     "write_tokens": "it writes what explain_tokens found, and the batch as it is",
 }
@@ -68,10 +78,14 @@ TAKES = [
 
 
 def test_all_functions_of_a_batch_are_here():
-    """A public function that says in its signature that it takes a batch or statistics has a call with one."""
+    """A public function that says in its signature that it takes a batch or statistics has a
+    call with one.
+    """
     for name, function in SURFACE.items():
         annotations = getattr(function, "__annotations__", {})
-        says = {x for x, of in annotations.items() if of in ("RolloutBatch", "TokenStats")} - {"return"}
+        says = {x for x, of in annotations.items() if of in ("RolloutBatch", "TokenStats")} - {
+            "return"
+        }
         assert says <= {argument for of, argument in TAKES if of == name}, name
 
 
@@ -81,24 +95,38 @@ def arrays_of(x):
 
 
 def leaves(found):
-    """All arrays of a result. The count of capped log-probs tells the two apart that are equal otherwise."""
+    """All arrays of a result.
+
+    The count of capped log-probs tells the two apart that are equal otherwise.
+    """
     if isinstance(found, tuple) and isinstance(found[-1], dict):
-        found = *found[:-1], {name: x for name, x in found[-1].items() if "rollout_capped" not in name}
+        found = (
+            *found[:-1],
+            {name: x for name, x in found[-1].items() if "rollout_capped" not in name},
+        )
     held = getattr(found, "arrays", found)  # of explained tokens
     return [x for x in jax.tree.leaves(held) if hasattr(x, "dtype")]
 
 
 def is_loss(found):
     """Whether a result is that of a loss, whose rules tests/losses/test_poison checks."""
-    return isinstance(found, tuple) and isinstance(found[-1], dict) and any("broken_rules" in x for x in found[-1])
+    return (
+        isinstance(found, tuple)
+        and isinstance(found[-1], dict)
+        and any("broken_rules" in x for x in found[-1])
+    )
 
 
 def read_by(function, given, argument):
-    """The names of the arrays that the result depends on; those that change it if the function runs on the host."""
+    """The names of the arrays that the result depends on; those that change it if the function
+    runs on the host.
+    """
     held = arrays_of(given[argument])
 
     def call(arrays):
-        return leaves(function(**{**given, argument: dataclasses.replace(given[argument], **arrays)}))
+        return leaves(
+            function(**{**given, argument: dataclasses.replace(given[argument], **arrays)})
+        )
 
     try:
         traced = jax.make_jaxpr(call)(held).jaxpr
@@ -110,12 +138,18 @@ def read_by(function, given, argument):
 
 def changes(function, given, argument, array):
     """Whether a call without loss, or with other numbers, gives something else."""
-    other = {argument: dataclasses.replace(given[argument], **{array: 0 * getattr(given[argument], array)})}
+    other = {
+        argument: dataclasses.replace(
+            given[argument], **{array: 0 * getattr(given[argument], array)}
+        )
+    }
     try:
         found = leaves(function(**{**given, **other}))
     except (TypeError, ValueError):
         return True
-    return any((np.asarray(x) != y).any() for x, y in zip(leaves(function(**given)), found, strict=True))
+    return any(
+        (np.asarray(x) != y).any() for x, y in zip(leaves(function(**given)), found, strict=True)
+    )
 
 
 def outcome(function, given, argument, name, x):
@@ -125,8 +159,14 @@ def outcome(function, given, argument, name, x):
         found = function(**{**given, argument: changed})
     except (TypeError, ValueError) as error:
         words = rf"\b({argument}|{name})\b"
-        return None if re.search(words, str(error)) and ": got " in str(error) else f"{type(error).__name__}: {error}"
-    if any(jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x).all() for x in leaves(found)):
+        return (
+            None
+            if re.search(words, str(error)) and ": got " in str(error)
+            else f"{type(error).__name__}: {error}"
+        )
+    if any(
+        jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x).all() for x in leaves(found)
+    ):
         return None
     return f"passed: {str(found)[:80]}"
 

@@ -1,7 +1,9 @@
-"""Sessions that are strict: JAX's checks of promotion, of NaN, of old keys, and its other modes, by public function.
+"""Sessions that are strict: JAX's checks of promotion, of NaN, of old keys, and its other modes, by
+public function.
 
-tests/conftest.py sets JAX so that no test meets an implicit promotion of dtypes or ranks, or a key of integers.
-tests/support/public_calls.py has a call of every public function that computes; it runs under other modes here too.
+tests/conftest.py sets JAX so that no test meets an implicit promotion of dtypes or ranks, or a key
+of integers. tests/support/public_calls.py has a call of every public function that computes; it
+runs under other modes here too.
 """
 
 from __future__ import annotations
@@ -41,13 +43,21 @@ ON_THE_HOST = {
     "make_parallel_mesh",
     "pack_nucleus_ids",
 }
-ON_THE_HOST |= {"kto_reference_point", "micro_batches_of_pairs", "mismatched_samples", "samples_of_pairs"}
-OF_ROWS = {"pack", "redistribute", "scan_affine", "segment_sum", "shift_left", "unpack"}  # of jaxppo.sharding
+ON_THE_HOST |= {
+    "kto_reference_point",
+    "micro_batches_of_pairs",
+    "mismatched_samples",
+    "samples_of_pairs",
+}
+# of jaxppo.sharding
+OF_ROWS = {"pack", "redistribute", "scan_affine", "segment_sum", "shift_left", "unpack"}
 
 
 def test_the_session_is_strict():
     one = jnp.ones((2, 2))
-    with pytest.raises(jax.dtypes.TypePromotionError, match="no available implicit dtype promotion"):
+    with pytest.raises(
+        jax.dtypes.TypePromotionError, match="no available implicit dtype promotion"
+    ):
         one + jnp.ones((2, 2), jnp.bfloat16)
     with pytest.raises(ValueError, match="rank_promotion='raise'"):
         one + one[0]
@@ -58,13 +68,17 @@ def test_the_session_is_strict():
 def test_what_is_excused_is_there():
     for name, reason in EXCUSED.items():
         module, _, test = name.partition("::")
-        assert f"def {test or 'test_'}" in next(Path(__file__).parents[1].rglob(f"{module}.py")).read_text()
+        assert (
+            f"def {test or 'test_'}"
+            in next(Path(__file__).parents[1].rglob(f"{module}.py")).read_text()
+        )
         assert reason
 
 
 def test_every_public_function_has_a_call():
     there = {
-        f"RolloutBatch.from_{name}" for name in ("padded", "token_aligned", "target_aligned", "cu_seqlens")
+        f"RolloutBatch.from_{name}"
+        for name in ("padded", "token_aligned", "target_aligned", "cu_seqlens")
     } | OF_ROWS
     for module in MODULES:
         there |= {name for name in module.__all__ if inspect.isfunction(getattr(module, name))}
@@ -73,12 +87,15 @@ def test_every_public_function_has_a_call():
 
 
 BY_DAY = [("as made", MESH), ("narrow", None)]
-TURN = {name: BY_DAY[i % 2] for i, name in enumerate(CALLS)}  # by day each call takes one of the cases, in turns
+# by day each call takes one of the cases, in turns
+TURN = {name: BY_DAY[i % 2] for i, name in enumerate(CALLS)}
 
 
 @pytest.mark.parametrize(
     ("name", "dtypes", "mesh"),
-    sampled(itertools.product(CALLS, DTYPES, (None, MESH)), lambda _, case: case[1:] == TURN[case[0]]),
+    sampled(
+        itertools.product(CALLS, DTYPES, (None, MESH)), lambda _, case: case[1:] == TURN[case[0]]
+    ),
 )
 def test_of_promotion(name, dtypes, mesh):
     found = CALLS[name](given(mesh, dtypes))
@@ -92,7 +109,8 @@ MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 }
 
 
-# -0.0134 is -0.0289 and 0.0154, and the former a mean of terms near 1, of which f32 keeps 1.2e-7: it is off by 1.6e-7
+# -0.0134 is -0.0289 and 0.0154, and the former a mean of terms near 1, of which f32 keeps 1.2e-7:
+# it is off by 1.6e-7
 CANCELS = {"policy_loss of sapo": 2e-5}
 
 

@@ -17,7 +17,8 @@ from sharding.audit.results import Collective, Flops
 
 PARALLEL = make_parallel_mesh("dp=2,cp=2,tp=2")
 SPEC = P("dp", ("cp", "tp"))
-X = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=PARALLEL.sharding(SPEC))  # [8, 8] on a device: 256 bytes
+# [8, 8] on a device: 256 bytes
+X = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=PARALLEL.sharding(SPEC))
 
 
 def audited(fn, out_specs=SPEC, x=X):
@@ -34,8 +35,20 @@ def swap(x):
 
 COUNTED = {
     "psum": (lambda x: lax.psum(x, "dp"), P(None, ("cp", "tp")), "all-reduce", ("dp",), 256),
-    "psum over two axes": (lambda x: lax.psum(x, ("dp", "tp")), P(None, "cp"), "all-reduce", ("dp", "tp"), 256),
-    "psum over all": (lambda x: lax.psum(x, ("dp", "cp", "tp")), P(), "all-reduce", ("dp", "cp", "tp"), 256),
+    "psum over two axes": (
+        lambda x: lax.psum(x, ("dp", "tp")),
+        P(None, "cp"),
+        "all-reduce",
+        ("dp", "tp"),
+        256,
+    ),
+    "psum over all": (
+        lambda x: lax.psum(x, ("dp", "cp", "tp")),
+        P(),
+        "all-reduce",
+        ("dp", "cp", "tp"),
+        256,
+    ),
     "pmax": (lambda x: lax.pmax(x[0], "cp"), P(("dp", "tp")), "all-reduce", ("cp",), 32),
     "all_gather": (
         lambda x: lax.all_gather(x, "tp", axis=0, tiled=True),
@@ -44,9 +57,21 @@ COUNTED = {
         ("tp",),
         512,
     ),
-    "psum_scatter": (lambda x: scattered(x, "cp"), P(("dp", "cp"), "tp"), "reduce-scatter", ("cp",), 256),
+    "psum_scatter": (
+        lambda x: scattered(x, "cp"),
+        P(("dp", "cp"), "tp"),
+        "reduce-scatter",
+        ("cp",),
+        256,
+    ),
     "ppermute": (swap, SPEC, "collective-permute", ("tp",), 256),
-    "all_to_all": (lambda x: lax.all_to_all(x, "cp", 0, 1, tiled=True), SPEC, "all-to-all", ("cp",), 256),
+    "all_to_all": (
+        lambda x: lax.all_to_all(x, "cp", 0, 1, tiled=True),
+        SPEC,
+        "all-to-all",
+        ("cp",),
+        256,
+    ),
 }
 
 
@@ -61,10 +86,16 @@ def test_a_collective_in_a_loop():
     assert found.collectives == (Collective("collective-permute", ("tp",), 256, True),)
 
     def asked(x):
-        return lax.while_loop(lambda c: lax.psum(c.sum(), ("dp", "cp", "tp")) < 9, lambda c: c + 1, x)
+        return lax.while_loop(
+            lambda c: lax.psum(c.sum(), ("dp", "cp", "tp")) < 9, lambda c: c + 1, x
+        )
 
     assert audited(asked).collectives == (Collective("all-reduce", ("dp", "cp", "tp"), 4, True),)
-    nested = audited(lambda x: lax.fori_loop(0, 2, lambda i, c: lax.fori_loop(0, 2, lambda j, c: swap(c * c), c), x))
+    nested = audited(
+        lambda x: lax.fori_loop(
+            0, 2, lambda i, c: lax.fori_loop(0, 2, lambda j, c: swap(c * c), c), x
+        )
+    )
     assert nested.collectives == (Collective("collective-permute", ("tp",), 256, True),)
 
 
@@ -83,10 +114,14 @@ def test_several_collectives_and_none():
 
 
 def over_its_second_axis(shape, mesh):
-    """The axes of `mesh` that the audit names for a sum over an axis of another mesh with the same devices."""
+    """The axes of `mesh` that the audit names for a sum over an axis of another mesh with the
+    same devices.
+    """
     own = Mesh(mesh.devices.reshape(shape), ("a", "b"))
     x = jax.ShapeDtypeStruct((24, 24), jnp.float32, sharding=NamedSharding(own, P("a", "b")))
-    summed = jax.shard_map(lambda x: lax.psum(x, "b"), mesh=own, in_specs=P("a", "b"), out_specs=P("a"))
+    summed = jax.shard_map(
+        lambda x: lax.psum(x, "b"), mesh=own, in_specs=P("a", "b"), out_specs=P("a")
+    )
     return [c.axes for c in audit(summed, x, mesh=mesh).collectives]
 
 
@@ -105,7 +140,8 @@ def test_bytes_of_a_device():
 
 def test_it_reads_as_a_table():
     found = audited(
-        lambda x: lax.scan(lambda c, _: (swap(c), None), lax.psum(x @ x, "dp"), length=3)[0], P(None, ("cp", "tp"))
+        lambda x: lax.scan(lambda c, _: (swap(c), None), lax.psum(x @ x, "dp"), length=3)[0],
+        P(None, ("cp", "tp")),
     )
     text = str(found)
     assert text.startswith("temporaries ")
@@ -156,7 +192,9 @@ def one_device(fn):
 
 def in_one_loop(a):
     """The second value reads the first of the turn before, and not the other way round."""
-    return lax.while_loop(lambda c: c[2] < 6, lambda c: (c[0] @ a, c[0] + c[1] @ a, c[2] + 1), (a, a, 0))
+    return lax.while_loop(
+        lambda c: c[2] < 6, lambda c: (c[0] @ a, c[0] + c[1] @ a, c[2] + 1), (a, a, 0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,7 +214,11 @@ def in_one_loop(a):
         (lambda a: in_one_loop(a)[0], 6, 6),
         (lambda a: one_device(lambda a: (a @ a, lax.psum(a @ a, "one")))(a)[0], 1, 1),
         (lambda a: in_one_loop(a)[1], 12, 12),
-        (lambda a: lax.cond(a[0, 0] > 0, lambda a: (a @ a, a), lambda a: (a, a @ a @ a), a)[0], 0, 1),
+        (
+            lambda a: lax.cond(a[0, 0] > 0, lambda a: (a @ a, a), lambda a: (a, a @ a @ a), a)[0],
+            0,
+            1,
+        ),
         (lambda a: lax.cond(a[0, 0] > 0, turns(2), turns(6), a), 2, 6),
         (lambda a: lax.cond(a[0, 0] > 0, lambda a: a, turns(6), a), 0, 6),
         (rarely(lambda a: lax.cond(a[0, 0] > 0, turns(2), turns(6), a)), 2, 2),
@@ -209,7 +251,9 @@ def loop(stop, step=1, start=0):
 def of_state(stop, turn, first):
     """A loop over three integers with the given `turn` and `stop`, and a product a turn."""
     return lambda n: lax.while_loop(
-        lambda c: stop(*c[:3]), lambda c: (*turn(*c[:3]), c[3] @ c[3]), (*(n if x is None else x for x in first), A)
+        lambda c: stop(*c[:3]),
+        lambda c: (*turn(*c[:3]), c[3] @ c[3]),
+        (*(n if x is None else x for x in first), A),
     )[3]
 
 
@@ -251,10 +295,14 @@ def in_a_rule(n):
 def on_a_mesh(n):
     def run(a, b):
         return lax.while_loop(
-            lambda c: c[0] < b, lambda c: (c[0] + 1, c[1] @ c[1]), (lax.pcast(0, "dp", to="varying"), a)
+            lambda c: c[0] < b,
+            lambda c: (c[0] + 1, c[1] @ c[1]),
+            (lax.pcast(0, "dp", to="varying"), a),
         )[1]
 
-    return jax.shard_map(run, mesh=PARALLEL.mesh, in_specs=(P("dp"), P()), out_specs=P("dp"))(jnp.ones((8, 4)), 6)
+    return jax.shard_map(run, mesh=PARALLEL.mesh, in_specs=(P("dp"), P()), out_specs=P("dp"))(
+        jnp.ones((8, 4)), 6
+    )
 
 
 @pytest.mark.parametrize(
@@ -278,20 +326,36 @@ def on_a_mesh(n):
         (loop(lambda i, n: i < jnp.clip(n, 2, 6)), 2, 6),
         (loop(lambda i, n: i < jnp.where(n > 0, 4, 7)), 4, 7),
         (loop(lambda i, n: i < 9, step=jnp.int8(2), start=jnp.int8(0)), 5, 5),
-        (loop(lambda i, n: i < 127, step=jnp.int8(2), start=jnp.int8(0)), 64, INF),  # 126 + 2 is -128
-        (loop(lambda i, n: i.astype(jnp.int32) < 200, step=jnp.int8(1), start=jnp.int8(0)), INF, INF),
+        # 126 + 2 is -128
+        (loop(lambda i, n: i < 127, step=jnp.int8(2), start=jnp.int8(0)), 64, INF),
+        (
+            loop(lambda i, n: i.astype(jnp.int32) < 200, step=jnp.int8(1), start=jnp.int8(0)),
+            INF,
+            INF,
+        ),
         (loop(lambda i, n: i < 8.5, step=1.0, start=0.0), 0, INF),  # floats are not followed
         (loop(lambda i, n: i < 9, step=0), INF, INF),
-        # no plain counters, and a compiler simplifies the last two: unknown, but never too few turns
+        # no plain counters, and a compiler simplifies the last two: unknown, but never too few
+        # turns
         (loop(lambda i, n: (i < 9) | (i < 4)), 9, INF),
         (loop(lambda i, n: ~((i >= 9) | (n > 0))), 0, INF),
         (loop(lambda i, n: n * 0 + 9 > i), 0, INF),
         # bounds and steps that the loop carries or changes
         (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + s, b, s), (0, 9, 2)), 5, 5),
         (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + 1, b - 1, s), (0, 9, 0)), 5, 5),
-        (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + 1, b + 1, s), (0, 9, 0)), 2**31 - 9, INF),
+        (
+            of_state(lambda i, b, s: i < b, lambda i, b, s: (i + 1, b + 1, s), (0, 9, 0)),
+            2**31 - 9,
+            INF,
+        ),
         (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + 1, s, s), (0, 9, None)), 0, INF),
-        (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + 1, jnp.minimum(s, 7), s), (0, 9, None)), 0, 9),
+        (
+            of_state(
+                lambda i, b, s: i < b, lambda i, b, s: (i + 1, jnp.minimum(s, 7), s), (0, 9, None)
+            ),
+            0,
+            9,
+        ),
         (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + s, b, s), (0, 9, None)), 0, INF),
         (of_state(lambda i, b, s: i < 9, lambda i, b, s: (i + 1, b, s), (None, 0, 0)), 0, INF),
         (of_state(lambda i, b, s: i < 9, lambda i, b, s: (b, i + 1, s), (0, 0, 0)), 0, INF),
@@ -308,20 +372,30 @@ def on_a_mesh(n):
         (lambda n: jax.jit(loop(lambda i, m: i < m))(n), 0, INF),
         (in_a_rule, 6, 6),
         (on_a_mesh, 6, 6),
-        (lambda n: jax.vmap(lambda start: lax.fori_loop(start, 9, lambda i, a: a @ a, A))(jnp.arange(2)), 0, INF),
+        (
+            lambda n: jax.vmap(lambda start: lax.fori_loop(start, 9, lambda i, a: a @ a, A))(
+                jnp.arange(2)
+            ),
+            0,
+            INF,
+        ),
     ],
 )
 def test_flops_of_a_while(fn, low, high):
     assert count_flops(jax.make_jaxpr(fn)(N)) == Flops(low * PRODUCT, high * PRODUCT)
 
 
-@pytest.mark.parametrize(("stop", "low", "high"), [(lambda i, n: i < 9, 9, 9), (lambda i, n: (i < 9) & (i < n), 0, 9)])
+@pytest.mark.parametrize(
+    ("stop", "low", "high"), [(lambda i, n: i < 9, 9, 9), (lambda i, n: (i < 9) & (i < n), 0, 9)]
+)
 def test_a_product_in_a_condition_runs_once_more_than_the_body(stop, low, high):
     """Two products in the condition, one in the body."""
 
     def loop(n):
         return lax.while_loop(
-            lambda c: stop(c[0], n) & ((c[1] @ A @ A)[0, 0] < INF), lambda c: (c[0] + 1, c[1] @ A), FIRST
+            lambda c: stop(c[0], n) & ((c[1] @ A @ A)[0, 0] < INF),
+            lambda c: (c[0] + 1, c[1] @ A),
+            FIRST,
         )
 
     # The loop may end before its first turn, depending on what the products give.
@@ -340,7 +414,9 @@ def test_a_kernel_runs_in_each_step_of_its_grid():
         o_ref[...] = a_ref[...] @ a_ref[...]
 
     def call(a):
-        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(a.shape, a.dtype), grid=(3, 5))(a)
+        return pl.pallas_call(
+            kernel, out_shape=jax.ShapeDtypeStruct(a.shape, a.dtype), grid=(3, 5)
+        )(a)
 
     assert count_flops(jax.make_jaxpr(call)(A)) == Flops(15 * PRODUCT, 15 * PRODUCT)
 
@@ -356,7 +432,8 @@ def test_flops_of_ragged_products_and_convolutions():
     rows, kernels, sizes = jnp.ones((10, 3)), jnp.ones((2, 3, 7)), jnp.array([4, 6])
     assert count_flops(jax.make_jaxpr(lax.ragged_dot)(rows, kernels, sizes)).high == 2 * 10 * 3 * 7
     gradient = jax.grad(lambda k: lax.ragged_dot(rows, k, sizes).sum())
-    assert count_flops(jax.make_jaxpr(gradient)(kernels)).high == 2 * 10 * 3 * 7  # nobody reads the product itself
+    # nobody reads the product itself
+    assert count_flops(jax.make_jaxpr(gradient)(kernels)).high == 2 * 10 * 3 * 7
 
     def convolve(x, k):
         return lax.conv(x, k, (1, 1), "VALID")
@@ -369,7 +446,10 @@ def test_flops_of_batched_and_rectangular_products():
     def product(a, b):
         return jnp.einsum("bij,bkj->bik", a, b)
 
-    assert count_flops(jax.make_jaxpr(product)(jnp.ones((3, 4, 5)), jnp.ones((3, 7, 5)))).low == 2 * 3 * 4 * 5 * 7
+    assert (
+        count_flops(jax.make_jaxpr(product)(jnp.ones((3, 4, 5)), jnp.ones((3, 7, 5)))).low
+        == 2 * 3 * 4 * 5 * 7
+    )
 
 
 def test_flops_are_of_one_device():
@@ -380,13 +460,22 @@ def test_flops_are_of_one_device():
 def test_flops_of_loops_that_a_mask_ends_are_bounded():
     """On a mesh the bound of the loop is a constant with a pcast to varying."""
     # chunks of tokens meet all 1026 columns, 513 of them on a device
-    for parallel, tokens, columns, device in ((None, 64, 1026, "small"), (PARALLEL, 16, 513, "five")):
+    for parallel, tokens, columns, device in (
+        (None, 64, 1026, "small"),
+        (PARALLEL, 16, 513, "five"),
+    ):
         arrays = head_arrays(1026, with_where=True)
-        found = count_flops(jax.make_jaxpr(lambda a, p=parallel, d=device: call_head(p, a, device=d))(arrays))
+        found = count_flops(
+            jax.make_jaxpr(lambda a, p=parallel, d=device: call_head(p, a, device=d))(arrays)
+        )
         assert found.low == 0
         assert found.high == 2 * tokens * (12 + 1) * columns  # 12 features and a bias
         everything = {k: x for k, x in arrays.items() if k != "where"}
         assert (
-            count_flops(jax.make_jaxpr(lambda a, p=parallel, d=device: call_head(p, a, device=d))(everything)).low
+            count_flops(
+                jax.make_jaxpr(lambda a, p=parallel, d=device: call_head(p, a, device=d))(
+                    everything
+                )
+            ).low
             == found.high
         )

@@ -1,7 +1,7 @@
 """Logical axis rules to roles of mesh axes.
 
-`CUSTOM` restates rules of MaxText's src/maxtext/configs/custom_mesh_and_rule in August 2026 (commit e591f30).
-`logical_to_mesh_axes` of Flax, which MaxText calls, says what they mean.
+`CUSTOM` restates rules of MaxText's src/maxtext/configs/custom_mesh_and_rule in August 2026 (commit
+e591f30). `logical_to_mesh_axes` of Flax, which MaxText calls, says what they mean.
 """
 
 import jax
@@ -24,7 +24,11 @@ CUSTOM = {
             ["embed_vocab", ["fsdp", "context", "expert"]],
             ["activation_length", ["context"]],
         ],
-        {"data": ("data", "stage", "fsdp", "expert"), "context": ("context",), "fsdp": ("fsdp", "context", "expert")},
+        {
+            "data": ("data", "stage", "fsdp", "expert"),
+            "context": ("context",),
+            "fsdp": ("fsdp", "context", "expert"),
+        },
     ),
     "ep-as-cp": (
         ["data", "stage", "fsdp", "expert"],
@@ -67,7 +71,11 @@ CUSTOM = {
     ),
     "pure-fsdp": (
         ["fsdp"],
-        [["activation_batch", ["fsdp"]], ["activation_embed_and_logits_batch", ["fsdp"]], ["embed_vocab", ["fsdp"]]],
+        [
+            ["activation_batch", ["fsdp"]],
+            ["activation_embed_and_logits_batch", ["fsdp"]],
+            ["embed_vocab", ["fsdp"]],
+        ],
         {"data": ("fsdp",), "fsdp": ("fsdp",)},
     ),
 }
@@ -101,7 +109,9 @@ def test_specs_are_those_of_flax(sizes):
     parallel = ParallelMesh.from_rules(mesh, MAXTEXT)
 
     def expected(*names):
-        spec = linen.logical_to_mesh_axes(names, rules=[(name, tuple(np.ravel(axes))) for name, axes in MAXTEXT])
+        spec = linen.logical_to_mesh_axes(
+            names, rules=[(name, tuple(np.ravel(axes))) for name, axes in MAXTEXT]
+        )
         kept = [tuple(a for a in entry or () if mesh.shape[a] > 1) for entry in spec]
         return jax.NamedSharding(mesh, jax.P(*[entry or None for entry in kept]))
 
@@ -119,17 +129,24 @@ def test_custom_meshes_of_maxtext(name):
     for i in range(0, len(axes), 3):  # as many as 8 devices make
         sizes = dict.fromkeys(axes[i : i + 3], 2)
         found = roles(ParallelMesh.from_rules(mesh_of(axes, **sizes), rules))
-        assert found == {role: tuple(a for a in expected.get(role, ()) if a in sizes) for role in found}
+        assert found == {
+            role: tuple(a for a in expected.get(role, ()) if a in sizes) for role in found
+        }
 
 
 def test_numbers_on_such_a_mesh_are_those_of_one_device():
     mesh = mesh_of(AXES, fsdp=2, context=2, tensor_sequence=2)
     parallel = ParallelMesh.from_rules(mesh, MAXTEXT)
     hidden = jax.random.normal(jax.random.key(0), (4, 8, 8))
-    kernel, targets = jax.random.normal(jax.random.key(1), (8, 24)), jnp.arange(32).reshape(4, 8) % 24
+    kernel, targets = (
+        jax.random.normal(jax.random.key(1), (8, 24)),
+        jnp.arange(32).reshape(4, 8) % 24,
+    )
 
     def loss(hidden, kernel, targets, parallel=None):
-        return log_probs_from_hidden(hidden, Head(kernel), targets, parallel=parallel).log_probs.sum()
+        return log_probs_from_hidden(
+            hidden, Head(kernel), targets, parallel=parallel
+        ).log_probs.sum()
 
     expected = jax.value_and_grad(loss, 1)(hidden, kernel, targets)
     placed = jax.device_put(kernel, parallel.sharding(parallel.kernel_spec("hv")))
@@ -141,11 +158,19 @@ def test_numbers_on_such_a_mesh_are_those_of_one_device():
 
 def test_rules_of_flax_and_names_of_ones_own():
     mesh = mesh_of(("data", "seq", "model"), data=2, seq=2, model=2)
-    rules = [("batch", "data"), ("length", "seq"), ("vocab", "model"), ("embed", None), ("mlp", "model")]
+    rules = [
+        ("batch", "data"),
+        ("length", "seq"),
+        ("vocab", "model"),
+        ("embed", None),
+        ("mlp", "model"),
+    ]
     expected = {"data": ("data",), "context": ("seq",), "tensor": ("model",), "fsdp": ()}
     assert roles(ParallelMesh.from_rules(mesh, rules)) == expected
     mine = [("rows", "data"), ("places", "seq"), ("words", "model"), ("width", ("data",))]
-    named = ParallelMesh.from_rules(mesh, mine, batch="rows", length="places", vocab="words", embed="width")
+    named = ParallelMesh.from_rules(
+        mesh, mine, batch="rows", length="places", vocab="words", embed="width"
+    )
     assert roles(named) == expected | {"fsdp": ("data",)}
     assert named.kernel_spec("hv") == jax.P("data", "model")
     # a rule whose axis is taken by the other dimension gives way to a later one
@@ -159,13 +184,33 @@ def test_rules_of_flax_and_names_of_ones_own():
 @pytest.mark.parametrize(
     ("rules", "options", "message"),
     [
-        ([("rows", "data")], {}, r"rules: got names rows, expected one of activation_embed.*; pass batch="),
-        ([("batch", "data")], {"vocab": "words"}, r"vocab: got 'words', expected a name of the rules: batch"),
+        (
+            [("rows", "data")],
+            {},
+            r"rules: got names rows, expected one of activation_embed.*; pass batch=",
+        ),
+        (
+            [("batch", "data")],
+            {"vocab": "words"},
+            r"vocab: got 'words', expected a name of the rules: batch",
+        ),
         (["batch"], {}, r"rules: got 'batch', expected pairs"),
         ([("batch", 3.5)], {}, r"rules: got \('batch', 3.5\), expected names of mesh axes"),
-        ([("batch", ["data", 1])], {}, r"rules: got \('batch', \['data', 1\]\), expected names of mesh axes"),
-        ([("batch", "data"), ("vocab", "data")], {}, r"rules: got mesh axes 'data' for 'vocab' and for tokens"),
-        ([("batch", "data"), ("vocab", "model")], {}, r"mesh: got axes data=2, seq=2, model=2.*'seq' has none"),
+        (
+            [("batch", ["data", 1])],
+            {},
+            r"rules: got \('batch', \['data', 1\]\), expected names of mesh axes",
+        ),
+        (
+            [("batch", "data"), ("vocab", "data")],
+            {},
+            r"rules: got mesh axes 'data' for 'vocab' and for tokens",
+        ),
+        (
+            [("batch", "data"), ("vocab", "model")],
+            {},
+            r"mesh: got axes data=2, seq=2, model=2.*'seq' has none",
+        ),
         (
             [("batch", "data"), ("embed", "seq")],
             {"replicated": ("seq", "model")},
@@ -175,4 +220,6 @@ def test_rules_of_flax_and_names_of_ones_own():
 )
 def test_rules_that_do_not_fit_are_refused_by_name(rules, options, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        ParallelMesh.from_rules(mesh_of(("data", "seq", "model"), data=2, seq=2, model=2), rules, **options)
+        ParallelMesh.from_rules(
+            mesh_of(("data", "seq", "model"), data=2, seq=2, model=2), rules, **options
+        )

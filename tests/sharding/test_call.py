@@ -12,7 +12,15 @@ from jax.sharding import PartitionSpec as P
 from programs import compilations
 from token_sums import total
 
-from sharding import ParallelMesh, ShardAxes, make_parallel_mesh, shard_call, vary, vary_like, varying
+from sharding import (
+    ParallelMesh,
+    ShardAxes,
+    make_parallel_mesh,
+    shard_call,
+    vary,
+    vary_like,
+    varying,
+)
 from sharding.testing import assert_trees_close, factorings
 
 AUTO = (AxisType.Auto,) * 4
@@ -49,14 +57,20 @@ def test_none_stays_none_and_pytrees_pass():
 def test_inside_a_users_shard_map():
     axes = ShardAxes("dp", "cp", "tp")
     p = ParallelMesh(MESH)
-    mapped = jax.shard_map(lambda x: total(axes, x), mesh=MESH, in_specs=p.tokens_spec, out_specs=P())
+    mapped = jax.shard_map(
+        lambda x: total(axes, x), mesh=MESH, in_specs=p.tokens_spec, out_specs=P()
+    )
     assert jax.jit(mapped)(X) == X.sum()
 
 
 def test_check_vma_off_is_noticed():
     axes, p = ShardAxes("dp", "cp", "tp"), ParallelMesh(MESH)
-    mapped = jax.shard_map(lambda x: total(axes, x), mesh=MESH, in_specs=p.tokens_spec, out_specs=P(), check_vma=False)
-    with pytest.raises(ValueError, match="got check_vma=False over axis 'dp', expected check_vma=True"):
+    mapped = jax.shard_map(
+        lambda x: total(axes, x), mesh=MESH, in_specs=p.tokens_spec, out_specs=P(), check_vma=False
+    )
+    with pytest.raises(
+        ValueError, match="got check_vma=False over axis 'dp', expected check_vma=True"
+    ):
         jax.jit(mapped)(X)
 
 
@@ -66,7 +80,9 @@ def test_vmap_of_a_mesh_level_call(explicit):
     stacked = jnp.stack([X, 2 * X])
     np.testing.assert_array_equal(jax.vmap(lambda x: total(p, x))(stacked), [X.sum(), 2 * X.sum()])
     gradients = jax.jit(jax.vmap(jax.grad(lambda x: total(p, x) ** 2)))(stacked)
-    np.testing.assert_array_equal(gradients, np.broadcast_to(np.array([[[4032]], [[8064]]]), stacked.shape))
+    np.testing.assert_array_equal(
+        gradients, np.broadcast_to(np.array([[[4032]], [[8064]]]), stacked.shape)
+    )
 
 
 def powers(axes, power, x):
@@ -77,7 +93,9 @@ def test_a_second_eager_call_compiles_nothing():
     p = ParallelMesh(MESH)
 
     def run(power, x):
-        return shard_call("powers", powers, p, {"x": x}, lambda p: ([p.tokens_spec], P()), static=power)
+        return shard_call(
+            "powers", powers, p, {"x": x}, lambda p: ([p.tokens_spec], P()), static=power
+        )
 
     assert compilations(lambda: run(2, X)) > 0
     assert compilations(lambda: run(2, X)) == compilations(lambda: run(2, X)) == 0
@@ -132,8 +150,20 @@ def test_vmap_of_a_per_shard_call():
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((7, 8), r"x: got shape \(7, 8\) in total, expected dimension 0 to be a multiple of 2, .* \('dp',\)"),
-        ((8, 7), r"x: got shape \(8, 7\) in total, expected dimension 1 to be a multiple of 2, .* \('cp',\)"),
+        (
+            (7, 8),
+            (
+                r"x: got shape \(7, 8\) in total, expected dimension 0 to be a multiple of 2, .*"
+                r" \('dp',\)"
+            ),
+        ),
+        (
+            (8, 7),
+            (
+                r"x: got shape \(8, 7\) in total, expected dimension 1 to be a multiple of 2, .*"
+                r" \('cp',\)"
+            ),
+        ),
     ],
 )
 def test_dimensions_that_the_mesh_does_not_divide(shape, message):
@@ -143,14 +173,20 @@ def test_dimensions_that_the_mesh_does_not_divide(shape, message):
 
 def test_a_spec_with_an_axis_that_the_mesh_lacks():
     def call():
-        return shard_call("f", lambda axes, x: x, ParallelMesh(MESH), {"x": X}, lambda p: ([P("pp")], P("dp")))
+        return shard_call(
+            "f", lambda axes, x: x, ParallelMesh(MESH), {"x": X}, lambda p: ([P("pp")], P("dp"))
+        )
 
-    with pytest.raises(ValueError, match=r"x: got spec P\('pp',?\) in f, expected axes of the mesh"):
+    with pytest.raises(
+        ValueError, match=r"x: got spec P\('pp',?\) in f, expected axes of the mesh"
+    ):
         call()
 
 
 def test_something_else_as_parallel():
-    with pytest.raises(TypeError, match="parallel: got Mesh, expected ParallelMesh, ShardAxes or None"):
+    with pytest.raises(
+        TypeError, match="parallel: got Mesh, expected ParallelMesh, ShardAxes or None"
+    ):
         total(MESH, X)
 
 
@@ -175,10 +211,14 @@ def test_varying():
 
 
 def test_an_array_on_one_device_beside_a_mesh_is_named():
-    """As a parameter that was restored without a sharding. JAX named the library's own arguments."""
+    """As a parameter that was restored without a sharding.
+
+    JAX named the library's own arguments.
+    """
     mesh, one = make_parallel_mesh("dp=2,cp=2,tp=2"), jax.device_put(X, jax.devices()[3])
     with pytest.raises(
-        ValueError, match=r"^x: got an array on device 3 in total, expected all 8 devices of the mesh; "
+        ValueError,
+        match=r"^x: got an array on device 3 in total, expected all 8 devices of the mesh; ",
     ):
         total(mesh, one)
     assert total(mesh, X) == total(mesh, jax.device_put(X, mesh.sharding(P()))) == X.sum()

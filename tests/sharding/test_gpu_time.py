@@ -1,4 +1,6 @@
-"""The roofline of compiled GPU programs, against kernels whose bytes and products can be counted by hand."""
+"""The roofline of compiled GPU programs, against kernels whose bytes and products can be counted
+by hand.
+"""
 
 import dataclasses
 
@@ -26,7 +28,9 @@ def time_of(body, computations="", inputs=f"%x = {BIG} parameter(0)"):
 
 def spent(time):
     """The kinds of time that are not 0, in ms."""
-    return {k: round(v, 6) for k, v in dataclasses.asdict(time).items() if isinstance(v, float) and v}
+    return {
+        k: round(v, 6) for k, v in dataclasses.asdict(time).items() if isinstance(v, float) and v
+    }
 
 
 def test_bytes_of_a_kernel():
@@ -49,7 +53,9 @@ def product(dtype, attributes=""):
     fused = f"%gemm (p: {lhs}, q: {rhs}) -> bf16[{M},{N}] {{\n  {inside}"
     fused += f"  ROOT %d = bf16[{M},{N}]{{1,0}} dot(%p, %q), {dims}{attributes}\n}}\n"
     inputs = f"%a = {lhs} parameter(0)\n  %b = {rhs} parameter(1)"
-    return time_of(f"  %y = bf16[{M},{N}]{{1,0}} fusion(%a, %b), kind=kCustom, calls=%gemm\n", fused, inputs)
+    return time_of(
+        f"  %y = bf16[{M},{N}]{{1,0}} fusion(%a, %b), kind=kCustom, calls=%gemm\n", fused, inputs
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +71,8 @@ def test_a_librarys_product(config, ms):
     inputs = f"%a = f32[{M},{K}]{{1,0}} parameter(0)\n  %b = f32[{K},{N}]{{1,0}} parameter(1)"
     config = f'backend_config={{"operand_precision":["{config}","{config}"]}}'
     call = (
-        f'  %y = (f32[{M},{N}]{{1,0}}, s8[8]{{0}}) custom-call(%a, %b), custom_call_target="__cublas$gemm", {config}\n'
+        f"  %y = (f32[{M},{N}]{{1,0}}, s8[8]{{0}}) custom-call(%a, %b),"
+        f' custom_call_target="__cublas$gemm", {config}\n'
     )
     assert spent(time_of(call, inputs=inputs)) == {"products": ms}
 
@@ -111,9 +118,13 @@ def test_turns_whose_bound_comes_from_a_kernel_of_several_results():
     assert (found.least.elementwise, found.elementwise, found.unknown) == (0, 8, ())
 
 
-@pytest.mark.parametrize(("op", "ms"), [("all-reduce", 2 * 7 / 8), ("all-gather", 7 / 8), ("all-to-all", 7 / 8)])
+@pytest.mark.parametrize(
+    ("op", "ms"), [("all-reduce", 2 * 7 / 8), ("all-gather", 7 / 8), ("all-to-all", 7 / 8)]
+)
 def test_collectives_cross_a_switch(op, ms):
-    found = time_of(f"  %y = {BIG} {op}(%x), replica_groups={{{{0,1,2,3,4,5,6,7}}}}, to_apply=%add\n")
+    found = time_of(
+        f"  %y = {BIG} {op}(%x), replica_groups={{{{0,1,2,3,4,5,6,7}}}}, to_apply=%add\n"
+    )
     assert found.collectives == pytest.approx(ms, abs=0.01)
 
 

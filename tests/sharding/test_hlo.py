@@ -82,12 +82,23 @@ def test_a_module_is_read():
     module = parse(MODULE)
     assert module.entry == "main"
     assert module.devices == 8
-    assert [x.op for x in module.computations["add.1"].values()] == ["parameter", "parameter", "add"]
+    assert [x.op for x in module.computations["add.1"].values()] == [
+        "parameter",
+        "parameter",
+        "add",
+    ]
     sum_ = module.computations["add.1"]["sum"]
     assert (sum_.shape, sum_.operands, sum_.is_root) == ("f32[]", ("a", "b"), True)
     assert module.computations["inner.body"]["t.2"].op_name == "jit(f)/while"
     assert module.computations["main"]["ten"].inside == "10"
-    assert module.looped == {"inner.cond", "inner.body", "outer.cond", "outer.body", "wrapped", "add.1"}
+    assert module.looped == {
+        "inner.cond",
+        "inner.body",
+        "outer.cond",
+        "outer.body",
+        "wrapped",
+        "add.1",
+    }
 
 
 def test_the_turns_of_loops_in_it():
@@ -99,7 +110,9 @@ def test_the_turns_of_loops_in_it():
     assert inside.turns == (0, 6)
     four = values(module, body, around.body_args)["step"]
     assert (four.low, four.high) == (2, 2)
-    counted = loop(module, main["loop"], values(module, main, [None, values(module, main)["ten"]])).body_args
+    counted = loop(
+        module, main["loop"], values(module, main, [None, values(module, main)["ten"]])
+    ).body_args
     assert loop(module, body["loop.4"], values(module, body, counted)).turns == (6, 6)
 
 
@@ -113,7 +126,11 @@ def test_the_turns_of_loops_in_it():
         ("subtract(%i.4, %step)", "add(%i.4, %step)", (2**30 - 5, math.inf)),  # up to 2**31 - 1
         ("subtract(%i.4, %step)", "multiply(%i.4, %step)", (0, math.inf)),
         ("tuple(%down, %kept, %y.4, %step)", "tuple(%down, %kept, %y.4, %n.4)", (0, math.inf)),
-        ("ROOT %more = pred[] compare(%i.3, %zero)", "ROOT %more = pred[] custom-call(%i.3, %zero)", (0, math.inf)),
+        (
+            "ROOT %more = pred[] compare(%i.3, %zero)",
+            "ROOT %more = pred[] custom-call(%i.3, %zero)",
+            (0, math.inf),
+        ),
     ],
 )
 def test_turns_that_cannot_be_read_are_not_bounded(old, new, expected):
@@ -139,8 +156,14 @@ FOURS = ((0, 1, 2, 3), (4, 5, 6, 7))
         ("replica_groups=mesh['a'=2,'b'=4] {'a'}", PAIRS),
         ("replica_groups=mesh['a'=2,'b'=4] {'a','b'}", ((0, 1, 2, 3, 4, 5, 6, 7),)),
         ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}", ((0, 1, 4, 5), (2, 3, 6, 7))),
-        ("replica_groups=mesh['a'=2,'b'=4], device_ids=(0,2,4,6,1,3,5,7) {'b'}", ((0, 2, 4, 6), (1, 3, 5, 7))),
-        ("replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", ((0, 2, 4, 6), (1, 3, 5, 7))),
+        (
+            "replica_groups=mesh['a'=2,'b'=4], device_ids=(0,2,4,6,1,3,5,7) {'b'}",
+            ((0, 2, 4, 6), (1, 3, 5, 7)),
+        ),
+        (
+            "replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}",
+            ((0, 2, 4, 6), (1, 3, 5, 7)),
+        ),
         ("replica_groups=mesh['b'=8] {'b':(1)2}", PAIRS),
         ("replica_groups=mesh['b'=8] {'b':(4)2}", ((0, 1), (2, 3), (4, 5), (6, 7))),
         ("replica_groups=mesh['a'=2,'b'=4] {'a','b':(2)2}", ((0, 1, 4, 5), (2, 3, 6, 7))),
@@ -163,20 +186,32 @@ def test_the_groups_of_a_collective(written, groups):
         ("f32[2] reduce-scatter(%x)", "reduce-scatter", 32),
         ("(f32[2], f32[8]) all-gather-start(%x)", "all-gather", 32),
         ("((f32[2], s8[4]), (f32[8], s8[16]), u32[]) all-gather-start(%x)", "all-gather", 48),
-        ("(f32[8]{0}, f32[8]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x)", "collective-permute", 32),
+        (
+            "(f32[8]{0}, f32[8]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x)",
+            "collective-permute",
+            32,
+        ),
         ("pred[8] all-to-all(%x)", "all-to-all", 8),
         ("f8e4m3fn[8] ragged-all-to-all(%x)", "ragged-all-to-all", 8),
     ],
 )
 def test_the_bytes_of_a_collective(line, op, size):
-    module = parse(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n  ROOT %y = {line}, replica_groups={{{{0,1,2,3}}}}\n}}")
+    module = parse(
+        f"ENTRY %main (x: f32[8]) -> f32[8] {{\n  ROOT %y = {line},"
+        " replica_groups={{0,1,2,3}}\n}"
+    )
     found = transfer(module, "main", module.computations["main"]["y"])
     assert (found.op, found.bytes) == (op, size)
 
 
 def test_only_collectives_are_transfers():
     module = parse(MODULE)
-    found = [name for name, c in module.computations.items() for x in c.values() if transfer(module, name, x)]
+    found = [
+        name
+        for name, c in module.computations.items()
+        for x in c.values()
+        if transfer(module, name, x)
+    ]
     assert found == ["inner.body"]
 
 
@@ -187,4 +222,7 @@ def test_shapes():
     assert shape_bytes("f32[<=8]") == 32
     assert shape_bytes("token[]") == 0
     assert shape_bytes("(f32[2]{0:S(1)}, f32[3]{0:T(128)S(0)}, f32[4])", in_hbm=True) == 28
-    assert parts("((f32[2,3], s32[]), /*index=1*/u32[]{:S(2)})") == ["(f32[2,3], s32[])", " /*index=1*/u32[]{:S(2)}"]
+    assert parts("((f32[2,3], s32[]), /*index=1*/u32[]{:S(2)})") == [
+        "(f32[2,3], s32[])",
+        " /*index=1*/u32[]{:S(2)}",
+    ]

@@ -1,4 +1,6 @@
-"""The name of JAX that is not public is used in one place, and works in this JAX; at night in the newest, too."""
+"""The name of JAX that is not public is used in one place, and works in this JAX; at night in
+the newest, too.
+"""
 
 import re
 import socket
@@ -35,7 +37,10 @@ def test_internals_of_jax_are_used_in_one_place():
         for name in ("jaxppo", "sharding", "examples", "benchmarks", "tests")
         for path in ROOT.glob(f"{name}/**/*.py")
     ]
-    assert {path.name for path in files if uses.search(path.read_text())} <= {"jax_internals.py", Path(__file__).name}
+    assert {path.name for path in files if uses.search(path.read_text())} <= {
+        "jax_internals.py",
+        Path(__file__).name,
+    }
 
 
 def test_the_coordinator_answers():
@@ -43,14 +48,21 @@ def test_the_coordinator_answers():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    done = subprocess.run([sys.executable, "-c", ALONE.format(port=port)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE.format(port=port)], capture_output=True, text=True
+    )
     assert done.stdout == "fine\n", done.stderr[-2000:]
 
 
 def test_a_jax_without_it_is_named(monkeypatch):
     from jax._src import distributed
 
-    for state, missing in ((object(), "jax._src.distributed"), (type("State", (), {"client": object()}), "key_value_")):
+    for state, missing in (
+        (object(), "jax._src.distributed"),
+        (type("State", (), {"client": object()}), "key_value_"),
+    ):
         monkeypatch.setattr(distributed, "global_state", state)
-        with pytest.raises(RuntimeError, match=rf"jax: got version {jax.__version__} without {missing}"):
+        with pytest.raises(
+            RuntimeError, match=rf"jax: got version {jax.__version__} without {missing}"
+        ):
             jax_internals.coordinator()

@@ -1,4 +1,6 @@
-"""Rows in every context layout: the layouts themselves, moving between them, shifts and scans across shards."""
+"""Rows in every context layout: the layouts themselves, moving between them, shifts and scans
+across shards.
+"""
 
 import functools
 import itertools
@@ -27,11 +29,14 @@ from sharding.axes import LAYOUTS
 from sharding.testing import assert_trees_close
 
 R, T, S = 4, 64, 3
-LENGTHS = np.array([[16, 13, 0], [0, 0, 0], [64, 0, 0], [1, 20, 7]])  # a full row, an empty one, short chunks
+# a full row, an empty one, short chunks
+LENGTHS = np.array([[16, 13, 0], [0, 0, 0], [64, 0, 0], [1, 20, 7]])
 MESHES = ["dp=2,cp=4,tp=1", "dp=1,cp=8,tp=1", "dp=2,cp=2,tp=2"]
 ANYWHERE = [(MESHES[0], layout) for layout in LAYOUTS] + [("dp=1,cp=8,tp=1", "zigzag_per_segment")]
 EVERYWHERE = [case for case in itertools.product(MESHES, LAYOUTS) if case not in ANYWHERE]
-TABLE = [pytest.param(*c) for c in ANYWHERE] + [pytest.param(*c, marks=pytest.mark.nightly) for c in EVERYWHERE]
+TABLE = [pytest.param(*c) for c in ANYWHERE] + [
+    pytest.param(*c, marks=pytest.mark.nightly) for c in EVERYWHERE
+]
 
 
 def order(layout, shards):
@@ -57,7 +62,9 @@ def logical_segments(shards):
 
 
 def collectives(parallel, fn, *args):
-    """(operation, 4-byte elements that a device gets) of each collective, all of them over the context axis."""
+    """(operation, 4-byte elements that a device gets) of each collective, all of them over the
+    context axis.
+    """
     found = audit(fn, *args, mesh=parallel.mesh).collectives
     assert all(c.axes == parallel.context and not c.in_loop for c in found)
     return sorted((c.op, c.bytes // 4) for c in found)
@@ -77,14 +84,19 @@ def test_layouts_are_as_pictured():
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 8])
 def test_layouts_are_permutations(layout, shards):
     lengths = np.array([[0, 5, 48 - 24], [48, 0, 0]]) if layout == "zigzag_per_segment" else None
-    held, places = logical_positions(layout, 48, shards, lengths), physical_places(layout, 48, shards, lengths)
+    held, places = (
+        logical_positions(layout, 48, shards, lengths),
+        physical_places(layout, 48, shards, lengths),
+    )
     np.testing.assert_array_equal(np.argsort(held, axis=-1), places)
     if shards == 1:
         np.testing.assert_array_equal(held.reshape(-1, 48)[0], np.arange(48))
 
 
 def test_zigzag_balances_causal_attention():
-    """Every shard attends to as many earlier positions, in each sequence too; contiguous shards do not."""
+    """Every shard attends to as many earlier positions, in each sequence too; contiguous shards
+    do not.
+    """
 
     def work(held):
         return held.reshape(4, -1).sum(axis=1)
@@ -116,7 +128,9 @@ def test_redistribute_is_exact_for_every_dtype(mesh, layout):
     def there_and_back(x, ids):
         moved = {other: redistribute(x, parallel, layout, other, ids, S) for other in others}
         moved_ids = {other: redistribute(ids, parallel, layout, other, ids, S) for other in others}
-        return moved, {o: redistribute(moved[o], parallel, o, layout, moved_ids[o], S) for o in others}
+        return moved, {
+            o: redistribute(moved[o], parallel, o, layout, moved_ids[o], S) for o in others
+        }
 
     x = jax.tree.map(lambda leaf: physical(leaf, layout, shards), tree)
     moved, back = there_and_back(x, physical(ids, layout, shards))
@@ -129,7 +143,8 @@ def test_redistribute_is_exact_for_every_dtype(mesh, layout):
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [("contiguous", "zigzag"), ("zigzag", "striped"), ("striped", "zigzag_per_segment")]
+    ("source", "target"),
+    [("contiguous", "zigzag"), ("zigzag", "striped"), ("striped", "zigzag_per_segment")],
 )
 def test_transpose_of_redistribute_is_exact(source, target):
     """<A x, y> = <x, A' y> bit for bit on integers in f32, and derivatives of both modes."""
@@ -182,23 +197,35 @@ def serial_shift(x, ids, by, fill):
 
 @pytest.mark.parametrize(("mesh", "layout"), TABLE)
 def test_shift_left(mesh, layout):
-    """By 0, 1, a few, more than a shard's part of a row, and more than a row; with and without segments."""
+    """By 0, 1, a few, more than a shard's part of a row, and more than a row; with and without
+    segments.
+    """
     parallel = make_parallel_mesh(mesh, context_layout=layout)
     shards = parallel.context_size
     ids, rng = logical_segments(shards), np.random.default_rng(2)
-    tree = {"i": rng.integers(0, 99, size=(R, T)), "b": rng.integers(0, 2, size=(R, T, 2)).astype(bool), "none": None}
+    tree = {
+        "i": rng.integers(0, 99, size=(R, T)),
+        "b": rng.integers(0, 2, size=(R, T, 2)).astype(bool),
+        "none": None,
+    }
     shifts = (0, 1, 3, 14, 2**40)
 
     @jax.jit
     def shifted(x, ids):
-        whole = [] if layout == "zigzag_per_segment" else [shift_left(x["i"], parallel, by, -1) for by in shifts]
+        whole = (
+            []
+            if layout == "zigzag_per_segment"
+            else [shift_left(x["i"], parallel, by, -1) for by in shifts]
+        )
         return [shift_left(x, parallel, by, 1, ids, S) for by in shifts], whole
 
     x = jax.tree.map(lambda leaf: physical(leaf, layout, shards), tree)
     with_segments, whole = shifted(x, physical(ids, layout, shards))
     for by, got in zip(shifts, with_segments, strict=True):
         for name in ("i", "b"):
-            np.testing.assert_array_equal(got[name], physical(serial_shift(tree[name], ids, by, 1), layout, shards))
+            np.testing.assert_array_equal(
+                got[name], physical(serial_shift(tree[name], ids, by, 1), layout, shards)
+            )
         assert got["none"] is None
     for by, got in zip(shifts, whole, strict=False):
         expected = serial_shift(tree["i"], np.ones((R, T)), by, -1)
@@ -227,10 +254,14 @@ def test_transpose_of_shift_left(layout):
     ("striped", [("all-to-all", T // 4)] * 3 + [("collective-permute", 3)] * 2),
 ])  # fmt: skip
 def test_what_a_shift_by_3_moves(layout, expected):
-    """Sizes for x and for the segment ids, for one row: 3 positions each, 2 * 3, 2 * S * 3 (x only), and the shard."""
+    """Sizes for x and for the segment ids, for one row: 3 positions each, 2 * 3, 2 * S * 3 (x
+    only), and the shard.
+    """
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     x, ids = jnp.ones((2, T)), jnp.ones((2, T), jnp.int32)
-    assert collectives(parallel, lambda x, ids: shift_left(x, parallel, 3, 0, ids, S), x, ids) == sorted(expected)
+    assert collectives(
+        parallel, lambda x, ids: shift_left(x, parallel, 3, 0, ids, S), x, ids
+    ) == sorted(expected)
 
 
 def serial_scan(a, b, ids, reverse):
@@ -277,14 +308,18 @@ def test_scan_affine_is_the_serial_loop(mesh, layout):
             (halved, serial_scan(half, b, ids, reverse)),
         ):
             if y is not None:
-                np.testing.assert_allclose(y, physical(expected, layout, shards), rtol=1e-12, atol=1e-12)
+                np.testing.assert_allclose(
+                    y, physical(expected, layout, shards), rtol=1e-12, atol=1e-12
+                )
 
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reverse", [True, False])
 def test_gradient_of_scan_affine(layout, reverse):
-    """Equal to one device's and to the serial loop's, the scan of the weights the other way; a is 0 here and there."""
+    """Equal to one device's and to the serial loop's, the scan of the weights the other way; a
+    is 0 here and there.
+    """
     shards = 4
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     ids, rng = logical_segments(shards), np.random.default_rng(5)
@@ -299,17 +334,22 @@ def test_gradient_of_scan_affine(layout, reverse):
     got = jax.jit(lambda *xs: gradient(*xs, parallel))(*there)
     one = jax.jit(lambda *xs: gradient(*xs, None))(a, b, weight, ids)
     y, before_a = serial_scan(a, b, ids, reverse), np.roll(a, 1 if reverse else -1, axis=1)
-    of_b = serial_scan(before_a, weight, ids, not reverse)  # b_t gets w_t and, through y_t, a_(t-1) of b_(t-1)'s
+    # b_t gets w_t and, through y_t, a_(t-1) of b_(t-1)'s
+    of_b = serial_scan(before_a, weight, ids, not reverse)
     way = np.s_[:, :: 1 if reverse else -1]
     of_a = of_b * serial_shift(y[way], ids[way], 1, 0)[way]
     chex.assert_trees_all_close(one, (of_a, of_b), rtol=1e-4, atol=1e-5)
-    chex.assert_trees_all_close(got, tuple(physical(x, layout, shards) for x in (of_a, of_b)), rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(
+        got, tuple(physical(x, layout, shards) for x in (of_a, of_b)), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.every(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_second_derivatives(layout):
-    """A scan and a move in one function: the gradient of its gradient's square is that of one device."""
+    """A scan and a move in one function: the gradient of its gradient's square is that of one
+    device.
+    """
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     ids, rng = logical_segments(4), np.random.default_rng(7)
     a, b = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(2, R, T)) / 2)
@@ -323,7 +363,9 @@ def test_second_derivatives(layout):
     second = jax.grad(penalty, argnums=(0, 1))
     expected = jax.jit(lambda *xs: second(*xs, None))(a, b, ids)
     got = jax.jit(lambda *xs: second(*xs, parallel))(*(physical(x, layout, 4) for x in (a, b, ids)))
-    assert_trees_close(got, jax.tree.map(lambda x: physical(x, layout, 4), expected), rtol=1e-4, atol=1e-5)
+    assert_trees_close(
+        got, jax.tree.map(lambda x: physical(x, layout, 4), expected), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.every(2)
@@ -334,26 +376,32 @@ def test_second_derivatives(layout):
     ("striped", [("all-gather", 4 * 4)] + [("all-to-all", T // 4)] * 4),
 ])  # fmt: skip
 def test_what_a_scan_moves(layout, expected):
-    """For one row, from each of 4 shards: a pair a piece and the ids at its ends; pairs only for each segment."""
+    """For one row, from each of 4 shards: a pair a piece and the ids at its ends; pairs only for
+    each segment.
+    """
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     x, ids = jnp.ones((2, T)), jnp.ones((2, T), jnp.int32)
-    assert collectives(parallel, lambda a, b, ids: scan_affine(a, b, parallel, True, ids, S), x, x, ids) == sorted(
-        expected
-    )
+    assert collectives(
+        parallel, lambda a, b, ids: scan_affine(a, b, parallel, True, ids, S), x, x, ids
+    ) == sorted(expected)
     if layout in ("contiguous", "zigzag"):
         pairs = [("all-gather", 4 * 2 * (2 if layout == "zigzag" else 1))]
         assert collectives(parallel, lambda a, b: scan_affine(a, b, parallel), x, x) == pairs
 
 
-OF_TWO_AXES = [(context, layout) for context in (("fast", "slow"), ("slow", "fast")) for layout in LAYOUTS]
+OF_TWO_AXES = [
+    (context, layout) for context in (("fast", "slow"), ("slow", "fast")) for layout in LAYOUTS
+]
 
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize(("context", "layout"), OF_TWO_AXES)
 def test_context_over_two_axes_explicit_and_inside_shard_map(context, layout):
-    """A context axis made of two mesh axes in either order, Explicit ones, and ShardAxes inside a shard_map.
+    """A context axis made of two mesh axes in either order, Explicit ones, and ShardAxes inside a
+    shard_map.
 
-    JAX's permutations count devices in the order of the mesh: in the other order a shift brought other tokens' values.
+    JAX's permutations count devices in the order of the mesh: in the other order a shift brought
+    other tokens' values.
     """
     mesh = jax.make_mesh((2, 2, 2), ("rows", "slow", "fast"))
     ids, x = logical_segments(4), np.random.default_rng(6).normal(size=(R, T)).astype(np.float32)
@@ -372,7 +420,9 @@ def test_context_over_two_axes_explicit_and_inside_shard_map(context, layout):
     got = jax.jit(lambda *xs: everything(parallel, *xs))(*there)
     axes = ShardAxes(data="rows", context=context, context_layout=layout)
     spec = parallel.tokens_spec
-    inside = jax.shard_map(lambda *xs: everything(axes, *xs), mesh=mesh, in_specs=spec, out_specs=spec)
+    inside = jax.shard_map(
+        lambda *xs: everything(axes, *xs), mesh=mesh, in_specs=spec, out_specs=spec
+    )
     placed = [jax.device_put(y, parallel.sharding(spec)) for y in there]
     chex.assert_trees_all_equal(got, jax.jit(inside)(*placed))
     np.testing.assert_array_equal(got[1], physical(serial_shift(x, ids, 2, 0), layout, 4))

@@ -32,7 +32,9 @@ def test_axes_of_size_one_vanish():
     assert (p.data, p.context, p.tensor) == (("dp",), (), ())
     assert p.tokens_spec == P("dp", None)
     assert p.kernel_spec() == P(None, None)
-    assert make_parallel_mesh("dp=1,cp=1,tp=1", devices=jax.devices()[:1]).hidden_spec == P(None, None, None)
+    assert make_parallel_mesh("dp=1,cp=1,tp=1", devices=jax.devices()[:1]).hidden_spec == P(
+        None, None, None
+    )
 
 
 def test_roles_by_convention():
@@ -58,7 +60,8 @@ def test_one_axis_may_shard_positions_and_a_kernel():
 def test_an_axis_without_a_role_is_an_error():
     mesh = jax.make_mesh((2, 2, 2), ("dp", "expert", "tp"), AUTO[:3])
     message = (
-        r"mesh: got axes dp=2, expert=2, tp=2, expected a role for each; 'expert' has none.*replicated=\('expert',\)"
+        r"mesh: got axes dp=2, expert=2, tp=2, expected a role for each; 'expert' has"
+        r" none.*replicated=\('expert',\)"
     )
     with pytest.raises(ValueError, match=message):
         ParallelMesh(mesh)
@@ -68,7 +71,9 @@ def test_an_axis_without_a_role_is_an_error():
 
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_a_sum_over_devices_needs_to_know_the_axes(check_vma):
-    """The axes of a shard_map around a per-shard call, where its arrays differ along them, or may."""
+    """The axes of a shard_map around a per-shard call, where its arrays differ along them, or
+    may.
+    """
 
     def inside(axes, x):
         axes.check_complete("the mean", x)
@@ -76,10 +81,17 @@ def test_a_sum_over_devices_needs_to_know_the_axes(check_vma):
 
     def run(axes):
         return jax.shard_map(
-            lambda x: inside(axes, x), mesh=MESH, in_specs=P("dp"), out_specs=P("dp"), check_vma=check_vma
+            lambda x: inside(axes, x),
+            mesh=MESH,
+            in_specs=P("dp"),
+            out_specs=P("dp"),
+            check_vma=check_vma,
         )(X)
 
-    with pytest.raises(ValueError, match=r"parallel: got no role for mesh axis 'dp' .* the mean would be that of one"):
+    with pytest.raises(
+        ValueError,
+        match=r"parallel: got no role for mesh axis 'dp' .* the mean would be that of one",
+    ):
         run(ShardAxes())
     if check_vma:
         run(ShardAxes(data="dp"))
@@ -141,13 +153,22 @@ MESH = jax.make_mesh((2, 2, 2), ("dp", "cp", "tp"), AUTO[:3])
 @pytest.mark.parametrize(
     ("roles", "message"),
     [
-        ({"data": "batch"}, r"data: got axis 'batch', expected one of the mesh's axes \('dp', 'cp', 'tp'\)"),
+        (
+            {"data": "batch"},
+            r"data: got axis 'batch', expected one of the mesh's axes \('dp', 'cp', 'tp'\)",
+        ),
         ({"fsdp": "fsdp"}, "fsdp: got axis 'fsdp', expected one of"),
         ({"tensor": ("tp", "tq")}, "tensor: got axis 'tq', expected one of"),
-        ({"context": "tp", "tensor": "tp"}, "data, context, tensor, replicated: got .* expected no axis in two roles"),
+        (
+            {"context": "tp", "tensor": "tp"},
+            "data, context, tensor, replicated: got .* expected no axis in two roles",
+        ),
         ({"data": "dp", "replicated": "dp"}, "expected no axis in two roles"),
         ({"fsdp": "tp"}, "expected no axis in two roles"),
-        ({"context_layout": "spiral"}, "context_layout: got 'spiral', expected one of contiguous, zigzag"),
+        (
+            {"context_layout": "spiral"},
+            "context_layout: got 'spiral', expected one of contiguous, zigzag",
+        ),
     ],
 )
 def test_roles_that_cannot_be(roles, message):
@@ -159,7 +180,8 @@ def test_shard_axes_that_cannot_be():
     with pytest.raises(ValueError, match="expected no axis in two roles"):
         ShardAxes(data="a", tensor="a")
     with pytest.raises(
-        ValueError, match=r"fsdp: got \('f',\), expected a subset of the data and context axes \('a',\)"
+        ValueError,
+        match=r"fsdp: got \('f',\), expected a subset of the data and context axes \('a',\)",
     ):
         ShardAxes(data="a", fsdp="f")
     with pytest.raises(ValueError, match="context_layout: got 'x', expected one of"):
@@ -180,7 +202,10 @@ def test_shard_axes_that_cannot_be():
         ("dp=2,dp=4", "mesh: got 'dp=4' in 'dp=2,dp=4'"),
         (
             "pp=8",
-            "mesh: got axis 'pp', expected one of dp, data, replica, cp, context, sequence, sp, tp, tensor, model, f",
+            (
+                "mesh: got axis 'pp', expected one of dp, data, replica, cp, context, sequence, sp,"
+                " tp, tensor, model, f"
+            ),
         ),
     ],
 )

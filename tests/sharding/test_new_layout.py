@@ -1,4 +1,7 @@
-"""A user's context layout: a name and two formulas. Once it is registered, everything works with it."""
+"""A user's context layout: a name and two formulas.
+
+Once it is registered, everything works with it.
+"""
 
 import ast
 import functools
@@ -57,7 +60,9 @@ class ContiguousPerSegment(Layout):
     def place_of(self, positions, row):
         start, size = (row.at(positions, x) for x in (row.ends - row.sizes, row.sizes))
         run = size // row.shards
-        return (positions - start) // run * row.local + start // row.shards + (positions - start) % run
+        return (
+            (positions - start) // run * row.local + start // row.shards + (positions - start) % run
+        )
 
 
 @pytest.fixture(params=[ReversedStripes, ContiguousPerSegment])
@@ -91,15 +96,21 @@ def test_redistribute(layout, other):
     def move(x):
         return redistribute(x, parallel, layout, other, here(ids), S)
 
-    moved, pull = jax.jit(lambda x, y: (move(x), jax.linear_transpose(move, x)(y)[0]))(here(x), there(y))
+    moved, pull = jax.jit(lambda x, y: (move(x), jax.linear_transpose(move, x)(y)[0]))(
+        here(x), there(y)
+    )
     np.testing.assert_array_equal(moved, there(x))
     np.testing.assert_array_equal(pull, here(y))
-    np.testing.assert_array_equal(redistribute(moved, parallel, other, layout, there(ids), S), here(x))
+    np.testing.assert_array_equal(
+        redistribute(moved, parallel, other, layout, there(ids), S), here(x)
+    )
 
 
 def brought_to(name, lengths, x):
     """From logical order."""
-    return np.take_along_axis(x, np.broadcast_to(logical_positions(name, T, C, lengths), x.shape), axis=1)
+    return np.take_along_axis(
+        x, np.broadcast_to(logical_positions(name, T, C, lengths), x.shape), axis=1
+    )
 
 
 @pytest.mark.every(3)
@@ -128,9 +139,14 @@ def test_shifts_and_scans(layout, reverse):
 
 
 def test_bad_input(layout):
-    with pytest.raises(TypeError, match=r"layout: got <class .*ReversedStripes'>, expected an instance"):
+    with pytest.raises(
+        TypeError, match=r"layout: got <class .*ReversedStripes'>, expected an instance"
+    ):
         register_layout(ReversedStripes)
-    with pytest.raises(ValueError, match=f"layout: got the name {layout!r}, expected another than contiguous, zigzag"):
+    with pytest.raises(
+        ValueError,
+        match=f"layout: got the name {layout!r}, expected another than contiguous, zigzag",
+    ):
         register_layout(LAYOUTS[layout])
     with pytest.raises(ValueError, match=f"target: got 'ring', expected one of .*, {layout}"):
         redistribute(jnp.ones((1, T)), None, layout, "ring")

@@ -1,4 +1,6 @@
-"""A NaN or an infinity in one packed sequence reaches the results of that sequence that depend on it, and no others."""
+"""A NaN or an infinity in one packed sequence reaches the results of that sequence that depend
+on it, and no others.
+"""
 
 import chex
 import jax
@@ -22,19 +24,32 @@ from sharding import (
 LAYOUTS = ["contiguous", "zigzag", "zigzag_per_segment", "striped"]
 R, T, S = 2, 64, 3
 LENGTHS = np.array([[16, 13, 5], [1, 40, 0]])  # one ends where a shard does, 40 spans several
-CASES = [(shards, layout) for shards in (1, 2, 4, 8) for layout in LAYOUTS if shards > 1 or layout == "contiguous"]
+CASES = [
+    (shards, layout)
+    for shards in (1, 2, 4, 8)
+    for layout in LAYOUTS
+    if shards > 1 or layout == "contiguous"
+]
 EVERYWHERE = pytest.mark.parametrize(("shards", "layout"), CASES)
 SOME = {(1, "contiguous"), (2, "striped"), (4, "zigzag"), (8, "zigzag_per_segment")}
-SAMPLED = pytest.mark.parametrize(("shards", "layout"), sampled(CASES, lambda _, case: case in SOME))
+SAMPLED = pytest.mark.parametrize(
+    ("shards", "layout"), sampled(CASES, lambda _, case: case in SOME)
+)
 
 
 def assert_same_at(places, got, expected):
-    chex.assert_trees_all_equal(*(jax.tree.map(lambda x: np.asarray(x)[places], tree) for tree in (got, expected)))
+    chex.assert_trees_all_equal(
+        *(jax.tree.map(lambda x: np.asarray(x)[places], tree) for tree in (got, expected))
+    )
 
 
 def on(shards, layout):
-    """The mesh, segment ids in logical order with the padding that the layout needs, and logical -> physical."""
-    parallel = make_parallel_mesh(f"cp={shards}", context_layout=layout, devices=jax.devices()[:shards])
+    """The mesh, segment ids in logical order with the padding that the layout needs, and logical
+    -> physical.
+    """
+    parallel = make_parallel_mesh(
+        f"cp={shards}", context_layout=layout, devices=jax.devices()[:shards]
+    )
     multiple = segment_multiple(layout, shards)
     ids = np.zeros((R, T), np.int32)
     for row, lengths in enumerate(LENGTHS):
@@ -51,7 +66,9 @@ def poisons(ids):
     for row in range(R):
         for s in range(1, S + 1):
             where = np.flatnonzero(ids[row] == s)
-            for place in sorted({where[0], where[where.size // 2], where[-1]}) if where.size else ():
+            for place in (
+                sorted({where[0], where[where.size // 2], where[-1]}) if where.size else ()
+            ):
                 yield row, where[0], where[-1], place
 
 
@@ -62,7 +79,9 @@ def spoiled(x, row, place, value):
 
 
 def assert_spoiled_only(got, clean, row, dependent, value, context):
-    """Raises unless all of `dependent` (a slice or places of the row) is NaN, and all else has the clean run's bits."""
+    """Raises unless all of `dependent` (a slice or places of the row) is NaN, and all else has
+    the clean run's bits.
+    """
     mask = np.zeros((R, T), bool)
     mask[row, dependent] = True
     np.testing.assert_array_equal(got[~mask], clean[~mask], err_msg=f"{context}")
@@ -73,13 +92,15 @@ def assert_spoiled_only(got, clean, row, dependent, value, context):
 @pytest.mark.every(9)
 @pytest.mark.parametrize(
     ("shards", "layout", "reverse"),
-    sampled([(*case, back) for case in CASES for back in (True, False)], lambda i, _: (i // 2 + i) % 2),
+    sampled(
+        [(*case, back) for case in CASES for back in (True, False)], lambda i, _: (i // 2 + i) % 2
+    ),
 )
 def test_scan_affine(shards, layout, reverse):
     """Values and gradients depend on a and b as the recurrence says, and on nothing else.
 
-    y_t depends on b from t on and on a from t to the last place but one, the gradient for b_t on a before t, and that
-    for a_t on both, through y_(t+1) and the gradient for b_t.
+    y_t depends on b from t on and on a from t to the last place but one, the gradient for b_t on a
+    before t, and that for a_t on both, through y_(t+1) and the gradient for b_t.
     """
     parallel, ids, physical = on(shards, layout)
     rng = np.random.default_rng(0)
@@ -104,7 +125,8 @@ def test_scan_affine(shards, layout, reverse):
     assert all(np.isfinite(x).all() for x in clean)
     for value in (np.nan, np.inf):
         for row, first, last, p in poisons(ids):
-            # how far from the end that the recurrence starts at; `span` turns such distances into places
+            # how far from the end that the recurrence starts at; `span` turns such distances into
+            # places
             end, sign = (last, -1) if reverse else (first, 1)
             at, far = abs(end - p), last - first
 
@@ -154,13 +176,19 @@ def test_spoiled_tangents_and_cotangents_stay_in_their_sequence(shards, layout):
             return shift_left(b, parallel, 3, 0, physical(ids), S)
 
         pulled = [*jax.vjp(scan, physical(a), b)[1](weights[0]), *jax.vjp(shift, b)[1](weights[0])]
-        return *pulled, jax.jvp(scan, (physical(a), b), weights)[1], jax.jvp(shift, (b,), weights[:1])[1]
+        return (
+            *pulled,
+            jax.jvp(scan, (physical(a), b), weights)[1],
+            jax.jvp(shift, (b,), weights[:1])[1],
+        )
 
     clean = derivatives(*map(physical, (b, *weights)))
     for row, first, _, p in poisons(ids):
         others = physical((ids != ids[row, first]) | (np.arange(R)[:, None] != row))
         for i in range(3):
-            inputs = [spoiled(x, row, p, np.nan) if i == j else x for j, x in enumerate((b, *weights))]
+            inputs = [
+                spoiled(x, row, p, np.nan) if i == j else x for j, x in enumerate((b, *weights))
+            ]
             assert_same_at(others, derivatives(*map(physical, inputs)), clean)
 
 
@@ -205,7 +233,9 @@ def test_rows_without_segments(layout, reverse):
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_ids_that_come_again_are_other_sequences(layout):
-    """Each change of the id starts a new sequence, at the borders of shards too; padding links no sequences."""
+    """Each change of the id starts a new sequence, at the borders of shards too; padding links
+    no sequences.
+    """
     parallel, _, physical = on(4, layout)
     rng = np.random.default_rng(4)
     a, b = rng.normal(size=(2, R, T)).astype(np.float32)
@@ -215,7 +245,9 @@ def test_ids_that_come_again_are_other_sequences(layout):
         y = np.zeros((R, T + 1))
         for t in range(T)[::-1]:
             linked = ids[:, t] == (ids[:, t + 1] if t + 1 < T else -1)
-            y[:, t] = np.where(ids[:, t] > 0, b[:, t] + np.where(linked, a[:, t] * y[:, t + 1], 0), 0)
+            y[:, t] = np.where(
+                ids[:, t] > 0, b[:, t] + np.where(linked, a[:, t] * y[:, t + 1], 0), 0
+            )
         np.testing.assert_allclose(scan(physical(ids)), physical(y[:, :T]), rtol=1e-4, atol=1e-5)
 
 
@@ -240,7 +272,9 @@ def test_shift_left(shards, layout):
 
 @pytest.mark.parametrize("shards", [1, 4])
 def test_segment_reductions(shards):
-    """Sums, means and extremes, spread back: each sequence and its gradient by itself, NaN on padding left out."""
+    """Sums, means and extremes, spread back: each sequence and its gradient by itself, NaN on
+    padding left out.
+    """
     parallel, ids, _ = on(shards, "contiguous")
     x = np.random.default_rng(6).normal(size=(R, T)).astype(np.float32)
     mask = (ids > 0).astype(np.float32)
@@ -249,12 +283,17 @@ def test_segment_reductions(shards):
     def run(x):
         def per_shard(axes, ids, x, mask):
             segments = Segments(ids, S, axes)
-            return [segments.spread(y) for y in (segments.sum(x), segments.mean(x, mask), segments.max(x, mask))]
+            return [
+                segments.spread(y)
+                for y in (segments.sum(x), segments.mean(x, mask), segments.max(x, mask))
+            ]
 
         def reductions(x):
             args = {"ids": ids, "x": x, "mask": mask}
             specs = parallel.tokens_spec
-            return shard_call("segments", per_shard, parallel, args, lambda p: ([specs] * 3, [specs] * 3))
+            return shard_call(
+                "segments", per_shard, parallel, args, lambda p: ([specs] * 3, [specs] * 3)
+            )
 
         values = reductions(x)
 
@@ -272,7 +311,9 @@ def test_segment_reductions(shards):
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize(("shards", "layout"), [(1, "contiguous"), *((4, layout) for layout in LAYOUTS)])
+@pytest.mark.parametrize(
+    ("shards", "layout"), [(1, "contiguous"), *((4, layout) for layout in LAYOUTS)]
+)
 def test_returns_and_advantages(shards, layout):
     """One NaN reward or value costs its own sequence alone, whatever it shares a row with."""
     parallel, ids, physical = on(shards, layout)
@@ -292,5 +333,8 @@ def test_returns_and_advantages(shards, layout):
     for row, first, _, p in poisons(ids):
         others = physical((ids != ids[row, first]) | (np.arange(R)[:, None] != row))
         for value in (np.nan, np.inf):
-            for inputs in ((spoiled(rewards, row, p, value), values), (rewards, spoiled(values, row, p, value))):
+            for inputs in (
+                (spoiled(rewards, row, p, value), values),
+                (rewards, spoiled(values, row, p, value)),
+            ):
                 assert_same_at(others, run(*map(physical, inputs), batch), clean)

@@ -20,11 +20,15 @@ def hops(mesh, name):
     """The most hops of the torus between neighbours along an axis."""
     places = np.array([d.coords for d in mesh.devices.flat])
     size = np.ptp(places, axis=0) + 1
-    steps = np.abs(np.diff(places.reshape(*mesh.devices.shape, -1), axis=mesh.axis_names.index(name)))
+    steps = np.abs(
+        np.diff(places.reshape(*mesh.devices.shape, -1), axis=mesh.axis_names.index(name))
+    )
     return np.minimum(steps, size - steps).sum(-1).max()
 
 
-@pytest.mark.parametrize("text", ["dp=32,cp=4,tp=4", "tp=4,dp=32,cp=4", "dp=8,cp=16,tp=4", "fsdp=64,cp=2,tp=4"])
+@pytest.mark.parametrize(
+    "text", ["dp=32,cp=4,tp=4", "tp=4,dp=32,cp=4", "dp=8,cp=16,tp=4", "fsdp=64,cp=2,tp=4"]
+)
 def test_an_axis_that_fills_no_dimension_has_neighbours(text):
     devices = described("v5p:8x8x8")
     mesh = make_parallel_mesh(text, devices=devices).mesh
@@ -58,7 +62,9 @@ def test_data_axes_span_slices():
 
 
 def test_slices_of_different_sizes_are_refused():
-    with pytest.raises(ValueError, match=r"devices: got slices of \[63, 64\] devices, expected slices of one size"):
+    with pytest.raises(
+        ValueError, match=r"devices: got slices of \[63, 64\] devices, expected slices of one size"
+    ):
         place([127], described("v5p:4x4x4", num_slices=2)[1:])
 
 

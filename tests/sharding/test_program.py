@@ -15,7 +15,9 @@ def trace(fn):
     spec = PARALLEL.tokens_spec
 
     def call(x):
-        return shard_call("call", lambda axes, x: fn(x), PARALLEL, {"x": x}, lambda p: ([spec], spec))
+        return shard_call(
+            "call", lambda axes, x: fn(x), PARALLEL, {"x": x}, lambda p: ([spec], spec)
+        )
 
     return jax.make_jaxpr(jax.jit(call))(jnp.ones((2, 8)))
 
@@ -27,7 +29,9 @@ def total(x):
 def loop(end, body):
     def run(x):
         stop = end(x)
-        return lax.while_loop(lambda c: c[0] < stop, lambda c: (c[0] + 1, body(c[1])), (jnp.float32(0), x))[1]
+        return lax.while_loop(
+            lambda c: c[0] < stop, lambda c: (c[0] + 1, body(c[1])), (jnp.float32(0), x)
+        )[1]
 
     return run
 
@@ -39,8 +43,14 @@ def loop(end, body):
         (lambda x: lax.scan(lambda c, _: (total(c), None), x, length=3)[0], []),
         (loop(lambda x: lax.pmax(x.sum(), ("dp", "cp")), total), []),
         (loop(lambda x: x.sum(), lambda x: x * 2), []),
-        (loop(lambda x: x.sum(), total), ["psum over dp, cp in a while whose end varies over cp, dp"]),
-        (loop(lambda x: lax.pmax(x.sum(), "cp"), total), ["psum over dp, cp in a while whose end varies over dp"]),
+        (
+            loop(lambda x: x.sum(), total),
+            ["psum over dp, cp in a while whose end varies over cp, dp"],
+        ),
+        (
+            loop(lambda x: lax.pmax(x.sum(), "cp"), total),
+            ["psum over dp, cp in a while whose end varies over dp"],
+        ),
         (lambda x: lax.cond(x.sum() > 0, total, lambda x: x, x), ["psum over dp, cp under cond"]),
         (
             lambda x: lax.cond(True, lambda x: lax.ppermute(x, "cp", [(0, 1)]), lambda x: x, x),

@@ -1,4 +1,6 @@
-"""`scan_affine` over rows of many blocks: the serial loop's numbers, NaN in its place, a program that stays small."""
+"""`scan_affine` over rows of many blocks: the serial loop's numbers, NaN in its place, a program
+that stays small.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,9 @@ def on(mesh, layout):
 @pytest.mark.parametrize(("mesh", "layout"), CASES)
 @pytest.mark.parametrize("reverse", [True, False])
 def test_many_blocks_are_the_serial_loop(mesh, layout, reverse):
-    """In f64; the gradient by b, alone, is the scan of the weights the other way, with a of the neighbour."""
+    """In f64; the gradient by b, alone, is the scan of the weights the other way, with a of the
+    neighbour.
+    """
     parallel, put = on(mesh, layout)
     rng = np.random.default_rng(0)
     a, b, weight = rng.uniform(-1, 1, size=(3, 1, T))
@@ -49,7 +53,9 @@ def test_many_blocks_are_the_serial_loop(mesh, layout, reverse):
         gradient, y = run(*map(put, (b, a, weight, IDS)))
     np.testing.assert_allclose(y, put(serial(a, b, reverse)), rtol=1e-12, atol=1e-12)
     expected = serial(np.roll(a, 1 if reverse else -1, axis=1), weight, not reverse)
-    np.testing.assert_allclose(gradient, put(np.where(IDS > 0, expected, 0)), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(
+        gradient, put(np.where(IDS > 0, expected, 0)), rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.every(7)
@@ -68,7 +74,9 @@ def test_nan_reaches_what_depends_on_it(mesh, layout, place):
 
 
 def test_the_program_does_not_grow_with_the_row():
-    """Unrolled by level, it would have five times as many lines at a million positions as at a thousand."""
+    """Unrolled by level, it would have five times as many lines at a million positions as at a
+    thousand.
+    """
 
     def lines(length):
         row = jax.ShapeDtypeStruct((1, length), jnp.float32)

@@ -1,4 +1,6 @@
-"""Sums, means and extremes by sequence, on packed rows spread over any mesh and in any order of positions."""
+"""Sums, means and extremes by sequence, on packed rows spread over any mesh and in any order of
+positions.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +41,9 @@ def segments_call(fn):
             return fn(Segments(ids, S, axes), x, mask)
 
         args = {"ids": IDS, "x": x, "mask": mask}
-        return shard_call("segments", per_shard, parallel, args, lambda p: ([p.tokens_spec] * 3, p.rows_spec))
+        return shard_call(
+            "segments", per_shard, parallel, args, lambda p: ([p.tokens_spec] * 3, p.rows_spec)
+        )
 
     return run
 
@@ -95,12 +99,22 @@ def test_spread_is_the_other_way():
             return Segments(ids, S, axes).spread(y)
 
         args = {"ids": IDS, "y": y}
-        return shard_call("spread", per_shard, parallel, args, lambda p: ([p.tokens_spec, p.rows_spec], p.tokens_spec))
+        return shard_call(
+            "spread",
+            per_shard,
+            parallel,
+            args,
+            lambda p: ([p.tokens_spec, p.rows_spec], p.tokens_spec),
+        )
 
     found, gradient = assert_mesh_invariant(
-        lambda parallel, y: (run(parallel, y), jax.grad(lambda y: (run(parallel, y) * X).sum())(y)), y, meshes=MESHES
+        lambda parallel, y: (run(parallel, y), jax.grad(lambda y: (run(parallel, y) * X).sum())(y)),
+        y,
+        meshes=MESHES,
     )
-    np.testing.assert_array_equal(found, np.take_along_axis(np.pad(y, ((0, 0), (1, 0))), IDS, axis=1))
+    np.testing.assert_array_equal(
+        found, np.take_along_axis(np.pad(y, ((0, 0), (1, 0))), IDS, axis=1)
+    )
     assert_trees_close(gradient, by_hand(np.sum, 0), atol=1e-6)
 
 
@@ -131,11 +145,15 @@ def test_inside_a_users_shard_map():
 
 def test_explicit_axes():
     meshes = [make_parallel_mesh(mesh, explicit=True) for mesh in MESHES]
-    assert_mesh_invariant(lambda parallel, x: segment_sum(x, jnp.asarray(IDS), S, parallel), X, meshes=meshes)
+    assert_mesh_invariant(
+        lambda parallel, x: segment_sum(x, jnp.asarray(IDS), S, parallel), X, meshes=meshes
+    )
 
 
 def test_shapes_that_differ():
-    with pytest.raises(ValueError, match=r"segment_ids: got shape \(8, 16\), expected \[R, T\] like x, \(8, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"segment_ids: got shape \(8, 16\), expected \[R, T\] like x, \(8, 8\)"
+    ):
         segment_sum(jnp.asarray(X[:, :8]), jnp.asarray(IDS), S)
     with pytest.raises(ValueError, match="segment_ids: got shape"):
         segment_sum(jnp.ones(16), jnp.ones(16, jnp.int32), S)
@@ -147,4 +165,6 @@ def test_extremes_and_means_on_any_mesh(mesh):
     mask = MASK.astype(np.float32)
     for fn in (lambda s, x, m: s.mean(x, m), lambda s, x, m: s.max(x, m)):
         call = segments_call(fn)
-        assert_mesh_invariant(lambda parallel, x, call=call: call(parallel, x, mask), X, meshes=[mesh])
+        assert_mesh_invariant(
+            lambda parallel, x, call=call: call(parallel, x, mask), X, meshes=[mesh]
+        )

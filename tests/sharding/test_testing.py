@@ -25,7 +25,9 @@ def test_what_depends_on_the_mesh_is_found():
         return lax.pmax(share, axes.context) if axes.context else share
 
     def fn(parallel, x):
-        return shard_call("f", forgets_context, parallel, {"x": x}, lambda p: ([p.tokens_spec], P()))
+        return shard_call(
+            "f", forgets_context, parallel, {"x": x}, lambda p: ([p.tokens_spec], P())
+        )
 
     assert_mesh_invariant(fn, X, meshes=["dp=8", "dp=2,tp=4"])
     with pytest.raises(AssertionError, match=r"mesh dp=1,cp=2,tp=4 at the result: 1 of 1 differ"):
@@ -44,22 +46,38 @@ def test_wrong_gradients_are_found():
         return shard_call("f", twice, parallel, {"x": x}, lambda p: ([p.tokens_spec], P()))
 
     assert_mesh_invariant(fn, X)
-    with pytest.raises(AssertionError, match=r"mesh .*tp=\d+ at \[1\]: 64 of 64 differ, .* got \d.0, expected 1.0"):
-        assert_mesh_invariant(lambda parallel, x: jax.value_and_grad(lambda x: fn(parallel, x))(x), X)
+    with pytest.raises(
+        AssertionError, match=r"mesh .*tp=\d+ at \[1\]: 64 of 64 differ, .* got \d.0, expected 1.0"
+    ):
+        assert_mesh_invariant(
+            lambda parallel, x: jax.value_and_grad(lambda x: fn(parallel, x))(x), X
+        )
 
 
 @pytest.mark.parametrize(
     ("got", "expected", "message"),
     [
         ({"a": 1.0}, {"b": 1.0}, "here: got a tree"),
-        ({"a": np.ones(2)}, {"a": np.ones(3)}, r"here at \['a'\]: got shape \(2,\), expected \(3,\)"),
+        (
+            {"a": np.ones(2)},
+            {"a": np.ones(3)},
+            r"here at \['a'\]: got shape \(2,\), expected \(3,\)",
+        ),
         ([np.array([1.0, np.nan])], [np.ones(2)], r"here at \[0\]: 1 of 2 differ, most at \(1,\)"),
         ([np.array([1.0, 2e-3])], [np.array([1.0, 0.0])], r"off by 0.002"),
         ([np.array([1, 2])], [np.array([1, 3])], "1 of 2 differ"),
         ([np.array([10_000])], [np.array([10_001])], "1 of 1 differ"),
         ([np.array([True, False])], [np.array([True, True])], "1 of 2 differ"),
-        ([np.array([1.0, np.nan])], [np.array([1.0, np.nan])], r"here at \[0\]: got an expectation of NaN"),
-        ([np.array([np.inf])], [np.array([np.inf])], r"here at \[0\]: got an expectation without a finite number"),
+        (
+            [np.array([1.0, np.nan])],
+            [np.array([1.0, np.nan])],
+            r"here at \[0\]: got an expectation of NaN",
+        ),
+        (
+            [np.array([np.inf])],
+            [np.array([np.inf])],
+            r"here at \[0\]: got an expectation without a finite number",
+        ),
         (np.nan, np.nan, "here at the result: got an expectation of NaN"),
     ],
 )
@@ -70,7 +88,12 @@ def test_trees_that_differ(got, expected, message):
 
 
 def test_trees_that_agree():
-    tree = {"a": np.array([1.0, -np.inf, np.inf]), "b": jnp.ones(3, jnp.bfloat16), "c": np.arange(3), "d": None}
+    tree = {
+        "a": np.array([1.0, -np.inf, np.inf]),
+        "b": jnp.ones(3, jnp.bfloat16),
+        "c": np.arange(3),
+        "d": None,
+    }
     assert_trees_close(tree, tree, 0, 0)
     assert_trees_close([np.array([1e6, 0.5])], [np.array([1e6, 0.0])], rtol=0, atol=1e-6)
     assert_trees_close([np.zeros((0, 3))], [np.zeros((0, 3))])

@@ -10,19 +10,28 @@ from sharding.audit.clock import estimate_time
 from sharding.audit.links import Torus
 from sharding.devices import known_device
 
-# Modules written by hand, for a chip of round figures: in a ms 1e6 cycles, 1e12 flops, 1e9 bytes of memory or a link.
-ROUND = dataclasses.replace(known_device("TPU v5"), flops=1e15, hertz=1e9, bandwidth=1e12, link=1e12, wraps=0)
+# Modules written by hand, for a chip of round figures: in a ms 1e6 cycles, 1e12 flops, 1e9 bytes of
+# memory or a link.
+ROUND = dataclasses.replace(
+    known_device("TPU v5"), flops=1e15, hertz=1e9, bandwidth=1e12, link=1e12, wraps=0
+)
 LATENCY = 0.002  # ms
 
 
 def estimated(name, operation, ms):
-    return f'  {name} = {operation}, backend_config={{"window_config":{{"estimated_cycles":"{round(ms * 1e6)}"}}}}\n'
+    return (
+        f"  {name} = {operation},"
+        f' backend_config={{"window_config":{{"estimated_cycles":"{round(ms * 1e6)}"}}}}\n'
+    )
 
 
 def module(body, computations="", devices=4):
     header = f"HloModule m, num_partitions={devices}\n\n{computations}\n"
     inputs = "  %x = f32[1000,1000]{1,0} parameter(0)\n  %n = s32[] parameter(1)\n"
-    return f"{header}ENTRY %main (x: f32[1000,1000], n: s32[]) -> f32[1000,1000] {{\n{inputs}{body}}}\n"
+    return (
+        f"{header}ENTRY %main (x: f32[1000,1000], n: s32[]) -> f32[1000,1000]"
+        f" {{\n{inputs}{body}}}\n"
+    )
 
 
 def time_of(body, computations="", devices=4, chip=ROUND):
@@ -37,7 +46,11 @@ RING = dataclasses.replace(ROUND, wraps=4)
 
 def spent(time):
     """The kinds of time that are not 0, in ms, without rounding errors and the time of scalars."""
-    return {k: round(v, 8) for k, v in dataclasses.asdict(time).items() if isinstance(v, float) and v > 1e-8}
+    return {
+        k: round(v, 8)
+        for k, v in dataclasses.asdict(time).items()
+        if isinstance(v, float) and v > 1e-8
+    }
 
 
 A = "f32[1000,1000]{1,0}"  # 4e6 bytes
@@ -93,18 +106,20 @@ STATE = f"(s32[], s32[], {A})"
 
 
 def loop(bound, ms=2, step="add(%i, %one)", relation="LT", body=None):
-    """A `while` that counts from 0, with `ms` of arithmetic a turn, and a quarter of that in the condition."""
+    """A `while` that counts from 0, with `ms` of arithmetic a turn, and a quarter of that in the
+    condition.
+    """
     state = STATE
     computations = (
         f"%cond (s: {state}) -> pred[] {{\n  %s = {state} parameter(0)\n"
         "  %i = s32[] get-tuple-element(%s), index=0\n  %n = s32[] get-tuple-element(%s), index=1\n"
         f"  %x = {A} get-tuple-element(%s), index=2\n  %bound = s32[] constant(9)\n"
         + estimated("%m", "f32[] reduce(%x), to_apply=%arithmetic", ms / 4)
-        + f"  %less = pred[] compare(%i, %bound), direction={relation}\n"
-        f"  %less.1 = pred[] compare(%i, %n), direction=LT\n  ROOT %r = pred[] {bound}\n}}\n\n"
-        f"%body (s: {state}) -> {state} {{\n  %s = {state} parameter(0)\n"
-        "  %i = s32[] get-tuple-element(%s), index=0\n  %n = s32[] get-tuple-element(%s), index=1\n"
-        f"  %x = {A} get-tuple-element(%s), index=2\n  %one = s32[] constant(1)\n  %next = s32[] {step}\n"
+        + f"  %less = pred[] compare(%i, %bound), direction={relation}\n  %less.1 = pred[]"
+        f" compare(%i, %n), direction=LT\n  ROOT %r = pred[] {bound}\n}}\n\n%body (s: {state}) ->"
+        f" {state} {{\n  %s = {state} parameter(0)\n  %i = s32[] get-tuple-element(%s), index=0\n"
+        f"  %n = s32[] get-tuple-element(%s), index=1\n  %x = {A} get-tuple-element(%s),"
+        f" index=2\n  %one = s32[] constant(1)\n  %next = s32[] {step}\n"
         + estimated("%y", f"{A} fusion(%x), kind=kLoop, calls=%arithmetic", ms)
         + f"  ROOT %t = {state} tuple(%next, %n, %y)\n}}\n"
     )
@@ -144,7 +159,9 @@ def test_a_loop_that_cannot_be_read_is_unknown_and_never_one(bound, step, least)
     assert found.elementwise == math.inf
     assert found.least.elementwise == pytest.approx(least * 2 + (least + 1) * 0.5)
     assert found.products == 0  # time outside of the loop stays known
-    assert found.unknown == (f"how often w turns (jit(f)/while): {least} times or more, 2 ms of compute each",)
+    assert found.unknown == (
+        f"how often w turns (jit(f)/while): {least} times or more, 2 ms of compute each",
+    )
     assert "unknown: how often w turns" in str(found)
 
 
@@ -155,10 +172,16 @@ def test_a_branch_is_a_range():
         + "}\n\n"
         for name, kind, ms in (("yes", "product", 3), ("no", "arithmetic", 5), ("other", "move", 4))
     )
-    three = "  ROOT %c = f32[1000,1000] conditional(%n, %x, %x, %x), branch_computations={%yes, %no, %other}\n"
+    three = (
+        "  ROOT %c = f32[1000,1000] conditional(%n, %x, %x, %x), branch_computations={%yes, %no,"
+        " %other}\n"
+    )
     time = time_of(three, FUSED + branches)
     assert (spent(time), spent(time.least)) == ({"elementwise": 5}, {"products": 3})
-    two = "  ROOT %c = f32[1000,1000] conditional(%n, %x, %x), true_computation=%other, false_computation=%yes\n"
+    two = (
+        "  ROOT %c = f32[1000,1000] conditional(%n, %x, %x), true_computation=%other,"
+        " false_computation=%yes\n"
+    )
     time = time_of(two, FUSED + branches)
     assert (spent(time), spent(time.least)) == ({"copies": 4}, {"products": 3})
     rare = two.rstrip() + ', metadata={op_name="jit(f)/<forward>/<rarely: again>/cond"}\n'
@@ -187,10 +210,15 @@ FILLS = f"""%fill (v: f32[]) -> f32[1000,1000] {{
 def test_a_constant_takes_its_bytes():
     bytes_ms = 4e6 / 1e9
     constant = "  %v = f32[] constant(0)\n"
-    assert spent(time_of(constant + estimated("%f", f"{A} broadcast(%v)", 3))) == {"copies": bytes_ms}
+    assert spent(time_of(constant + estimated("%f", f"{A} broadcast(%v)", 3))) == {
+        "copies": bytes_ms
+    }
     filled = estimated("%f", f"{A} fusion(%v), kind=kLoop, calls=%fill", 3)
     assert spent(time_of(constant + filled, FILLS)) == {"copies": bytes_ms}
-    row = f"  %r = f32[1000] custom-call(%x)\n{estimated('%f', f'{A} fusion(%r), kind=kLoop, calls=%spread', 3)}"
+    row = (
+        "  %r = f32[1000]"
+        f" custom-call(%x)\n{estimated('%f', f'{A} fusion(%r), kind=kLoop, calls=%spread', 3)}"
+    )
     assert spent(time_of(row, FILLS)) == {"copies": 3}
 
 
@@ -217,11 +245,20 @@ CUT = f"""%rows (table: f32[1000,1000], at: s32[10]) -> f32[10,1000] {{
         ("  %s = f32[1000,1000]{1,0:T(8,128)S(1)} sort(%x), dimensions={0}\n", "elementwise", 4e6),
         ("  %s = f32[2,1000] dynamic-slice(%x, %n, %n)\n", "copies", 16e3),
         ("  %r = f32[10,1000] fusion(%x, %n), kind=kCustom, calls=%rows\n", "elementwise", 80e3),
-        ("  %b = f32[1,1000] bitcast(%n)\n  %u = f32[1000,1000] fusion(%x, %b, %n), calls=%write\n", "copies", 8e3),
+        (
+            (
+                "  %b = f32[1,1000] bitcast(%n)\n  %u = f32[1000,1000] fusion(%x, %b, %n),"
+                " calls=%write\n"
+            ),
+            "copies",
+            8e3,
+        ),
     ],
 )
 def test_what_has_no_estimate_takes_the_bytes_that_it_moves(lines, kind, size):
-    assert spent(time_of(lines, CUT)) == pytest.approx({kind: size / 1e9, "unestimated": size / 1e9})
+    assert spent(time_of(lines, CUT)) == pytest.approx(
+        {kind: size / 1e9, "unestimated": size / 1e9}
+    )
 
 
 @pytest.mark.parametrize(
@@ -239,23 +276,31 @@ def test_a_product_without_an_estimate_takes_its_flops(line):
 
 def kernel(declared, more=""):
     config = f'backend_config={{"custom_call_config":{{"body":"ABc=="{declared}}}}}'
-    attributes = f'custom_call_target="tpu_custom_call", metadata={{op_name="jit(f)/attention"}}, {config}'
+    attributes = (
+        f'custom_call_target="tpu_custom_call", metadata={{op_name="jit(f)/attention"}}, {config}'
+    )
     return time_of(f"  %k = {A} custom-call(%x), {attributes}\n{more}")
 
 
 def test_a_kernel_takes_what_it_declares():
-    flops = kernel(',"cost_estimate":{"bytes_accessed":"8000000","flops":"93000000000","transcendentals":"5"}')
+    flops = kernel(
+        ',"cost_estimate":{"bytes_accessed":"8000000","flops":"93000000000","transcendentals":"5"}'
+    )
     assert spent(flops) == pytest.approx({"kernels": 93e9 / (0.93 * 1e12)})
     assert flops.unknown == ()
     moved = kernel(',"cost_estimate":{"bytes_accessed":"500000000","flops":"93000000000"}')
     assert spent(moved) == {"kernels": 0.5}
     silent = kernel("")
     assert spent(silent) == {"kernels": 8e6 / 1e9}
-    assert silent.unknown == ("what the kernel k takes (jit(f)/attention): it declares nothing, charged its bytes",)
-    assert spent(kernel(',"cost_estimate":{"flops":"93000000000"},"estimated_cycles":"7000000"')) == {"kernels": 7}
-    assert spent(kernel("", '  %a = f32[1000,1000] custom-call(), custom_call_target="AllocateBuffer"\n')) == spent(
-        silent
+    assert silent.unknown == (
+        "what the kernel k takes (jit(f)/attention): it declares nothing, charged its bytes",
     )
+    assert spent(
+        kernel(',"cost_estimate":{"flops":"93000000000"},"estimated_cycles":"7000000"')
+    ) == {"kernels": 7}
+    assert spent(
+        kernel("", '  %a = f32[1000,1000] custom-call(), custom_call_target="AllocateBuffer"\n')
+    ) == spent(silent)
 
 
 SIZE = 4e6
@@ -263,7 +308,8 @@ AROUND = {
     "all-reduce": 2 * 3 / 4 * SIZE,
     "all-gather": 3 / 4 * SIZE,
     "reduce-scatter": 3 / 4 * 4 * SIZE,  # its result is a fourth of what goes in
-    "all-to-all": SIZE,  # to neighbours a fourth each over one link, to the one opposite a fourth over two
+    # to neighbours a fourth each over one link, to the one opposite a fourth over two
+    "all-to-all": SIZE,
 }
 
 
@@ -294,10 +340,19 @@ GATHERED = 3 / 4 * SIZE / 1e9 + LATENCY
 
 
 def test_what_runs_beside_other_work_is_apart():
-    copied = "  %c = (f32[1000,1000], f32[1000,1000], u32[]) copy-start(%x)\n  %e = f32[1000,1000] copy-done(%c)\n"
+    copied = (
+        "  %c = (f32[1000,1000], f32[1000,1000], u32[]) copy-start(%x)\n  %e = f32[1000,1000]"
+        " copy-done(%c)\n"
+    )
     assert spent(time_of(START + copied + DONE)) == {"collectives": pytest.approx(GATHERED)}
-    assert spent(time_of(START + WORK + DONE, FUSED)) == {"elementwise": 1, "overlapped": pytest.approx(GATHERED)}
-    assert spent(time_of(WORK + START + DONE, FUSED)) == {"elementwise": 1, "collectives": pytest.approx(GATHERED)}
+    assert spent(time_of(START + WORK + DONE, FUSED)) == {
+        "elementwise": 1,
+        "overlapped": pytest.approx(GATHERED),
+    }
+    assert spent(time_of(WORK + START + DONE, FUSED)) == {
+        "elementwise": 1,
+        "collectives": pytest.approx(GATHERED),
+    }
     short = WORK.replace("1000000", "1000")
     assert spent(time_of(START + short + DONE, FUSED)) == {
         "elementwise": 0.001,
@@ -313,14 +368,22 @@ def permuted(name, pairs):
 
 
 def test_permutations_at_the_same_time():
-    """Over the same link one waits for the other, whatever they join; over others both are sent at once."""
+    """Over the same link one waits for the other, whatever they join; over others both are sent
+    at once.
+    """
     one, two = SIZE / 1e9 + LATENCY, 2 * SIZE / 1e9 + LATENCY
     up, up_done = permuted("up", "{0,1}")
     again, again_done = permuted("again", "{0,1},{2,3}")
     down, down_done = permuted("down", "{1,0},{2,1}")
     same, other = up + again + up_done + again_done, up + down + up_done + down_done
-    assert spent(time_of(same)) == {"collectives": pytest.approx(two), "overlapped": pytest.approx(LATENCY)}
-    assert spent(time_of(other)) == {"collectives": pytest.approx(one), "overlapped": pytest.approx(one)}
+    assert spent(time_of(same)) == {
+        "collectives": pytest.approx(two),
+        "overlapped": pytest.approx(LATENCY),
+    }
+    assert spent(time_of(other)) == {
+        "collectives": pytest.approx(one),
+        "overlapped": pytest.approx(one),
+    }
     short = WORK.replace("1000000", "1000")
     assert spent(time_of(up + again + short + up_done + again_done, FUSED)) == {
         "elementwise": 0.001,
@@ -334,7 +397,10 @@ def test_a_sum_waits_for_a_permutation_over_its_links():
     summed = f"  %c = {A} all-reduce(%x), {SENT}\n"
     apart = f"  %c = {A} all-reduce(%x), replica_groups={{{{0}},{{1}},{{2,3}}}}\n"
     both = (1 + 2 * 3 / 4) * SIZE / 1e9 + LATENCY
-    assert spent(time_of(up + summed + up_done)) == {"collectives": pytest.approx(both), "overlapped": LATENCY}
+    assert spent(time_of(up + summed + up_done)) == {
+        "collectives": pytest.approx(both),
+        "overlapped": LATENCY,
+    }
     found = time_of(up + apart + up_done)
     assert found.collectives == pytest.approx(SIZE / 1e9 + LATENCY)
 
@@ -354,9 +420,14 @@ def test_collectives_that_are_wrapped():
     update = "  %u = ((f32[1000,1000]), f32[1000,1000], u32[]) async-update(%s)\n"
     reduced = pytest.approx(AROUND["all-reduce"] / 1e9 + LATENCY)
     done = f"  %d = {A} async-done(%u)\n"
-    assert spent(time_of(begin + WORK + update + done, FUSED + wrapped)) == {"elementwise": 1, "overlapped": reduced}
+    assert spent(time_of(begin + WORK + update + done, FUSED + wrapped)) == {
+        "elementwise": 1,
+        "overlapped": reduced,
+    }
     assert spent(time_of(begin + update + done, FUSED + wrapped)) == {"collectives": reduced}
-    assert spent(time_of(f"  %f = {A} call(%x), to_apply=%wrapped\n", wrapped)) == {"collectives": reduced}
+    assert spent(time_of(f"  %f = {A} call(%x), to_apply=%wrapped\n", wrapped)) == {
+        "collectives": reduced
+    }
     beside = wrapped.replace("  ROOT %c", WORK.replace("(%x)", "(%p)") + "  ROOT %c")
     both = {"elementwise": 1, "collectives": reduced}
     assert spent(time_of(f"  %f = {A} call(%x), to_apply=%wrapped\n", FUSED + beside)) == both
@@ -364,12 +435,15 @@ def test_collectives_that_are_wrapped():
     assert spent(time_of(fused, wrapped)) == both
     scattered = wrapped.replace("%wrapped", "%all-reduce-scatter.1")
     fused = "  %f = f32[250,1000] fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1\n"
-    assert spent(time_of(fused, scattered)) == {"collectives": pytest.approx(3 / 4 * SIZE / 1e9 + LATENCY)}
+    assert spent(time_of(fused, scattered)) == {
+        "collectives": pytest.approx(3 / 4 * SIZE / 1e9 + LATENCY)
+    }
 
 
 V6E = dataclasses.replace(ROUND, wraps=16)
 AROUND_FOUR, BACK = "{0,1},{1,2},{2,3},{3,0}", "{1,0},{2,1},{3,2},{0,3}"
-# the chip, the size of its slice, the places in the order of the mesh, permutations, messages on the busiest link
+# the chip, the size of its slice, the places in the order of the mesh, permutations, messages on
+# the busiest link
 LINE, PLANE = [(x, 0) for x in range(4)], [(0, 0), (1, 0), (0, 1), (1, 1)]
 SQUARE = [(x, y) for y in range(4) for x in range(4)]
 PERMUTED = {
@@ -379,12 +453,25 @@ PERMUTED = {
     "two over one link, of two rows": (V6E, (4, 4, 1), SQUARE, "{0,10},{1,6}", 2),
     "both ways at once": (V6E, (4, 1, 1), LINE, "{0,1},{1,0}", 1),
     "both ways at once, apart": (V6E, (4, 1, 1), LINE, "{0,1} {1,0}", 1),
-    "a ring on a line": (V6E, (4, 1, 1), LINE, AROUND_FOUR, 1),  # the last message goes back where no other does
+    # the last message goes back where no other does
+    "a ring on a line": (V6E, (4, 1, 1), LINE, AROUND_FOUR, 1),
     "a ring on a line, both ways": (V6E, (4, 1, 1), LINE, f"{AROUND_FOUR} {BACK}", 2),
     "a ring of a cube, both ways": (RING, (4, 4, 4), LINE, f"{AROUND_FOUR} {BACK}", 1),
-    "a ring on a line, every other chip first": (V6E, (4, 1, 1), [LINE[i] for i in (0, 2, 1, 3)], AROUND_FOUR, 2),
+    "a ring on a line, every other chip first": (
+        V6E,
+        (4, 1, 1),
+        [LINE[i] for i in (0, 2, 1, 3)],
+        AROUND_FOUR,
+        2,
+    ),
     "a ring on a plane, in mesh order": (V6E, (2, 2, 1), PLANE, AROUND_FOUR, 1),
-    "a ring on a plane, in mesh order, both ways": (V6E, (2, 2, 1), PLANE, f"{AROUND_FOUR} {BACK}", 2),
+    "a ring on a plane, in mesh order, both ways": (
+        V6E,
+        (2, 2, 1),
+        PLANE,
+        f"{AROUND_FOUR} {BACK}",
+        2,
+    ),
     "a ring on a plane, from neighbour to neighbour, both ways": (
         V6E,
         (2, 2, 1),
@@ -397,21 +484,30 @@ PERMUTED = {
     "around four of half a cube": (RING, (4, 4, 2), LINE, "{0,3},{1,2}", 2),
     "around sixteen": (V6E, (16, 1, 1), [(x, 0) for x in range(16)], "{0,12},{13,14},{1,2}", 1),
     "half around": (RING, (4, 4, 4), LINE, "{0,2},{1,3},{2,0},{3,1}", 1),
-    "a row of sixteen to each other row": (V6E, (16, 1, 1), [(x, 0) for x in range(16)], "{0,8},{2,10},{4,12}", 3),
+    "a row of sixteen to each other row": (
+        V6E,
+        (16, 1, 1),
+        [(x, 0) for x in range(16)],
+        "{0,8},{2,10},{4,12}",
+        3,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", PERMUTED)
 def test_a_permutation_takes_the_links_on_its_way(name):
     chip, sizes, chips, pairs, messages = PERMUTED[name]
-    starts, ends = zip(*(permuted(f"p{i}", some) for i, some in enumerate(pairs.split())), strict=True)
+    starts, ends = zip(
+        *(permuted(f"p{i}", some) for i, some in enumerate(pairs.split())), strict=True
+    )
     links = Torus([(*place, 0, 0) for place in chips], (*sizes, 1), chip)
     found = estimate_time(module("".join(starts + ends), devices=len(chips)), chip, links)
     assert found.collectives == pytest.approx(messages * SIZE / 1e9 + LATENCY)
 
 
 CUBE = [(x, y, z) for x in range(4) for y in range(4) for z in range(4)]
-# the chip, the size of its slice, the places, groups, the devices of a group, the links over which each receives
+# the chip, the size of its slice, the places, groups, the devices of a group, the links over which
+# each receives
 GROUPS = {
     "a line": (V6E, (4, 1, 1), LINE, "{{0,1,2,3}}", 4, 1),
     "a ring": (RING, (4, 4, 4), LINE, "{{0,1,2,3}}", 4, 2),
@@ -431,18 +527,26 @@ def test_rings_take_all_links_of_their_box(name):
     links = Torus([(*place[:2], *(place[2:] or (0,)), 0) for place in chips], (*sizes, 1), chip)
     line = f"  %c = {A} all-gather(%x), replica_groups={groups}, dimensions={{0}}\n"
     found = estimate_time(module(line, devices=len(chips)), chip, links)
-    assert spent(found) == {"collectives": pytest.approx((n - 1) / n * SIZE / lanes / 1e9 + LATENCY)}
+    assert spent(found) == {
+        "collectives": pytest.approx((n - 1) / n * SIZE / lanes / 1e9 + LATENCY)
+    }
 
 
 def test_two_devices_of_a_chip_share_its_links():
     places = [(x, 0, 0, core) for x in range(2) for core in range(2)]
     links = Torus(places, (2, 1, 1, 2), ROUND)
     start, done = permuted("p", "{0,2},{1,3}")
-    assert estimate_time(module(start + done), ROUND, links).collectives == pytest.approx(2 * SIZE / 1e9 + LATENCY)
+    assert estimate_time(module(start + done), ROUND, links).collectives == pytest.approx(
+        2 * SIZE / 1e9 + LATENCY
+    )
     apart = f"  %c = {A} all-reduce(%x), replica_groups={{{{0,2}},{{1,3}}}}\n"
-    assert estimate_time(module(apart), ROUND, links).collectives == pytest.approx(2 * SIZE / 1e9 + LATENCY)
+    assert estimate_time(module(apart), ROUND, links).collectives == pytest.approx(
+        2 * SIZE / 1e9 + LATENCY
+    )
     both = f"  %c = {A} all-reduce(%x), {SENT}\n"
-    assert estimate_time(module(both), ROUND, links).collectives == pytest.approx(1.5 * SIZE / 1e9 + LATENCY)
+    assert estimate_time(module(both), ROUND, links).collectives == pytest.approx(
+        1.5 * SIZE / 1e9 + LATENCY
+    )
 
 
 SPARSE = (
@@ -471,7 +575,9 @@ def part(name, target, ms):
     computation = f"%{name}.1 (p: f32[1000,1000]) -> f32[1000,1000] {{\n  %p = {A} parameter(0)\n"
     computation += f"  {'' if target else 'ROOT '}%g = {A} {gathered}{call}\n}}\n\n"
     line = f"  %{name} = {A} fusion(%x), kind=kOutput, calls=%{name}.1"
-    return computation, estimated(line.split(" = ")[0].strip(), line.split(" = ")[1], ms) if ms else f"{line}\n"
+    return computation, (
+        estimated(line.split(" = ")[0].strip(), line.split(" = ")[1], ms) if ms else f"{line}\n"
+    )
 
 
 def test_a_gather_in_parts_is_sent_once_beside_the_products_between_its_ends():
@@ -482,7 +588,10 @@ def test_a_gather_in_parts_is_sent_once_beside_the_products_between_its_ends():
         part("d", "AsyncCollectiveDone", 0),
     ]
     computations, lines = map("".join, zip(*parts, strict=True))
-    assert spent(time_of(lines, computations)) == {"elementwise": 3, "overlapped": pytest.approx(GATHERED)}
+    assert spent(time_of(lines, computations)) == {
+        "elementwise": 3,
+        "overlapped": pytest.approx(GATHERED),
+    }
     computations, lines = map("".join, zip(parts[0], parts[3], strict=True))
     assert spent(time_of(lines, computations)) == {"collectives": pytest.approx(GATHERED)}
 
@@ -490,9 +599,13 @@ def test_a_gather_in_parts_is_sent_once_beside_the_products_between_its_ends():
 def test_other_work_of_sparse_cores_is_not_timed():
     wrapped = (
         f"%gathers (p: f32[1000,1000]) -> f32[1000,1000] {{\n  %p = {A} parameter(0)\n"
-        f'  ROOT %c = {A} custom-call(%p), custom_call_target="offloaded", metadata={{op_name="jit(f)/gather"}}\n}}\n'
+        f'  ROOT %c = {A} custom-call(%p), custom_call_target="offloaded",'
+        ' metadata={op_name="jit(f)/gather"}\n}\n'
     )
-    line = f'  %s = ({A}, {A}, u32[]) async-start(%x), async_execution_thread="sparsecore", calls=%gathers\n'
+    line = (
+        f'  %s = ({A}, {A}, u32[]) async-start(%x), async_execution_thread="sparsecore",'
+        " calls=%gathers\n"
+    )
     found = time_of(line + f"  %d = {A} async-done(%s)\n", wrapped)
     assert spent(found) == {}
     assert found.unknown == ("what the sparse cores take beside the rest (jit(f)/gather)",)
@@ -501,7 +614,9 @@ def test_other_work_of_sparse_cores_is_not_timed():
 def test_it_names_the_compiler_and_the_chip():
     text = str(time_of(estimated("%e", f"{A} copy(%x)", 16)))
     version = importlib.metadata.version("libtpu")
-    assert text.startswith(f"on v5p, estimated by libtpu {version}: compute 16.000 ms (products 0.000, ")
+    assert text.startswith(
+        f"on v5p, estimated by libtpu {version}: compute 16.000 ms (products 0.000, "
+    )
     assert len(text.splitlines()) == 1
     early = str(loop("and(%less, %less.1)"))
     assert early.splitlines()[1].startswith(f"at least, by libtpu {version}: compute 0.500 ms (")

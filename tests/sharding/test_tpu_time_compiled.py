@@ -46,7 +46,9 @@ def on_one(shape, dtype=jnp.bfloat16, name="v5p:2x2x1"):
 )
 def test_a_bare_product_comes_out_below_the_peak_of_its_chip(name, chip, peak):
     rows, inner, columns = 8192, 4096, 32768
-    found = audit(lambda a, b: a @ b, on_one((rows, inner), name=name), on_one((inner, columns), name=name))
+    found = audit(
+        lambda a, b: a @ b, on_one((rows, inner), name=name), on_one((inner, columns), name=name)
+    )
     at_peak = 2 * rows * inner * columns / peak
     assert at_peak <= found.time.products <= at_peak / 0.75
     assert found.time.compute == found.time.products == found.time.least.products
@@ -57,7 +59,9 @@ def test_a_bare_product_comes_out_below_the_peak_of_its_chip(name, chip, peak):
 
 
 def test_a_chip_of_two_devices_is_halved():
-    whole, half = (device_of(devices("v4:2x2x1", **how)[0]) for how in ({"chip_config_name": "megacore"}, {}))
+    whole, half = (
+        device_of(devices("v4:2x2x1", **how)[0]) for how in ({"chip_config_name": "megacore"}, {})
+    )
     assert (whole.flops, whole.bandwidth, whole.memory) == (275e12, 1200e9, 32 * 2**30)
     assert (half.flops, half.bandwidth, half.memory) == (275e12 / 2, 1200e9 / 2, 16 * 2**30)
     assert device_of(devices("tpu7x:2x2x1")[0]).flops == 2307e12 / 2
@@ -109,7 +113,9 @@ def timed(fn):
 
 
 def counted(stop, step=1, start=0):
-    return lambda a, n: lax.while_loop(lambda s: stop(s[0], n, s[1]), lambda s: (s[0] + step, s[1] @ a), (start, a))[1]
+    return lambda a, n: lax.while_loop(
+        lambda s: stop(s[0], n, s[1]), lambda s: (s[0] + step, s[1] @ a), (start, a)
+    )[1]
 
 
 def test_a_turn_takes_what_a_product_may():
@@ -121,8 +127,20 @@ def test_a_turn_takes_what_a_product_may():
     ("fn", "least", "most"),
     [
         (lambda a, n: lax.scan(lambda c, _: (c @ a, None), a, length=6)[0], 6, 6),
-        (lambda a, n: lax.fori_loop(0, 3, lambda i, c: lax.fori_loop(0, 5, lambda j, d: d @ a, c), a), 15, 15),
-        (lambda a, n: lax.fori_loop(0, 4, lambda i, c: lax.fori_loop(0, i, lambda j, d: d @ a, c), a), 0, 12),
+        (
+            lambda a, n: lax.fori_loop(
+                0, 3, lambda i, c: lax.fori_loop(0, 5, lambda j, d: d @ a, c), a
+            ),
+            15,
+            15,
+        ),
+        (
+            lambda a, n: lax.fori_loop(
+                0, 4, lambda i, c: lax.fori_loop(0, i, lambda j, d: d @ a, c), a
+            ),
+            0,
+            12,
+        ),
         (counted(lambda i, n, c: i <= 9), 10, 10),
         (counted(lambda i, n, c: i < 9, step=2), 5, 5),
         (counted(lambda i, n, c: i > 0, step=-1, start=9), 9, 9),
@@ -131,7 +149,9 @@ def test_a_turn_takes_what_a_product_may():
         (counted(lambda i, n, c: i < n), 0, math.inf),
         (counted(lambda i, n, c: (i < 9) | (c[0, 0] > 0)), 9, math.inf),
         (
-            lambda a, n: lax.while_loop(lambda s: s[0] < s[2], lambda s: (s[0] + 1, s[1] @ a, s[2]), (0, a, 11))[1],
+            lambda a, n: lax.while_loop(
+                lambda s: s[0] < s[2], lambda s: (s[0] + 1, s[1] @ a, s[2]), (0, a, 11)
+            )[1],
             11,
             11,
         ),
@@ -148,17 +168,28 @@ def test_a_pallas_kernel_takes_what_it_declares():
     N = 1024
 
     def kernel(a_ref, b_ref, o_ref):
-        o_ref[...] = jnp.dot(a_ref[...], b_ref[...], preferred_element_type=jnp.float32).astype(o_ref.dtype)
+        o_ref[...] = jnp.dot(a_ref[...], b_ref[...], preferred_element_type=jnp.float32).astype(
+            o_ref.dtype
+        )
 
     def call(cost):
-        tiles = {"in_specs": [pl.BlockSpec((256, N), lambda i, j: (i, 0)), pl.BlockSpec((N, 256), lambda i, j: (0, j))]}
+        tiles = {
+            "in_specs": [
+                pl.BlockSpec((256, N), lambda i, j: (i, 0)),
+                pl.BlockSpec((N, 256), lambda i, j: (0, j)),
+            ]
+        }
         out = {"out_specs": pl.BlockSpec((256, 256), lambda i, j: (i, j))}
         shape = jax.ShapeDtypeStruct((N, N), jnp.bfloat16)
-        return pl.pallas_call(kernel, out_shape=shape, grid=(4, 4), cost_estimate=cost, **tiles, **out)
+        return pl.pallas_call(
+            kernel, out_shape=shape, grid=(4, 4), cost_estimate=cost, **tiles, **out
+        )
 
     cost = pl.CostEstimate(flops=2 * N**3, bytes_accessed=6 * N * N, transcendentals=0)
     found = audit(call(cost), on_one((N, N)), on_one((N, N)))
-    assert found.time.kernels == pytest.approx(max(2 * N**3 / (0.93 * V5P["flops"]), 6 * N * N / V5P["hbm"]))
+    assert found.time.kernels == pytest.approx(
+        max(2 * N**3 / (0.93 * V5P["flops"]), 6 * N * N / V5P["hbm"])
+    )
     assert found.time.compute == found.time.kernels
     assert found.time.unknown == ()
     assert found.flops.low == found.flops.high == 2 * N**3
@@ -179,9 +210,13 @@ def sixteen():
 
 
 def on_sixteen(fn, out_specs, *args):
-    x = jax.ShapeDtypeStruct((16 * 1024, 1024), jnp.float32, sharding=NamedSharding(sixteen(), P(("a", "b"))))
+    x = jax.ShapeDtypeStruct(
+        (16 * 1024, 1024), jnp.float32, sharding=NamedSharding(sixteen(), P(("a", "b")))
+    )
     in_specs = (P(("a", "b")), *(P() for _ in args))
-    return audit(jax.shard_map(fn, mesh=sixteen(), in_specs=in_specs, out_specs=out_specs), x, *args).time
+    return audit(
+        jax.shard_map(fn, mesh=sixteen(), in_specs=in_specs, out_specs=out_specs), x, *args
+    ).time
 
 
 MIB4 = 1024 * 1024 * 4
@@ -215,7 +250,9 @@ def test_a_compiled_collective_beside_a_product():
 
 
 def four_by_four(fn, *args, options=None, name="v6e:4x4", dtype=jnp.float32, out_specs=None):
-    """The time of a function of a device's `[1024, 1024]` on the mesh a=4, b=4 in the order of coordinates."""
+    """The time of a function of a device's `[1024, 1024]` on the mesh a=4, b=4 in the order of
+    coordinates.
+    """
     ordered = sorted(devices(name), key=lambda d: (d.coords[1], d.coords[0]))
     mesh = Mesh(np.array(ordered).reshape(4, 4), ("a", "b"))
     x = jax.ShapeDtypeStruct((16 * 1024, 1024), dtype, sharding=NamedSharding(mesh, P(("a", "b"))))
@@ -236,7 +273,13 @@ def sent(*pairs):
         (sent((0, 1), (1, 0)), 1),
         (sent((0, 1), (1, 2), (2, 3), (3, 0)), 1),
         (sent((0, 3), (1, 2)), 2),
-        (lambda x: (sent((0, 1), (1, 2), (2, 3), (3, 0))(x), sent((1, 0), (2, 1), (3, 2), (0, 3))(x)), 2),
+        (
+            lambda x: (
+                sent((0, 1), (1, 2), (2, 3), (3, 0))(x),
+                sent((1, 0), (2, 1), (3, 2), (0, 3))(x),
+            ),
+            2,
+        ),
         (lambda x: (sent((0, 1), (1, 2), (2, 3))(x), sent((1, 0), (2, 1), (3, 2))(x)), 1),
     ],
 )
@@ -253,7 +296,9 @@ def test_a_compiled_sum_on_sparse_cores():
     }
     reduced = 2 * 3 / 4 * MIB4 / V5P["link"] + LATENCY
     for options in (on_sparse_cores, {}):
-        found = four_by_four(lambda x: lax.psum(x, "b"), options=options, name="v5p:4x4x1", out_specs=P("a"))
+        found = four_by_four(
+            lambda x: lax.psum(x, "b"), options=options, name="v5p:4x4x1", out_specs=P("a")
+        )
         assert (found.collectives, found.overlapped) == (pytest.approx(reduced), pytest.approx(0))
         assert found.unknown == ()
 
@@ -268,7 +313,9 @@ def test_a_compiled_gather_in_parts():
         return gathered @ product
 
     found = four_by_four(both, name="v5e:4x4", dtype=jnp.bfloat16)
-    assert found.overlapped + found.collectives == pytest.approx(3 / 4 * 4 * MIB4 / 2 / 45e6 + LATENCY)
+    assert found.overlapped + found.collectives == pytest.approx(
+        3 / 4 * 4 * MIB4 / 2 / 45e6 + LATENCY
+    )
     assert found.overlapped > 0
 
 
@@ -329,16 +376,21 @@ def head_arguments(mesh, with_where):
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "peak", "over_tp", "over_cp"),
-    [  # bytes a millisecond: tp is a square of four neighbours, so that sums go around both of its sides at once
+    # bytes a millisecond: tp is a square of four neighbours, so that sums go around both of its
+    # sides at once
+    [
         ("v5p:2x2x4", 459e9, 2 * 90e6, 90e6),  # cp is a line of four
-        ("v6e:4x4", 918e9, 2 * 90e6, 90e6 / 2),  # cp has every second chip of both sides: two rings share each link
+        # cp has every second chip of both sides: two rings share each link
+        ("v6e:4x4", 918e9, 2 * 90e6, 90e6 / 2),
     ],
 )
 def test_a_plain_head(name, peak, over_tp, over_cp):
     mesh = ParallelMesh(Mesh(np.array(devices(name)).reshape(4, 4), ("cp", "tp")))
 
     def loss(hidden, kernel, targets, weights):
-        logits = lax.with_sharding_constraint(hidden @ kernel, mesh.sharding(mesh.logits_spec)).astype(jnp.float32)
+        logits = lax.with_sharding_constraint(
+            hidden @ kernel, mesh.sharding(mesh.logits_spec)
+        ).astype(jnp.float32)
         return (plain_stats(logits, targets)[0] * weights).sum()
 
     found = audit(jax.value_and_grad(loss, (0, 1)), *head_arguments(mesh, False)).time
@@ -355,7 +407,10 @@ def test_a_masked_head_is_timed_at_full_count():
     mesh = ParallelMesh(Mesh(np.array(devices("v5p:2x2x4")).reshape(4, 4), ("cp", "tp")))
 
     def loss(hidden, kernel, targets, weights, where):
-        return (log_probs_from_hidden(hidden, kernel, targets, parallel=mesh, where=where).log_probs * weights).sum()
+        return (
+            log_probs_from_hidden(hidden, kernel, targets, parallel=mesh, where=where).log_probs
+            * weights
+        ).sum()
 
     found = audit(jax.value_and_grad(loss, (0, 1)), *head_arguments(mesh, True))
     at_peak = found.flops.high / 459e9

@@ -34,7 +34,9 @@ def wrap(x):
 
 
 def read(tree, slots):
-    """A formula as `operate` reads it: nested (operation, *arguments), "x" and "y" the slots, "?" unknown."""
+    """A formula as `operate` reads it: nested (operation, *arguments), "x" and "y" the slots,
+    "?" unknown.
+    """
     match tree:
         case "x" | "y":
             return slots["xy".index(tree)]
@@ -78,7 +80,9 @@ conditions = st.recursive(
         st.booleans(),
         st.just("?bool"),
     ),
-    lambda inner: st.one_of(st.tuples(st.sampled_from(["and", "or"]), inner, inner), st.tuples(st.just("not"), inner)),
+    lambda inner: st.one_of(
+        st.tuples(st.sampled_from(["and", "or"]), inner, inner), st.tuples(st.just("not"), inner)
+    ),
     max_leaves=4,
 )
 steps = st.one_of(
@@ -89,12 +93,19 @@ steps = st.one_of(
 
 
 @settings(max_examples=500, deadline=None)
-@given(conditions, st.tuples(steps, steps), st.tuples(small, small), st.lists(st.tuples(small, st.booleans())))
+@given(
+    conditions,
+    st.tuples(steps, steps),
+    st.tuples(small, small),
+    st.lists(st.tuples(small, st.booleans())),
+)
 @example(("or", ("lt", "x", 9), ("lt", "y", 100)), (("add", "x", 1), ("add", "y", 1)), (0, 0), [])
 @example(("or", ("lt", "x", 9), ("lt", "y", 5)), (("add", "x", 7), ("add", "y", 1)), (0, -128), [])
 @example(("lt", "x", 127), (("add", "x", 2), "y"), (0, 0), [])
 @example(("gt", "x", -128), (("sub", "x", "y"), "y"), (0, 3), [])
-@example(("lt", "x", ("sub", ("max", ("add", 100, 100), 0), 100)), (("add", "x", 1), "y"), (0, 0), [])
+@example(
+    ("lt", "x", ("sub", ("max", ("add", 100, 100), 0), 100)), (("add", "x", 1), "y"), (0, 0), []
+)
 def test_a_loop_turns_as_often_as_was_read(condition, after, before, unknown):
     loop = Loop(lambda slots: [read(step, slots) for step in after], [constant(x) for x in before])
     found = loop.turns(lambda slots: read(condition, slots))
@@ -110,7 +121,9 @@ def test_a_loop_turns_as_often_as_was_read(condition, after, before, unknown):
     assert taken <= found.high
 
     for at, value in enumerate(loop.during(found.high)):
-        assert value is None or all((state[at] - value.low) % 256 <= value.high - value.low for state in seen)
+        assert value is None or all(
+            (state[at] - value.low) % 256 <= value.high - value.low for state in seen
+        )
     for at, value in enumerate(loop.behind):
         assert value is None or value == Integer(state[at], state[at])
 
@@ -124,7 +137,10 @@ def int32(name, *args):
 
 def turns(condition, start, step=1):
     """The turns of a loop over one integer, which grows by `step`."""
-    loop = Loop(lambda slots: [int32("add", slots[0], step)], [constant(start) if isinstance(start, int) else start])
+    loop = Loop(
+        lambda slots: [int32("add", slots[0], step)],
+        [constant(start) if isinstance(start, int) else start],
+    )
     return loop.turns(lambda slots: condition(slots[0]))
 
 
@@ -155,7 +171,8 @@ def both(name, *args):
         (lambda i: constant(True), 0, 1, (math.inf, math.inf)),
         (lambda i: constant(False), 0, 1, (0, 0)),
         (lambda i: None, 0, 1, (0, math.inf)),
-        # These are no plain counters, and no compiler was seen to write them: unknown, but never too few turns.
+        # These are no plain counters, and no compiler was seen to write them: unknown, but never
+        # too few turns.
         (lambda i: int32("eq", i, 0), 0, 3, (0, math.inf)),
         (lambda i: both("or", int32("lt", i, 9), int32("lt", i, 5)), 0, 1, (9, math.inf)),
         (lambda i: both("not", int32("ge", i, 9)), 0, 1, (0, math.inf)),
@@ -172,7 +189,8 @@ def test_a_conversion_keeps_what_both_dtypes_hold():
     assert convert(counter, S8, S8) == counter
     assert convert(constant(100), S8, INT32) == constant(100)
     assert convert(constant(200), INT32, S8) is None
-    assert convert(counter, S8, INT32) == Integer(-128, 127)  # a counter that wraps around in eight bits
+    # a counter that wraps around in eight bits
+    assert convert(counter, S8, INT32) == Integer(-128, 127)
     assert convert(constant(200), S8, INT32) == Integer(-128, 127)
     assert convert(constant(1), INT32, Limits.of("float32")) is None
     assert convert(constant(True), None, INT32) is None

@@ -1,4 +1,6 @@
-"""Advice from metrics: each rule speaks on a loss's own numbers, and is silent just before; and four broken runs."""
+"""Advice from metrics: each rule speaks on a loss's own numbers, and is silent just before; and
+four broken runs.
+"""
 
 import dataclasses
 import functools
@@ -34,12 +36,18 @@ ROOT = Path(__file__).parents[2]
 OLD = np.log([0.5, 0.2, 0.7, 0.1])
 PLAIN = PolicyLossConfig()
 WITH_RULE = PolicyLossConfig(unusable=Unusable("weight_0"))
-NEAR = PolicyLossConfig(off_policy=OffPolicyConfig(rejections=(Rejection("token_k1", low=0.5, high=2.0),)))
+NEAR = PolicyLossConfig(
+    off_policy=OffPolicyConfig(rejections=(Rejection("token_k1", low=0.5, high=2.0),))
+)
 
 
 def step_of(now=OLD, old=OLD, sampler=OLD, config=PLAIN):
     """The metrics of the policy loss on a sample of four tokens."""
-    given = {"advantages": [1.0, -1.0, 1.0, -1.0], "old_log_probs": old, "rollout_log_probs": sampler}
+    given = {
+        "advantages": [1.0, -1.0, 1.0, -1.0],
+        "old_log_probs": old,
+        "rollout_log_probs": sampler,
+    }
     batch = RolloutBatch.from_samples([Sample([5, 6, 7, 8, 9], 1, **given)], row_length=5)
     return policy_loss(TokenStats(jnp.asarray([[*now, 0.0]], jnp.float32)), batch, config)[1]
 
@@ -50,11 +58,15 @@ def moved(*by):
 
 def groups(rewards):
     """The pass rates of groups of two samples."""
-    return advantages.pass_rates(jnp.asarray([rewards]), jnp.arange(len(rewards), dtype=jnp.int32)[None] // 2)
+    return advantages.pass_rates(
+        jnp.asarray([rewards]), jnp.arange(len(rewards), dtype=jnp.int32)[None] // 2
+    )
 
 
 def two_samples(first, behind):
-    """The metrics of two samples in one row, of which the trainer finds another log-prob than the sampler."""
+    """The metrics of two samples in one row, of which the trainer finds another log-prob than
+    the sampler.
+    """
     made = [
         Sample([5, 6, 7], 1, old_log_probs=[-1.0, -1.0 + apart], rollout_log_probs=[-1.0, -1.0])
         for apart in (first, behind)
@@ -64,11 +76,14 @@ def two_samples(first, behind):
 
 def critic(values):
     mask = jnp.ones((1, 4))
-    explained = advantages.explained_variance(jnp.asarray([values]), jnp.asarray([[0.0, 1.0, 0.0, 1.0]]), mask)
+    explained = advantages.explained_variance(
+        jnp.asarray([values]), jnp.asarray([[0.0, 1.0, 0.0, 1.0]]), mask
+    )
     return {"explained_variance": explained}
 
 
-# The metrics on which a rule speaks, those near them on which no rule does, and the number of the update.
+# The metrics on which a rule speaks, those near them on which no rule does, and the number of the
+# update.
 CASES = {
     "nan_loss": (lambda: step_of(old=-OLD), step_of, 0),
     "unusable_tokens": (
@@ -76,13 +91,25 @@ CASES = {
         lambda: step_of(config=WITH_RULE),
         0,
     ),
-    "equal_rewards": (lambda: groups([1, 1, 0, 0, 0.5, 0.5, 0, 1.0]), lambda: groups([1, 1, 0, 0, 0.5, 0.2, 0, 1]), 0),
-    "no_reward": (lambda: groups([1, np.nan, np.nan, np.nan]), lambda: groups([1, 0.0, np.nan, np.nan]), 0),
+    "equal_rewards": (
+        lambda: groups([1, 1, 0, 0, 0.5, 0.5, 0, 1.0]),
+        lambda: groups([1, 1, 0, 0, 0.5, 0.2, 0, 1]),
+        0,
+    ),
+    "no_reward": (
+        lambda: groups([1, np.nan, np.nan, np.nan]),
+        lambda: groups([1, 0.0, np.nan, np.nan]),
+        0,
+    ),
     "first_update": (lambda: step_of(old=np.roll(OLD, 1)), lambda: moved(0.1, -0.1, 0.1, -0.1), 0),
     "old_samples": (lambda: moved(-3, 1.5, -3, -3), lambda: moved(-0.5, -0.5, 0.3, 0.5), 1),
     "clipped": (lambda: moved(0.25, -0.3, 0.25, 0), lambda: moved(0.25, -0.3, 0.1, 0), 1),
     "far_tokens": (lambda: step_of(now=[-20.7, -2, -3, -3], old=[-0.1, -2, -3, -3]), None, 1),
-    "sampler": (lambda: step_of(sampler=OLD / 2), lambda: step_of(sampler=np.minimum(OLD + 0.12, 0)), 0),
+    "sampler": (
+        lambda: step_of(sampler=OLD / 2),
+        lambda: step_of(sampler=np.minimum(OLD + 0.12, 0)),
+        0,
+    ),
     "blind_model": (lambda: two_samples(0.1, -1.0), lambda: two_samples(0.1, 0.2), 0),
     "rejected": (lambda: step_of(sampler=OLD - np.array([1, 1, 0, 1]), config=NEAR), None, 0),
     "critic": (lambda: critic([1.0, 0.0, 0.5, 0.5]), lambda: critic([0.5, 0.5, 0.5, 0.5]), 0),
@@ -124,12 +151,16 @@ def test_a_sampler_that_only_metrics_read():
 
 
 def test_metrics_of_sampler_and_trainer_alone():
-    made = [Sample([5, 6, 7], 1, old_log_probs=[-1.0, -1.0], rollout_log_probs=x) for x in ([-1.0, -1.1], [-1.0, -1.6])]
+    made = [
+        Sample([5, 6, 7], 1, old_log_probs=[-1.0, -1.0], rollout_log_probs=x)
+        for x in ([-1.0, -1.1], [-1.0, -1.6])
+    ]
     batches = [RolloutBatch.from_samples([sample], row_length=3) for sample in made]
     assert advise(mismatch_metrics(batches[0])) == []
     (found,) = advise(mismatch_metrics(batches[1]))
     assert found.rule == "sampler"
-    assert "log_prob_abs_diff 0.3, k3_kl 0.11)" in found.sentence  # exp(0.6) - 1 - 0.6 is 0.222, and the mean half
+    # exp(0.6) - 1 - 0.6 is 0.222, and the mean half
+    assert "log_prob_abs_diff 0.3, k3_kl 0.11)" in found.sentence
 
 
 def test_updates_of_a_step():
@@ -145,30 +176,45 @@ def test_updates_of_a_step():
 
 
 def test_rounding():
-    """The thresholds are those of tokens that are all as far apart as rounding explains, to the last digit."""
+    """The thresholds are those of tokens that are all as far apart as rounding explains, to the
+    last digit.
+    """
     far = advice.ROUNDING
-    assert far == 2 * 2.0**-4  # bf16 has 8 bits: 16 and the next number are 1/8 apart; of logit and log-sum-exp each
+    # bf16 has 8 bits: 16 and the next number are 1/8 apart; of logit and log-sum-exp each
+    assert far == 2 * 2.0**-4
     share = np.linspace(0, 1, 100_001)  # of tokens at one end, the others at the other end
     alike = (share * np.exp(far) + (1 - share) * np.exp(-far)) ** 2
     alike /= share * np.exp(2 * far) + (1 - share) * np.exp(-2 * far)
     assert pytest.approx(alike.min(), rel=1e-9) == advice.ROUNDING_SAMPLE_SIZE
     assert pytest.approx(math.exp(far) - 1 - far, rel=1e-12) == advice.ROUNDING_K3
     assert math.comb(advice.FEWEST_STEPS, advice.FEWEST_STEPS // 2) == 252
-    assert pytest.approx(12.5 / math.sqrt(25 * 11 / 12)) == advice.RARE == pytest.approx(2.61, abs=0.005)
+    assert (
+        pytest.approx(12.5 / math.sqrt(25 * 11 / 12))
+        == advice.RARE
+        == pytest.approx(2.61, abs=0.005)
+    )
 
 
 def test_orders_without_a_trend():
-    """One of all 252 ways to choose the later five of ten is rare, and of orders of 40 one in 250."""
-    orders = [[*(set(range(10)) - set(later)), *later] for later in itertools.combinations(range(10), 5)]
+    """One of all 252 ways to choose the later five of ten is rare, and of orders of 40 one in
+    250.
+    """
+    orders = [
+        [*(set(range(10)) - set(later)), *later] for later in itertools.combinations(range(10), 5)
+    ]
     assert sum(advice.trend(np.array(order, float)) >= advice.RARE for order in orders) == 1
     rng = np.random.default_rng(0)
-    found = [advice.trend(rng.permutation(40.0 * np.arange(40))) >= advice.RARE for _ in range(20_000)]
+    found = [
+        advice.trend(rng.permutation(40.0 * np.arange(40))) >= advice.RARE for _ in range(20_000)
+    ]
     assert 0.0025 < np.mean(found) < 0.0055
 
 
 def history(entropies, rewards):
     """Metrics of steps: entropies that a loss reports, beside rewards."""
-    batch = RolloutBatch.from_samples([Sample([5, 6], 1, advantages=[1.0], old_log_probs=[-1.0])], row_length=2)
+    batch = RolloutBatch.from_samples(
+        [Sample([5, 6], 1, advantages=[1.0], old_log_probs=[-1.0])], row_length=2
+    )
 
     @jax.jit
     def step(entropy):
@@ -184,11 +230,15 @@ def test_an_entropy_that_falls():
     (found,) = advise(steps)
     assert found.rule == "entropy"
     assert "Over 10 steps the entropy fell from 1.8 to 1.2 nats" in found.sentence
-    passing = [{name: x for name, x in step.items() if name != "reward"} | {"pass_rate": 0.5} for step in steps]
+    passing = [
+        {name: x for name, x in step.items() if name != "reward"} | {"pass_rate": 0.5}
+        for step in steps
+    ]
     assert [x.rule for x in advise(passing)] == ["entropy"]
     assert advise(steps[1:]) == []  # too short to tell a trend from chance
     assert advise(history(falls, falls[::-1])) == []  # the reward rises
-    assert advise(history(falls[[0, 1, 2, 3, 5, 4, 6, 7, 8, 9]], [0.5] * 10)) == []  # the halves overlap
+    # the halves overlap
+    assert advise(history(falls[[0, 1, 2, 3, 5, 4, 6, 7, 8, 9]], [0.5] * 10)) == []
     assert [x.rule for x in advise([{}, *steps])] == []  # a step that does not report it
 
 
@@ -200,7 +250,10 @@ def test_an_entropy_that_falls():
         ([1.0], "metrics: got list, expected"),
         ({"ppo_kl": "0.1"}, r"metrics\['ppo_kl'\]: got str, expected a number"),
         ({"ppo_kl": None}, r"metrics\['ppo_kl'\]: got NoneType, expected a number"),
-        ({"ppo_kl": np.ones((2, 2))}, r"metrics\['ppo_kl'\]: got shape \(2, 2\), expected a number"),
+        (
+            {"ppo_kl": np.ones((2, 2))},
+            r"metrics\['ppo_kl'\]: got shape \(2, 2\), expected a number",
+        ),
     ],
 )
 def test_bad_metrics(metrics, error):
@@ -211,7 +264,9 @@ def test_bad_metrics(metrics, error):
 def test_bad_calls():
     with pytest.raises(ValueError, match="update: got -1, expected a whole number"):
         advise({}, update=-1)
-    with pytest.raises(TypeError, match=r"metrics\['ppo_kl'\]: got \w*Tracer, expected a number.* on the host"):
+    with pytest.raises(
+        TypeError, match=r"metrics\['ppo_kl'\]: got \w*Tracer, expected a number.* on the host"
+    ):
         jax.jit(lambda x: advise({"ppo_kl": x}))(1.0)
     assert advise({"ppo_kl": jnp.bfloat16(0.5)})[0].rule == "first_update"
 
@@ -224,7 +279,8 @@ def test_each_rule_has_its_case_and_its_page():
     names = [rule.name for rule in advice.RULES]
     assert {*names} == {*CASES, "entropy"}
     page = (ROOT / "docs/metrics.md").read_text()
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \| .* \|$", page, re.MULTILINE))  # of three cells: metrics have two
+    # of three cells: metrics have two
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \| .* \|$", page, re.MULTILINE))
     for rule in advice.RULES:
         path, _, anchor = rule.page.partition("#")
         headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE)
@@ -262,7 +318,9 @@ def engine(params, prompts, key, temperature):
         drawn = jax.random.categorical(jax.random.fold_in(key, i), logits)
         log_probs = jax.nn.log_softmax(logits)
         tokens = tokens.at[:, i].set(drawn)
-        drawn_log_probs = drawn_log_probs.at[:, i].set(jnp.take_along_axis(log_probs, drawn[:, None], 1)[:, 0])
+        drawn_log_probs = drawn_log_probs.at[:, i].set(
+            jnp.take_along_axis(log_probs, drawn[:, None], 1)[:, 0]
+        )
     return tokens, drawn_log_probs
 
 
@@ -278,11 +336,15 @@ def learn(params, batch, rate, entropy_coef, *, blind):
 
     old = log_probs_from_hidden(*inputs(params), batch.targets).log_probs
     by_sample = advantages.grpo(batch.rewards, **batch.groups)
-    given = dataclasses.replace(batch, old_log_probs=old, advantages=advantages.spread(by_sample, batch))
+    given = dataclasses.replace(
+        batch, old_log_probs=old, advantages=advantages.spread(by_sample, batch)
+    )
     config = PolicyLossConfig(entropy_coef=entropy_coef)
 
     def update(params, _):
-        slope = jax.grad(lambda params: policy_loss_from_hidden(*inputs(params), given, config), has_aux=True)
+        slope = jax.grad(
+            lambda params: policy_loss_from_hidden(*inputs(params), given, config), has_aux=True
+        )
         gradients, metrics = slope(params)
         return jax.tree.map(lambda x, g: x - rate * g, params, gradients), finalize_metrics(metrics)
 
@@ -300,13 +362,25 @@ def run(steps=2, *, rate=0.3, temperature=1.0, entropy_coef=0.0, reward=odd, bli
     """What `advise` says behind each step, with the history up to it."""
     params, history, said = start(), [], []
     for step in range(steps):
-        prompts = jnp.repeat(1 + (step + jnp.arange(PROMPTS, dtype=jnp.int32)) % (VOCAB - 1), SAMPLES)
-        tokens, log_probs = map(np.asarray, engine(params, prompts, jax.random.key(step), temperature))
+        prompts = jnp.repeat(
+            1 + (step + jnp.arange(PROMPTS, dtype=jnp.int32)) % (VOCAB - 1), SAMPLES
+        )
+        tokens, log_probs = map(
+            np.asarray, engine(params, prompts, jax.random.key(step), temperature)
+        )
         samples = [
-            Sample(row, 1, reward=reward(row, i), group_id=i // SAMPLES, rollout_log_probs=log_probs[i, 1:])
+            Sample(
+                row,
+                1,
+                reward=reward(row, i),
+                group_id=i // SAMPLES,
+                rollout_log_probs=log_probs[i, 1:],
+            )
             for i, row in enumerate(tokens)
         ]
-        batch = RolloutBatch.from_samples(samples, row_length=2 * LENGTH, rows=PROMPTS * SAMPLES // 2)
+        batch = RolloutBatch.from_samples(
+            samples, row_length=2 * LENGTH, rows=PROMPTS * SAMPLES // 2
+        )
         params, metrics = learn(params, batch, rate, entropy_coef, blind=blind)
         rewards = [sample.reward for sample in samples]
         history.append(metrics | {"reward": np.mean(rewards)})

@@ -27,7 +27,9 @@ def by_hand(entropies, target, step, most, coef):
     return used
 
 
-@pytest.mark.parametrize(("step", "most", "first"), [(0.005, 1.0, 0.0), (0.125, 0.25, 0.25), (0.5, 1.0, 0.1)])
+@pytest.mark.parametrize(
+    ("step", "most", "first"), [(0.005, 1.0, 0.0), (0.125, 0.25, 0.25), (0.5, 1.0, 0.1)]
+)
 def test_the_coefficients_of_a_run(step, most, first):
     adaptive = AdaptiveEntropy(target=0.2, step=step, most=most)
     update = jax.jit(adaptive.update)
@@ -37,14 +39,18 @@ def test_the_coefficients_of_a_run(step, most, first):
         state = update(state, entropy)
     used.append(float(adaptive.coef(state)))
     target = float(np.float32(0.2))  # the second entropy is the target itself
-    np.testing.assert_allclose(used, by_hand(np.float32(ENTROPIES), target, step, most, first), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        used, by_hand(np.float32(ENTROPIES), target, step, most, first), rtol=1e-5, atol=1e-7
+    )
 
 
 def test_the_state_is_all_that_a_run_saves():
     adaptive = AdaptiveEntropy()
     state = adaptive.update(adaptive.update(adaptive.init(), 0.1), 0.1)
     restored = EntropyState(*(jnp.asarray(np.asarray(x)) for x in state))
-    assert float(adaptive.coef(adaptive.update(restored, 0.1))) == float(adaptive.coef(adaptive.update(state, 0.1)))
+    assert float(adaptive.coef(adaptive.update(restored, 0.1))) == float(
+        adaptive.coef(adaptive.update(state, 0.1))
+    )
 
 
 def test_in_a_step():
@@ -74,11 +80,26 @@ def test_an_entropy_of_nan_does_not_pass_for_a_low_one():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: AdaptiveEntropy(target=-1.0), "target: got -1.0, expected a finite number of at least 0"),
-        (lambda: AdaptiveEntropy(step=math.nan), "step: got nan, expected a finite number of at least 0"),
-        (lambda: AdaptiveEntropy(most="1"), "most: got '1', expected a finite number of at least 0"),
-        (lambda: AdaptiveEntropy().init(2.0), "coef: got 2.0, expected a finite number of at least 0 and of at most 1"),
-        (lambda: AdaptiveEntropy().update(AdaptiveEntropy().init(), math.nan), "entropy: got nan, expected a finite"),
+        (
+            lambda: AdaptiveEntropy(target=-1.0),
+            "target: got -1.0, expected a finite number of at least 0",
+        ),
+        (
+            lambda: AdaptiveEntropy(step=math.nan),
+            "step: got nan, expected a finite number of at least 0",
+        ),
+        (
+            lambda: AdaptiveEntropy(most="1"),
+            "most: got '1', expected a finite number of at least 0",
+        ),
+        (
+            lambda: AdaptiveEntropy().init(2.0),
+            "coef: got 2.0, expected a finite number of at least 0 and of at most 1",
+        ),
+        (
+            lambda: AdaptiveEntropy().update(AdaptiveEntropy().init(), math.nan),
+            "entropy: got nan, expected a finite",
+        ),
         (lambda: AdaptiveEntropy().update(AdaptiveEntropy().init(), jnp.ones(3)), "entropy: got"),
     ],
 )
@@ -88,16 +109,25 @@ def test_bad_numbers(make, message):
 
 
 def entropies(samples):
-    """Those of the loss tokens, and their places from the first loss token of their sample, of `step_of`."""
-    each = [(np.asarray(s.values)[s.mask[s.start :] > 0], np.flatnonzero(s.mask[s.start :] > 0)) for s in samples]
-    return np.concatenate([x for x, _ in each]), np.concatenate([i - i[0] for _, i in each if len(i)])
+    """Those of the loss tokens, and their places from the first loss token of their sample, of
+    `step_of`.
+    """
+    each = [
+        (np.asarray(s.values)[s.mask[s.start :] > 0], np.flatnonzero(s.mask[s.start :] > 0))
+        for s in samples
+    ]
+    return np.concatenate([x for x, _ in each]), np.concatenate(
+        [i - i[0] for _, i in each if len(i)]
+    )
 
 
 @pytest.mark.parametrize("layout", [None, "contiguous", "zigzag"])
 def test_quantiles_and_places(layout):
     parallel = layout and make_parallel_mesh("dp=2,cp=2,tp=2", context_layout=layout)
     samples, wanted = step_of(6, 40), (0.0, 0.25, 0.5, 0.8, 1.0)
-    batch = RolloutBatch.from_samples(samples, row_length=32, rows=24, num_segments=8, parallel=parallel)
+    batch = RolloutBatch.from_samples(
+        samples, row_length=32, rows=24, num_segments=8, parallel=parallel
+    )
     spoilt = np.where(batch.loss_mask > 0, batch.values, np.nan)
 
     @jax.jit
@@ -106,7 +136,10 @@ def test_quantiles_and_places(layout):
         return entropy_metrics(stats, batch, quantiles=wanted, starts=(0, 1, 4), parallel=parallel)
 
     x, place = entropies(samples)
-    expected = {f"entropy_from_{a}": x[(place >= a) & (place < b)].mean() for a, b in ((0, 1), (1, 4), (4, 99))}
+    expected = {
+        f"entropy_from_{a}": x[(place >= a) & (place < b)].mean()
+        for a, b in ((0, 1), (1, 4), (4, 99))
+    }
     expected |= {f"entropy_p{100 * q:g}": np.quantile(x, q, method="inverted_cdf") for q in wanted}
     # of micro-batches that are merged, of unequal sizes, and of all at once
     some = dataclasses.replace(batch, loss_mask=batch.loss_mask * (batch.sample_ids[:, :1] < 9))

@@ -1,4 +1,6 @@
-"""A step of micro-batches on a mesh: the gradients of a head's parameters, and of a model in a caller's `shard_map`."""
+"""A step of micro-batches on a mesh: the gradients of a head's parameters, and of a model in a
+caller's `shard_map`.
+"""
 
 import functools
 
@@ -50,7 +52,11 @@ def head_of(params, dtype=None):
     def cast(x):
         return x if dtype is None else x.astype(dtype)
 
-    return Head(cast(params["kernel"]), cast(params["bias"]), LoRA(cast(params["a"]), cast(params["b"]), 0.5))
+    return Head(
+        cast(params["kernel"]),
+        cast(params["bias"]),
+        LoRA(cast(params["a"]), cast(params["b"]), 0.5),
+    )
 
 
 def one_pass(params, part, parallel, dtype=None):
@@ -60,11 +66,15 @@ def one_pass(params, part, parallel, dtype=None):
 
 
 def two_passes(params, part, parallel, dtype=None):
-    """A loss whose cotangents depend on the micro-batch twice: by token, and by a common divisor."""
+    """A loss whose cotangents depend on the micro-batch twice: by token, and by a common
+    divisor.
+    """
     hidden, batch, _ = part
     options = {"parallel": parallel, "where": batch.loss_mask > 0, "entropy": "bonus"}
     stats = log_probs_from_hidden(hidden, head_of(params, dtype), batch.targets, **options)
-    total = (stats.log_probs * batch.advantages).sum() + (stats.log_probs.mean() * stats.entropy).sum()
+    total = (stats.log_probs * batch.advantages).sum() + (
+        stats.log_probs.mean() * stats.entropy
+    ).sum()
     return total / jnp.maximum(batch.loss_mask.sum(), 1), {}
 
 
@@ -72,11 +82,15 @@ def one_by_one(loss_fn, params, micro_batches):
     """The sum without `accumulate_gradients`."""
     gradient = jax.jit(jax.grad(lambda params, part: loss_fn(params, part)[0]))
     parts = [gradient(params, jax.tree.map(lambda x, k=k: x[k], micro_batches)) for k in range(K)]
-    return jax.tree.map(lambda *xs: sum(x.astype(jnp.float32) for x in xs).astype(xs[0].dtype), *parts)
+    return jax.tree.map(
+        lambda *xs: sum(x.astype(jnp.float32) for x in xs).astype(xs[0].dtype), *parts
+    )
 
 
 def sums(step, params, micro_batches, mesh):
-    """(operation, bytes) of what crosses data or context axes in the loop, and after it; scalars are left out."""
+    """(operation, bytes) of what crosses data or context axes in the loop, and after it; scalars
+    are left out.
+    """
     found = audit(step, params, micro_batches, mesh=mesh).collectives
     large = [c for c in found if set(c.axes) & {"dp", "cp"} and c.bytes > 64]
     return [[(c.op, c.bytes) for c in large if c.in_loop is inside] for inside in (True, False)]
@@ -110,7 +124,9 @@ def test_a_head_on_a_mesh(case):
     step = jax.jit(lambda params, parts: accumulate_gradients(loss, parts)(params)[1])
     # a bf16 gradient is rounded in each micro-batch
     rtol, atol = (1e-5, 1e-7) if narrowed is None and dtype == "float32" else (2**-6, 2**-8)
-    assert_trees_close(step(params, micro_batches), one_by_one(loss, params, micro_batches), rtol=rtol, atol=atol)
+    assert_trees_close(
+        step(params, micro_batches), one_by_one(loss, params, micro_batches), rtol=rtol, atol=atol
+    )
 
 
 def test_a_kernel_used_twice_and_in_a_jitted_loss():
@@ -122,18 +138,28 @@ def test_a_kernel_used_twice_and_in_a_jitted_loss():
         _, batch, normalizer = part
         head = Head(params["embed"], layout="vh")
         hidden = params["embed"][batch.tokens]
-        loss, metrics = policy_loss_from_hidden(hidden, head, batch, CONFIG, parallel=parallel, normalizer=normalizer)
+        loss, metrics = policy_loss_from_hidden(
+            hidden, head, batch, CONFIG, parallel=parallel, normalizer=normalizer
+        )
         stats = log_probs_from_hidden(hidden**2, head, batch.tokens, parallel=parallel)
         return loss + stats.log_probs.sum(), metrics
 
     micro_batches = HIDDEN, BATCH, NORMALIZER
     step = jax.jit(lambda params, parts: accumulate_gradients(loss_fn, parts)(params)[1])
-    assert_trees_close(step(params, micro_batches), one_by_one(loss_fn, params, micro_batches), rtol=1e-5, atol=1e-6)
+    assert_trees_close(
+        step(params, micro_batches),
+        one_by_one(loss_fn, params, micro_batches),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 def test_keys_of_random_numbers_lie_among_micro_batches():
     """Such keys were once refused, since they are no numbers."""
-    keys, x = jax.random.split(jax.random.key(0), K), jnp.arange(4 * K, dtype=jnp.float32).reshape(K, 4)
+    keys, x = (
+        jax.random.split(jax.random.key(0), K),
+        jnp.arange(4 * K, dtype=jnp.float32).reshape(K, 4),
+    )
 
     def loss_fn(w, part):
         key, x = part
@@ -142,7 +168,10 @@ def test_keys_of_random_numbers_lie_among_micro_batches():
     _, found = accumulate_gradients(loss_fn, (keys, x))(jnp.ones(4))
     kept = jnp.stack([jax.random.bernoulli(key, shape=(4,)) for key in keys])
     np.testing.assert_array_equal(found, jnp.where(kept, x, 0).sum(axis=0))
-    with pytest.raises(ValueError, match=r"micro_batches: got leading dimensions \[\(3,\), \(4,\)\], expected one K"):
+    with pytest.raises(
+        ValueError,
+        match=r"micro_batches: got leading dimensions \[\(3,\), \(4,\)\], expected one K",
+    ):
         accumulate_gradients(loss_fn, (keys[:3], x))
 
 
@@ -177,7 +206,9 @@ def test_all_parameters_of_a_model_in_a_shard_map(dtype):
     before = in_a_shard_map(model)
     assert sums(before, params, micro_batches, parallel.mesh)[1] == []  # all of them in the loop
     rtol, atol = (1e-5, 1e-7) if dtype == "float32" else (2**-6, 2**-8)
-    assert_trees_close(step(params, micro_batches), before(params, micro_batches), rtol=rtol, atol=atol)
+    assert_trees_close(
+        step(params, micro_batches), before(params, micro_batches), rtol=rtol, atol=atol
+    )
 
 
 def test_a_term_of_parameters_alone_is_refused_in_a_shard_map():
@@ -189,7 +220,9 @@ def test_a_term_of_parameters_alone_is_refused_in_a_shard_map():
 
     params = params_of() | {"layer": jnp.eye(H)}
     step = in_a_shard_map(decayed, parallel=AXES)
-    with pytest.raises(ValueError, match=r"loss_fn: got a loss that varies over mesh axes \['dp', 'cp'\], expected"):
+    with pytest.raises(
+        ValueError, match=r"loss_fn: got a loss that varies over mesh axes \['dp', 'cp'\], expected"
+    ):
         step(params, (HIDDEN, BATCH, NORMALIZER))
     with pytest.raises(TypeError, match="parallel: got ParallelMesh, expected ShardAxes or None"):
         accumulate_gradients(model, HIDDEN, parallel=mesh_of())

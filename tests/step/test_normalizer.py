@@ -1,4 +1,5 @@
-"""A `Normalizer` knows what it was made for: a loss refuses one of another correction, step or part of it.
+"""A `Normalizer` knows what it was made for: a loss refuses one of another correction, step or part
+of it.
 
 "Before, x for y": an earlier version gave the loss x, and y is right.
 """
@@ -35,7 +36,9 @@ KERNEL = jax.random.normal(jax.random.key(1), (4, V + 2))
 
 
 def packed(samples=STEP, **options):
-    return RolloutBatch.from_samples(samples, **{"row_length": T, "rows": 8, "num_segments": 4} | options)
+    return RolloutBatch.from_samples(
+        samples, **{"row_length": T, "rows": 8, "num_segments": 4} | options
+    )
 
 
 BATCH = packed()
@@ -55,24 +58,35 @@ def off(**options):
     return OffPolicyConfig(**{"weights": "token", "high": 2.0, "batch_normalize": True} | options)
 
 
-@pytest.mark.parametrize("other", [{"high": 1.01}, {"low": 0.9}, {"weights": "sequence"}, {"outside": "zero"}])
+@pytest.mark.parametrize(
+    "other", [{"high": 1.01}, {"low": 0.9}, {"weights": "sequence"}, {"outside": "zero"}]
+)
 def test_the_mean_weight_of_another_correction(other):
-    """Before, -0.289 for -0.278: the weights of one correction over the mean of another, here with high=1.01."""
+    """Before, -0.289 for -0.278: the weights of one correction over the mean of another, here
+    with high=1.01.
+    """
     normalizer = normalizer_of(BATCH, "token_mean", off_policy=off(**other))
     field, value = next(iter(other.items()))
-    message = rf"normalizer: got one of off_policy=.*{field}={value!r}.*, expected OffPolicyConfig\(weights='token'"
+    message = (
+        rf"normalizer: got one of off_policy=.*{field}={value!r}.*, expected"
+        r" OffPolicyConfig\(weights='token'"
+    )
     with pytest.raises(ValueError, match=message):
         loss_at(BATCH, PolicyLossConfig(off_policy=off()), normalizer=normalizer)
 
 
 def test_no_mean_weight():
     normalizer = normalizer_of(BATCH, "token_mean", off_policy=off(batch_normalize=False))
-    with pytest.raises(ValueError, match=r"normalizer: got one of off_policy=None, expected OffPolicyConfig\("):
+    with pytest.raises(
+        ValueError, match=r"normalizer: got one of off_policy=None, expected OffPolicyConfig\("
+    ):
         loss_at(BATCH, PolicyLossConfig(off_policy=off()), normalizer=normalizer)
 
 
 def test_what_the_mean_weight_does_not_depend_on():
-    """Rejections and vetos leave the mean alone, and a loss that needs no mean may share the normalizer."""
+    """Rejections and vetos leave the mean alone, and a loss that needs no mean may share the
+    normalizer.
+    """
     normalizer = normalizer_of(BATCH, "token_mean", off_policy=off())
     rejecting = off(rejections=(Rejection("token_k3", high=0.01),), veto=0.5)
     for config in (PolicyLossConfig(off_policy=rejecting), PolicyLossConfig()):
@@ -80,7 +94,8 @@ def test_what_the_mean_weight_does_not_depend_on():
         np.testing.assert_array_equal(got, loss_at(BATCH, config)[0])
     stats = TokenStats(jnp.asarray(BATCH.returns))
     np.testing.assert_array_equal(
-        loss_from_stats(stats, BATCH, SFT(), normalizer=normalizer)[0], loss_from_stats(stats, BATCH, SFT())[0]
+        loss_from_stats(stats, BATCH, SFT(), normalizer=normalizer)[0],
+        loss_from_stats(stats, BATCH, SFT())[0],
     )
 
 
@@ -95,7 +110,9 @@ def of_hidden(batch, config, **options):
 def test_counts_of_another_step(loss, mesh, aggregation, other):
     """Before, a larger one gave -0.171 for -0.239."""
     parallel, config = mesh and make_parallel_mesh(mesh), PolicyLossConfig(aggregation=aggregation)
-    run = jax.jit(lambda batch, normalizer: loss(batch, config, parallel=parallel, normalizer=normalizer))
+    run = jax.jit(
+        lambda batch, normalizer: loss(batch, config, parallel=parallel, normalizer=normalizer)
+    )
 
     def make(batch):
         return normalizer_of(batch, aggregation, parallel=parallel)
@@ -104,8 +121,13 @@ def test_counts_of_another_step(loss, mesh, aggregation, other):
     value, found = run(BATCH, make(wrong))
     assert np.isnan(value)
     (line,) = explain_broken_rules(found["broken_rules"].value)
-    assert line.startswith("normalizer_of_another_step: expected a normalizer that was made of this step")
-    with pytest.raises(ValueError, match=r"normalizer: got \d.* at row \d, segment \d, expected a normalizer that was"):
+    assert line.startswith(
+        "normalizer_of_another_step: expected a normalizer that was made of this step"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"normalizer: got \d.* at row \d, segment \d, expected a normalizer that was",
+    ):
         BATCH.validate(V, normalizer=make(wrong))
     value, found = run(BATCH, make(BATCH))
     assert np.isfinite(value)
@@ -115,7 +137,9 @@ def test_counts_of_another_step(loss, mesh, aggregation, other):
 
 def accumulate(batches, normalizer):
     def fn(w, part):
-        return policy_loss(TokenStats(w * part[0].returns), part[0], PolicyLossConfig(), normalizer=part[1])
+        return policy_loss(
+            TokenStats(w * part[0].returns), part[0], PolicyLossConfig(), normalizer=part[1]
+        )
 
     (loss, found), _ = jax.jit(accumulate_gradients(fn, (batches, normalizer)))(jnp.float32(1))
     return loss, explain_broken_rules(found["broken_rules"].value)
@@ -129,12 +153,19 @@ def test_a_step_of_more_micro_batches():
         return x[:2]
 
     given = jax.tree.map(half, (STACKED, normalizer))
-    with pytest.raises(ValueError, match=r"got one of a step of 4 micro-batches, expected 2: Normalizer\.of"):
+    with pytest.raises(
+        ValueError, match=r"got one of a step of 4 micro-batches, expected 2: Normalizer\.of"
+    ):
         accumulate(*given)
-    with pytest.raises(ValueError, match="normalizer: got one of a step of 4 micro-batches, expected 2"):
+    with pytest.raises(
+        ValueError, match="normalizer: got one of a step of 4 micro-batches, expected 2"
+    ):
         given[0].validate(V, normalizer=normalizer)
-    part = jax.tree.map(lambda x: x[0], dataclasses.replace(STACKED, micro_batches=3))  # says: one of three
-    with pytest.raises(ValueError, match="normalizer: got one of a step of 4 micro-batches, expected 3"):
+    # says: one of three
+    part = jax.tree.map(lambda x: x[0], dataclasses.replace(STACKED, micro_batches=3))
+    with pytest.raises(
+        ValueError, match="normalizer: got one of a step of 4 micro-batches, expected 3"
+    ):
         loss_at(part, normalizer=jax.tree.map(lambda x: x[0], normalizer))
     loss, broken = accumulate(STACKED, normalizer)
     assert np.isfinite(loss)
@@ -147,12 +178,16 @@ def test_normalizers_of_the_micro_batches_themselves():
     alone = dataclasses.replace(STACKED, micro_batches=None)
     each = [Normalizer.of(SFT(), jax.tree.map(lambda x, k=k: x[k], alone)) for k in range(4)]
     normalizers = jax.tree.map(lambda *x: jnp.stack(x), *each)
-    with pytest.raises(ValueError, match="normalizer: got one of a step of 1 micro-batches, expected 4"):
+    with pytest.raises(
+        ValueError, match="normalizer: got one of a step of 1 micro-batches, expected 4"
+    ):
         accumulate(STACKED, normalizers)
 
 
 def test_the_part_of_another_micro_batch():
-    """Before, -0.259 for -0.344 with sequence_mean_token_mean, which reads the denominators of its own sequences."""
+    """Before, -0.259 for -0.344 with sequence_mean_token_mean, which reads the denominators of
+    its own sequences.
+    """
     normalizer = Normalizer.of(SFT(), STACKED)
     loss, broken = accumulate(STACKED, jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), normalizer))
     assert np.isnan(loss)

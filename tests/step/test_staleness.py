@@ -28,7 +28,9 @@ VERSION = 20
 BATCH, LOG_PROBS = hard_batch()
 MASK = np.asarray(BATCH.loss_mask) > 0
 DRAWN = np.random.default_rng(3).integers(12, VERSION + 1, MASK.shape)
-BATCH = dataclasses.replace(BATCH, policy_versions=jnp.asarray(np.where(MASK, DRAWN, -(2**31)), jnp.int32))
+BATCH = dataclasses.replace(
+    BATCH, policy_versions=jnp.asarray(np.where(MASK, DRAWN, -(2**31)), jnp.int32)
+)
 AGE = VERSION - DRAWN
 
 
@@ -44,18 +46,24 @@ def oldest():
 
 @pytest.mark.parametrize("proximal", [None, 17, 20])
 def test_proximal_log_probs(proximal):
-    got = proximal_log_probs(LOG_PROBS, BATCH.rollout_log_probs, BATCH.policy_versions, VERSION, proximal)
+    got = proximal_log_probs(
+        LOG_PROBS, BATCH.rollout_log_probs, BATCH.policy_versions, VERSION, proximal
+    )
     pi, b = (np.asarray(x, np.float64) for x in (LOG_PROBS, BATCH.rollout_log_probs))
     between = (VERSION - 1 if proximal is None else proximal) - DRAWN
     alpha = np.where(AGE == 0, 0, np.clip(between / np.maximum(AGE, 1), 0, 1))
-    np.testing.assert_allclose(np.asarray(got)[MASK], (b + alpha * (pi - b))[MASK], rtol=0, atol=5e-7)
+    np.testing.assert_allclose(
+        np.asarray(got)[MASK], (b + alpha * (pi - b))[MASK], rtol=0, atol=5e-7
+    )
     assert (AGE[MASK] == 0).any()
 
 
 def test_a_proximal_policy_newer_than_the_version():
     """Once its log-probs were those of the policy that learns."""
     given = LOG_PROBS, BATCH.rollout_log_probs, BATCH.policy_versions, VERSION
-    with pytest.raises(ValueError, match="proximal_version: got 21, expected at most the version, 20"):
+    with pytest.raises(
+        ValueError, match="proximal_version: got 21, expected at most the version, 20"
+    ):
         proximal_log_probs(*given, VERSION + 1)
     assert np.isnan(jax.jit(proximal_log_probs)(*given, VERSION + 1)).all()
     assert np.isfinite(np.asarray(jax.jit(proximal_log_probs)(*given, VERSION))[MASK]).all()
@@ -78,7 +86,9 @@ def test_weights(level, limit, decay):
 
 
 def expected_metrics():
-    spans = [np.ptp(AGE[row, p[MASK[row, p]]]) for row, _, p in sequences(BATCH) if MASK[row, p].any()]
+    spans = [
+        np.ptp(AGE[row, p[MASK[row, p]]]) for row, _, p in sequences(BATCH) if MASK[row, p].any()
+    ]
     found = AGE[MASK]
     return {
         "staleness": found.mean(),
@@ -90,12 +100,16 @@ def expected_metrics():
 
 def test_metrics():
     got = finalize_metrics(staleness_metrics(BATCH, VERSION))
-    assert {name: float(x) for name, x in got.items()} == pytest.approx(expected_metrics(), rel=1e-6)
+    assert {name: float(x) for name, x in got.items()} == pytest.approx(
+        expected_metrics(), rel=1e-6
+    )
 
 
 def test_any_mesh():
     def both(parallel, batch):
-        weights = staleness_weights(batch, VERSION, limit=3, decay=0.5, level="sequence", parallel=parallel)
+        weights = staleness_weights(
+            batch, VERSION, limit=3, decay=0.5, level="sequence", parallel=parallel
+        )
         return weights, finalize_metrics(staleness_metrics(batch, VERSION, parallel=parallel))
 
     assert_mesh_invariant(both, BATCH, meshes=MESHES)
@@ -119,7 +133,9 @@ def test_versions_travel_with_their_tokens(make):
         batch = RolloutBatch.from_samples([sample], row_length=8)
     else:
         prompt, completion = np.array([[5, 6]]), np.array([[7, 8, 9]])
-        batch = RolloutBatch.from_padded(prompt, completion, np.ones((1, 3)), policy_versions=jnp.array([[3, 3, 4]]))
+        batch = RolloutBatch.from_padded(
+            prompt, completion, np.ones((1, 3)), policy_versions=jnp.array([[3, 3, 4]])
+        )
     assert batch.policy_versions.dtype == np.int32
     trained = np.asarray(batch.loss_mask) > 0
     assert np.asarray(batch.targets)[trained].tolist() == [7, 8, 9]
@@ -130,9 +146,15 @@ def test_versions_travel_with_their_tokens(make):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: staleness_weights(BATCH, 1, limit=-1), "limit: got -1, expected a finite number of at least 0"),
+        (
+            lambda: staleness_weights(BATCH, 1, limit=-1),
+            "limit: got -1, expected a finite number of at least 0",
+        ),
         (lambda: staleness_weights(BATCH, 1, limit=1, decay=2.0), "decay: got 2.0, expected"),
-        (lambda: staleness_weights(BATCH, 1, limit=1, level="row"), "level: got 'row', expected one of"),
+        (
+            lambda: staleness_weights(BATCH, 1, limit=1, level="row"),
+            "level: got 'row', expected one of",
+        ),
         (
             lambda: staleness_metrics(dataclasses.replace(BATCH, policy_versions=None), 1),
             r"batch.policy_versions: got None, expected i32\[R, T\]",
@@ -153,7 +175,8 @@ def test_versions_are_integers():
         Sample([1, 2], response_start=1, policy_versions=[0.5])
 
 
-# A sampler that lags behind: a table of logits [prompt, place, token] learns the one right token of each.
+# A sampler that lags behind: a table of logits [prompt, place, token] learns the one right token of
+# each.
 
 PROMPTS, PLACES, VOCAB, COPIES, STEPS, LAG = 4, 3, 8, 16, 20, 24
 RIGHT = np.random.default_rng(0).integers(0, VOCAB, (PROMPTS, PLACES))
@@ -167,7 +190,9 @@ def draw(tables, versions, rng):
     found = []
     for i in range(PROMPTS * COPIES):
         prompt, drawn = i // COPIES, np.sort(rng.choice(versions, PLACES))
-        log_p = np.stack([jax.nn.log_softmax(tables[v][prompt, place]) for place, v in enumerate(drawn)])
+        log_p = np.stack(
+            [jax.nn.log_softmax(tables[v][prompt, place]) for place, v in enumerate(drawn)]
+        )
         tokens = (log_p + rng.gumbel(size=log_p.shape)).argmax(1)
         found.append(
             Sample(
@@ -187,33 +212,45 @@ def learn(table, batch, prompts, version, corrected):
     batch = dataclasses.replace(
         batch,
         advantages=advantages.spread(
-            advantages.grpo(batch.rewards, **batch.groups, parallel=PARALLEL), batch, parallel=PARALLEL
+            advantages.grpo(batch.rewards, **batch.groups, parallel=PARALLEL),
+            batch,
+            parallel=PARALLEL,
         ),
     )
 
     def stats(table):
         logits = table[prompts, jnp.minimum(batch.positions, PLACES - 1)]
-        return log_probs_from_logits(logits, batch.targets, where=batch.loss_mask > 0, parallel=PARALLEL)
+        return log_probs_from_logits(
+            logits, batch.targets, where=batch.loss_mask > 0, parallel=PARALLEL
+        )
 
     now = stats(table).log_probs
     proximal = proximal_log_probs(now, batch.rollout_log_probs, batch.policy_versions, version)
     batch = dataclasses.replace(batch, old_log_probs=proximal if corrected else now)
     config = DECOUPLED if corrected else PLAIN
     gradient = jax.grad(lambda t: policy_loss(stats(t), batch, config, parallel=PARALLEL)[0])(table)
-    return table - 10.0 * gradient, finalize_metrics(staleness_metrics(batch, version, parallel=PARALLEL))
+    return table - 10.0 * gradient, finalize_metrics(
+        staleness_metrics(batch, version, parallel=PARALLEL)
+    )
 
 
 def final_reward(lag, corrected=True, seed=1):
     rng, tables = np.random.default_rng(seed), [np.zeros((PROMPTS, PLACES, VOCAB), np.float32)]
     for version in range(STEPS):
-        samples = draw(tables, np.arange(max(0, version - lag), max(0, version - lag // 2) + 1), rng)
+        samples = draw(
+            tables, np.arange(max(0, version - lag), max(0, version - lag // 2) + 1), rng
+        )
         shape = {"row_length": 16, "rows": 16, "num_segments": 4}
         batch = RolloutBatch.from_samples(samples, parallel=PARALLEL, **shape)
         first = np.maximum(np.asarray(batch.sample_ids), 0) // COPIES
         segments = np.maximum(np.asarray(batch.segment_ids) - 1, 0)
         prompts = np.take_along_axis(first, segments, axis=1)
         table, metrics = learn(
-            jnp.asarray(tables[-1]), batch.put(PARALLEL), jnp.asarray(prompts), jnp.int32(version), corrected
+            jnp.asarray(tables[-1]),
+            batch.put(PARALLEL),
+            jnp.asarray(prompts),
+            jnp.int32(version),
+            corrected,
         )
         tables.append(np.asarray(table))
     chosen = jax.nn.softmax(tables[-1])[np.arange(PROMPTS)[:, None], np.arange(PLACES), RIGHT]

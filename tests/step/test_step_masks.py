@@ -17,7 +17,12 @@ PLACES = {
     "a mesh": {"mesh": "dp=2,cp=2,tp=2", "layout": "zigzag"},
     "a striped mesh": {"mesh": "dp=1,cp=8,tp=1", "layout": "striped"},
     "micro-batches": {"rows": 4, "micro_batches": 3},
-    "micro-batches on a mesh": {"rows": 4, "micro_batches": 3, "mesh": "dp=2,cp=4,tp=1", "layout": "zigzag"},
+    "micro-batches on a mesh": {
+        "rows": 4,
+        "micro_batches": 3,
+        "mesh": "dp=2,cp=4,tp=1",
+        "layout": "zigzag",
+    },
 }
 
 
@@ -31,7 +36,10 @@ def packed(mesh=None, layout="contiguous", rows=8, **options):
 
 def loss_tokens(batch, *names):
     mask = by_sample(batch.loss_mask, batch, 20) > 0
-    return mask, [np.where(mask, by_sample(getattr(batch, name), batch, 20), 0).astype(np.float64) for name in names]
+    return mask, [
+        np.where(mask, by_sample(getattr(batch, name), batch, 20), 0).astype(np.float64)
+        for name in names
+    ]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -52,7 +60,8 @@ def test_tokens_of_one_drift_go_together_and_impossible_ones_first():
     rollout = old - jnp.array([[0.0, 0.5, 0.5, 0.5, 0.0, 0.0]])
     batch = RolloutBatch(ids, ids, ids, ids, jnp.ones((1, 6)), jnp.array([[0]]), old_log_probs=old)
     batch = dataclasses.replace(batch, rollout_log_probs=rollout.at[0, 5].set(-1.0))
-    assert second_moment_mask(batch, 0.15).tolist() == [[1, 0, 0, 0, 0, 0]]  # one of 0.25 more would leave 0.125
+    # one of 0.25 more would leave 0.125
+    assert second_moment_mask(batch, 0.15).tolist() == [[1, 0, 0, 0, 0, 0]]
     assert second_moment_mask(batch, 0.2).tolist() == [[1, 1, 1, 1, 0, 0]]
 
 
@@ -80,8 +89,11 @@ def test_a_share_keeps_exactly_its_tokens(traced):
         for twentieths in range(1, 21):
             share = twentieths / 20
             found = run(share) if traced else top_entropy_mask(entropy, batch, share)
-            kept = n + -(n - 1) * (20 - twentieths) // 20  # n - ceil((n - 1)(1 - share)), in integers
-            wrong += [(n, share, float(found.sum()))] * (found.tolist() != [[i >= n - kept for i in range(n)]])
+            # n - ceil((n - 1)(1 - share)), in integers
+            kept = n + -(n - 1) * (20 - twentieths) // 20
+            wrong += [(n, share, float(found.sum()))] * (
+                found.tolist() != [[i >= n - kept for i in range(n)]]
+            )
     assert not wrong
 
 
@@ -102,13 +114,17 @@ def test_log_probs_are_no_entropies():
 
 
 def test_the_sampler_is_at_most_0_and_unsound_entries_keep_nothing():
-    """The drift of 0.1 above 0 is 0, not 0.01; an entry that is no log-prob makes the mask NaN there."""
+    """The drift of 0.1 above 0 is 0, not 0.01; an entry that is no log-prob makes the mask NaN
+    there.
+    """
     ids, old = jnp.array([[1] * 3]), jnp.array([[0.0, -1.0, -1.0]])
     batch = RolloutBatch(ids, ids, ids, ids, jnp.ones((1, 3)), jnp.array([[0]]), old_log_probs=old)
     batch = dataclasses.replace(batch, rollout_log_probs=jnp.array([[0.1, -1.001, -1.2]]))
     assert second_moment_mask(batch, 0.001).tolist() == [[1, 1, 0]]
     for unsound in (np.nan, np.inf, 0.5):
-        spoilt = dataclasses.replace(batch, rollout_log_probs=batch.rollout_log_probs.at[0, 1].set(unsound))
+        spoilt = dataclasses.replace(
+            batch, rollout_log_probs=batch.rollout_log_probs.at[0, 1].set(unsound)
+        )
         assert np.isnan(second_moment_mask(spoilt, 0.001)).tolist() == [[False, True, False]]
 
 
@@ -116,7 +132,16 @@ def test_an_entropy_that_is_not_finite_makes_the_loss_nan():
     """Once it was taken as the highest of all, and the loss was finite."""
     ids, one = jnp.array([[1, 1, 1, 1]]), jnp.array([[-1.0, -1.0, -1.0, -1.0]])
     mask = jnp.array([[1.0, 1.0, 1.0, 0.0]])
-    batch = RolloutBatch(ids, ids, ids, jnp.arange(4)[None], mask, jnp.array([[0]]), advantages=one, old_log_probs=one)
+    batch = RolloutBatch(
+        ids,
+        ids,
+        ids,
+        jnp.arange(4)[None],
+        mask,
+        jnp.array([[0]]),
+        advantages=one,
+        old_log_probs=one,
+    )
 
     def loss(entropy):
         stays = top_entropy_mask(entropy, batch, 0.5)
@@ -137,7 +162,9 @@ def test_other_tokens_keep_their_penalties_and_the_denominators():
     batch, _ = packed()
     stays = top_entropy_mask(jnp.asarray(batch.values), batch, 0.2)
     config = config_of("ppo")
-    part = dataclasses.replace(batch, advantages=np.where(batch.loss_mask > 0, batch.advantages, 0) * stays)
+    part = dataclasses.replace(
+        batch, advantages=np.where(batch.loss_mask > 0, batch.advantages, 0) * stays
+    )
     (_, every, of_all), (_, some, of_part) = (whole(config, metrics=True)(b) for b in (batch, part))
     assert float(of_all["kl"].value) == float(of_part["kl"].value)
     changed = np.asarray(every[0] != some[0])
@@ -149,9 +176,13 @@ def test_bad_input():
     batch, _ = packed()
     with pytest.raises(ValueError, match="bound: got 0, expected a finite number above 0"):
         second_moment_mask(batch, 0)
-    with pytest.raises(ValueError, match=r"batch.rollout_log_probs: got None, expected f32\[R, T\]"):
+    with pytest.raises(
+        ValueError, match=r"batch.rollout_log_probs: got None, expected f32\[R, T\]"
+    ):
         second_moment_mask(dataclasses.replace(batch, rollout_log_probs=None))
     with pytest.raises(ValueError, match=r"share: got 0\.0, expected a finite number above 0"):
         top_entropy_mask(jnp.asarray(batch.values), batch, 0.0)
-    with pytest.raises(ValueError, match=r"entropy: got shape \(1, 2\), expected that of batch.loss_mask"):
+    with pytest.raises(
+        ValueError, match=r"entropy: got shape \(1, 2\), expected that of batch.loss_mask"
+    ):
         top_entropy_mask(jnp.ones((1, 2)), batch)

@@ -1,4 +1,5 @@
-"""A `StepTerm` is a function of means over the whole step: against f64 numpy on all tokens at once, gradient included.
+"""A `StepTerm` is a function of means over the whole step: against f64 numpy on all tokens at once,
+gradient included.
 
 "Before, x for y": the mean of the micro-batches' values gave x, and y is right.
 """
@@ -18,7 +19,10 @@ from jaxppo.step.terms import StepTerm
 
 K, R, T, H, E = 4, 4, 8, 6, 5
 RNG = np.random.default_rng(0)
-X = RNG.normal(size=(K, R, T, H)).astype(np.float32) + np.linspace(-1, 1, K, dtype=np.float32)[:, None, None, None]
+X = (
+    RNG.normal(size=(K, R, T, H)).astype(np.float32)
+    + np.linspace(-1, 1, K, dtype=np.float32)[:, None, None, None]
+)
 ROUTER = RNG.normal(size=(H, E)).astype(np.float32)
 # uneven micro-batches: 8, 16, 24 and 32 tokens that were read
 READ = (np.arange(R * T).reshape(R, T) < 8 * np.arange(1, K + 1)[:, None, None]).astype(np.float32)
@@ -52,7 +56,10 @@ FUNCTIONS = {
 def sums(router, x, read):
     scores = jax.nn.softmax(jnp.dot(x, router, precision="highest"))
     used = jax.nn.one_hot(jnp.argmax(scores, -1), E)
-    return {"used": jnp.sum(used * read[..., None], (0, 1)), "score": jnp.sum(scores * read[..., None], (0, 1))}
+    return {
+        "used": jnp.sum(used * read[..., None], (0, 1)),
+        "score": jnp.sum(scores * read[..., None], (0, 1)),
+    }
 
 
 def step(fn, router, x, read, axes=None):
@@ -71,13 +78,17 @@ def step(fn, router, x, read, axes=None):
         x, read, term = part
         return term.of_part(of(router, x, read)), {"term": term.metric}
 
-    (loss, metrics), gradient = accumulate_gradients(loss_fn, (x, read, term), parallel=axes)(router)
+    (loss, metrics), gradient = accumulate_gradients(loss_fn, (x, read, term), parallel=axes)(
+        router
+    )
     return loss, finalize_metrics(metrics)["term"], gradient
 
 
 @pytest.mark.parametrize("which", FUNCTIONS)
 def test_the_value_and_gradient_are_those_of_all_tokens_at_once(which):
-    """The balance: before, 2.012 for 1.181, and a gradient that was 2.5 times its size off: uneven parts, far apart."""
+    """The balance: before, 2.012 for 1.181, and a gradient that was 2.5 times its size off:
+    uneven parts, far apart.
+    """
     value, gradient = oracle(ROUTER, which)
     loss, reported, found = jax.jit(partial(step, FUNCTIONS[which]))(ROUTER, X, READ)
     np.testing.assert_allclose([loss, reported], [value, value], rtol=1e-6)
@@ -87,7 +98,9 @@ def test_the_value_and_gradient_are_those_of_all_tokens_at_once(which):
         of = jax.tree.map(lambda s: s / read.sum(), sums(router, x, read))
         return FUNCTIONS[which](of) / K
 
-    means = jax.value_and_grad(lambda router: sum(of_one(router, x, read) for x, read in zip(X, READ, strict=True)))
+    means = jax.value_and_grad(
+        lambda router: sum(of_one(router, x, read) for x, read in zip(X, READ, strict=True))
+    )
     mean_of_means, of_means = means(ROUTER)
     assert abs(mean_of_means - value) > 0.02
     assert np.linalg.norm(of_means - gradient) > 0.1 * np.linalg.norm(gradient)
@@ -97,13 +110,17 @@ def test_the_value_and_gradient_are_those_of_all_tokens_at_once(which):
 @pytest.mark.parametrize("how", ["whole arrays", "shard_map"])
 def test_on_meshes(mesh, how):
     parallel = make_parallel_mesh(mesh)
-    x, read = (jax.device_put(a, parallel.sharding(P(None, *parallel.tokens_spec))) for a in (X, READ))
+    x, read = (
+        jax.device_put(a, parallel.sharding(P(None, *parallel.tokens_spec))) for a in (X, READ)
+    )
     router = jax.device_put(ROUTER, parallel.sharding(P()))
     run = partial(step, FUNCTIONS["balance"])
     if how == "shard_map":
         axes = ShardAxes(data="dp", context="cp", tensor="tp")
         spec = P(None, "dp", "cp")
-        run = jax.shard_map(partial(run, axes=axes), mesh=parallel.mesh, in_specs=(P(), spec, spec), out_specs=P())
+        run = jax.shard_map(
+            partial(run, axes=axes), mesh=parallel.mesh, in_specs=(P(), spec, spec), out_specs=P()
+        )
     value, gradient = oracle(ROUTER, "balance")
     loss, reported, found = jax.jit(run)(router, x, read)
     np.testing.assert_allclose([loss, reported], [value, value], rtol=1e-6)
@@ -136,17 +153,41 @@ def test_what_is_refused():
     own = {"used": jnp.ones(E), "score": jnp.ones(E)}
     for call, error, message in (
         (lambda: StepTerm.of(3, BEFORE, COUNTS), TypeError, "fn: got int, expected a function"),
-        (lambda: StepTerm.of(lambda m: m["used"], BEFORE, COUNTS), TypeError, r"fn: got a result of shape \(5,\)"),
-        (lambda: StepTerm.of(product, BEFORE, COUNTS[None]), ValueError, r"counts: got shape \(1, 4\), expected \[K\]"),
+        (
+            lambda: StepTerm.of(lambda m: m["used"], BEFORE, COUNTS),
+            TypeError,
+            r"fn: got a result of shape \(5,\)",
+        ),
+        (
+            lambda: StepTerm.of(product, BEFORE, COUNTS[None]),
+            ValueError,
+            r"counts: got shape \(1, 4\), expected \[K\]",
+        ),
         (
             lambda: StepTerm.of(product, BEFORE, COUNTS[:2]),
             ValueError,
             r"sums\['score'\]: got shape \(4, 5\), expected",
         ),
-        (lambda: StepTerm.of(product, {"used": [1.0]}, COUNTS), TypeError, r"sums\['used'\]\[0\]: got float, expected"),
-        (lambda: term.of_part(own), ValueError, r"term: got value of shape \(4,\), expected that of one micro-batch"),
-        (lambda: one.of_part({"used": jnp.ones(E)}), ValueError, "sums: got PyTreeDef.*, expected those of the first"),
-        (lambda: one.of_part(own | {"used": jnp.ones(3)}), ValueError, r"sums\['used'\]: got shape \(3,\), expected"),
+        (
+            lambda: StepTerm.of(product, {"used": [1.0]}, COUNTS),
+            TypeError,
+            r"sums\['used'\]\[0\]: got float, expected",
+        ),
+        (
+            lambda: term.of_part(own),
+            ValueError,
+            r"term: got value of shape \(4,\), expected that of one micro-batch",
+        ),
+        (
+            lambda: one.of_part({"used": jnp.ones(E)}),
+            ValueError,
+            "sums: got PyTreeDef.*, expected those of the first",
+        ),
+        (
+            lambda: one.of_part(own | {"used": jnp.ones(3)}),
+            ValueError,
+            r"sums\['used'\]: got shape \(3,\), expected",
+        ),
     ):
         with pytest.raises(error, match=message):
             call()
@@ -162,5 +203,7 @@ def test_terms_of_another_step_and_inside_of_one():
     def inside(w, x):
         return w * StepTerm.of(jnp.sum, x[None], jnp.ones(1)).of_part(x), {}
 
-    with pytest.raises(ValueError, match=r"StepTerm\.of: got one micro-batch inside accumulate_gradients"):
+    with pytest.raises(
+        ValueError, match=r"StepTerm\.of: got one micro-batch inside accumulate_gradients"
+    ):
         accumulate_gradients(inside, jnp.ones((2, 3)))(jnp.ones(()))

@@ -25,13 +25,17 @@ ROUNDING = 5e-6  # the rounding error of a log-prob from f32 products
 def of_hidden(config: dict[str, Any], where: Place, shape: HeadShape) -> Any:
     """A compiled function of (params, batch, options, key): loss, gradient, metrics, selection."""
     mine, parallel = of_jaxppo(config), where.parallel
-    fixed = {"none": {"temperature": 1.0}, "number": {"temperature": TEMPERATURE}}.get(shape.temperature, {})
+    fixed = {"none": {"temperature": 1.0}, "number": {"temperature": TEMPERATURE}}.get(
+        shape.temperature, {}
+    )
 
     @quick_jit
     def run(params: Any, batch: Any, options: Any, key: Any) -> Any:
         options, selected = options | fixed, None
         if mine.loss.selects:
-            stats = stats_from(params["hidden"], params["head"], batch, mine, shape, parallel, options)
+            stats = stats_from(
+                params["hidden"], params["head"], batch, mine, shape, parallel, options
+            )
             selected = covariance_mask(stats, batch, mine, key, parallel)
         if where.micro_batches is None:
             rest = options | {"normalizer": None, "selected": selected}
@@ -51,7 +55,9 @@ def of_hidden(config: dict[str, Any], where: Place, shape: HeadShape) -> Any:
             return loss_from(own, params["head"], batch, mine, shape, parallel, rest)
 
         each = jnp.eye(where.micro_batches, dtype=bool)
-        (loss, found), gradient = accumulate_gradients(part, (each, batch, normalizer, by_token))(params)
+        (loss, found), gradient = accumulate_gradients(part, (each, batch, normalizer, by_token))(
+            params
+        )
         return loss, gradient, finalize_metrics(found), selected
 
     return run
@@ -66,28 +72,44 @@ def given_to(step: Step, found: HeadStep, shape: HeadShape, batch: Any) -> tuple
     samples, garbage = found.samples, step.garbage
     hidden = rows("hidden", garbage, np.float32)
     if shape.way == "logits":
-        hidden = np.pad(hidden, [(0, 0)] * (hidden.ndim - 1) + [(0, shape.padding)], constant_values=garbage)
+        hidden = np.pad(
+            hidden, [(0, 0)] * (hidden.ndim - 1) + [(0, shape.padding)], constant_values=garbage
+        )
     ids = rows("nucleus_ids", 10**6, np.int32) if shape.nucleus else None
     temperatures = {
         "traced": lambda: jnp.float32(TEMPERATURE),
         "by token": lambda: rows("temperature", garbage, np.float32),
     }
-    traced = {"temperature": temperatures[shape.temperature]()} if shape.temperature in temperatures else {}
-    return {"hidden": hidden.astype(jnp.dtype(shape.dtype)), "head": found.arrays}, traced | {"nucleus_ids": ids}
+    traced = (
+        {"temperature": temperatures[shape.temperature]()}
+        if shape.temperature in temperatures
+        else {}
+    )
+    return {"hidden": hidden.astype(jnp.dtype(shape.dtype)), "head": found.arrays}, traced | {
+        "nucleus_ids": ids
+    }
 
 
-def check_gradients(found: HeadStep, shape: HeadShape, batch: Any, gradient: Any, expected: Any, rtol: float) -> None:
+def check_gradients(
+    found: HeadStep, shape: HeadShape, batch: Any, gradient: Any, expected: Any, rtol: float
+) -> None:
     """Raises if a gradient with respect to hidden states or the head is not the oracle's."""
     result, by_hidden, by_head = expected
     heaviest = np.max(result.weights, initial=0) * 10  # hidden states and parameters are of size 1
     # the kernel's dtype is that of the gradient of the logits, and of its products
     rounded = shape.dtype == "bfloat16"
     allowed = {"rtol": 2.0**-8, "share": 1.0} if rounded else {"rtol": rtol}
-    # a token with a large ratio has terms that are larger than their sum, and each of them is rounded
+    # a token with a large ratio has terms that are larger than their sum, and each of them is
+    # rounded
     cotangents = stats_gradients(found.samples, result)
     terms_of_hidden, terms_of_head = through_head(found.samples, found.head, cotangents, sizes=True)
     size = heaviest + max(np.max(np.abs(x), initial=0) for x in by_hidden)
-    of_samples = zip(to_samples(batch, found.samples, gradient["hidden"]), by_hidden, terms_of_hidden, strict=True)
+    of_samples = zip(
+        to_samples(batch, found.samples, gradient["hidden"]),
+        by_hidden,
+        terms_of_hidden,
+        strict=True,
+    )
     for i, (x, y, terms) in enumerate(of_samples):
         assert not np.any(x[..., y.shape[1] :]), "gradient of logits that do not exist"
         most = np.maximum(size, terms) if rounded else size
@@ -117,13 +139,17 @@ def check_policy_loss_from_hidden(config: dict, where: Place, shape: HeadShape, 
             found = dataclasses.replace(found, samples=with_weights(step, found.samples))
         if not selects:  # checked before anything is compiled
             assume(is_steady(config, found.samples, 10 * rtol, ROUNDING))
-        batch = dataclasses.replace(batch_of(step, found.samples, where), weighted_denominators=bool(weighted))
+        batch = dataclasses.replace(
+            batch_of(step, found.samples, where), weighted_denominators=bool(weighted)
+        )
         params, options = given_to(step, found, shape, batch)
         loss, gradient, values, selected = run(params, batch, options, jax.random.key(step.seed))
         samples = found.samples
         if selects:
             chosen = to_samples(batch, samples, selected)
-            samples = [dataclasses.replace(s, selected=x > 0) for s, x in zip(samples, chosen, strict=True)]
+            samples = [
+                dataclasses.replace(s, selected=x > 0) for s, x in zip(samples, chosen, strict=True)
+            ]
             assume(is_steady(config, samples, 10 * rtol, ROUNDING))
         of_loss, of_config = of_oracle(config, samples)
         expected = oracle.policy_loss_from_hidden(of_loss, found.head, of_config)

@@ -1,7 +1,8 @@
 """NaN equals NaN in no comparison of the tests, unless the test says so.
 
-numpy's assertions take NaN for equal to NaN, so that two broken functions agree. `equal_nan=True` allows it, in
-`np.testing.assert_allclose` and, since numpy's own has no such argument, in `np.testing.assert_array_equal`.
+numpy's assertions take NaN for equal to NaN, so that two broken functions agree. `equal_nan=True`
+allows it, in `np.testing.assert_allclose` and, since numpy's own has no such argument, in
+`np.testing.assert_array_equal`.
 """
 
 import functools
@@ -14,7 +15,9 @@ def _guarded(assertion, passes_on):
     def checked(actual, desired, *args, equal_nan=False, **options):
         __tracebackhide__ = True
         if not equal_nan and _has_nan(desired):
-            raise AssertionError(f"desired: got NaN, expected numbers, or equal_nan=True: {desired}")
+            raise AssertionError(
+                f"desired: got NaN, expected numbers, or equal_nan=True: {desired}"
+            )
         if passes_on:
             options["equal_nan"] = equal_nan
         elif equal_nan:  # numpy takes NaN for equal to NaN, but only in dtypes that it knows
@@ -41,7 +44,9 @@ def _in_known_dtype(array):
 
 
 def forbid_silent_nan():
-    """Replaces both assertions for the whole process, once; chex's comparisons of trees call them too."""
+    """Replaces both assertions for the whole process, once; chex's comparisons of trees call
+    them too.
+    """
     for name, passes_on in (("assert_allclose", True), ("assert_array_equal", False)):
         assertion = getattr(np.testing, name)
         if not hasattr(assertion, "guarded"):

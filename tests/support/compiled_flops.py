@@ -7,7 +7,10 @@ from sharding.audit.hlo import parse
 
 
 def compiled_flops(text):
-    """The flops of a module. Loops have to have a known number of turns; of branches the longest one counts."""
+    """The flops of a module.
+
+    Loops have to have a known number of turns; of branches the longest one counts.
+    """
     module = parse(text)
 
     def of(name):

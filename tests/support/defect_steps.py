@@ -1,4 +1,6 @@
-"""A packed batch with every value that a loss reads, its hidden states and a kernel, for the tests of old defects."""
+"""A packed batch with every value that a loss reads, its hidden states and a kernel, for the
+tests of old defects.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +33,9 @@ def samples(count=8, **more):
     return found
 
 
-BATCH = RolloutBatch.from_samples(samples(), row_length=8, rows=8, parallel=make_parallel_mesh(MIXED))
+BATCH = RolloutBatch.from_samples(
+    samples(), row_length=8, rows=8, parallel=make_parallel_mesh(MIXED)
+)
 HIDDEN = jnp.asarray(RNG.normal(size=(8, 8, H)), jnp.float32)
 KERNEL = jnp.asarray(RNG.normal(size=(H, V)), jnp.float32)
 LOG_PROBS = jnp.asarray(-1 - RNG.random((8, 8)), jnp.float32)

@@ -1,4 +1,6 @@
-"""A pytest plugin for examples: eight devices, and for docstrings names that they need not import."""
+"""A pytest plugin for examples: eight devices, and for docstrings names that they need not
+import.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,16 @@ def names(request, doctest_namespace):
     doctest_namespace.clear()
     if request.path.suffix == ".md" and request.path.stem != "CONTRIBUTING":
         return
-    for module in (covariance, kl, metrics, mismatch, nucleus, policy_losses, sharding, staleness, jaxppo):
+    for module in (
+        covariance,
+        kl,
+        metrics,
+        mismatch,
+        nucleus,
+        policy_losses,
+        sharding,
+        staleness,
+        jaxppo,
+    ):
         doctest_namespace |= {name: getattr(module, name) for name in module.__all__}
     doctest_namespace |= {"jax": jax, "jnp": jnp, "np": np, "jaxppo": jaxppo, "sharding": sharding}

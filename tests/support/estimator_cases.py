@@ -70,7 +70,9 @@ options = st.builds(
 
 @dataclasses.dataclass
 class Given:
-    """The inputs of jaxppo's estimators: the batch, values of tokens `[R, T]` and of samples `[R, S]`."""
+    """The inputs of jaxppo's estimators: the batch, values of tokens `[R, T]` and of samples
+    `[R, S]`.
+    """
 
     batch: RolloutBatch
     tokens: dict[str, Any]
@@ -83,7 +85,9 @@ class Given:
 
     @property
     def of_rollouts(self) -> RolloutBatch:
-        """The batch as estimators of a batch read it: without ids where parts of a rollout differ in their rewards."""
+        """The batch as estimators of a batch read it: without ids where parts of a rollout
+        differ in their rewards.
+        """
         return dataclasses.replace(self.batch, rollout_ids=self.slots["rollouts"])
 
     @property
@@ -107,7 +111,9 @@ class Known:
         return {"among": self.slots["among"], "rollouts": self.slots["rollouts"]}
 
     def each(self, fn: Callable[..., Any], *names: str) -> list[Any]:
-        """Calls fn with the named values of each sample, and with the mask of its tokens that count."""
+        """Calls fn with the named values of each sample, and with the mask of its tokens that
+        count.
+        """
         return [fn(*x) for x in zip(*(self.tokens[n] for n in names), self.counted, strict=True)]
 
 
@@ -124,23 +130,41 @@ def grouped(name: str, *fields: str) -> tuple[Any, Any]:
 
     def ours(g: Given, o: Options, p: Any) -> Any:
         given = [g.slots[x] for x in read]
-        return getattr(advantages, name)(*given, **{f: getattr(o, f) for f in fields}, **g.which, parallel=p)
+        return getattr(advantages, name)(
+            *given, **{f: getattr(o, f) for f in fields}, **g.which, parallel=p
+        )
 
     def theirs(k: Known, o: Options) -> Any:
-        return getattr(truth, name)(*(k.slots[x] for x in read), **{f: getattr(o, f) for f in fields}, **k.which)
+        return getattr(truth, name)(
+            *(k.slots[x] for x in read), **{f: getattr(o, f) for f in fields}, **k.which
+        )
 
     return ours, theirs
 
 
 def baseline_of_oracle(k: Known, o: Options) -> list[np.ndarray]:
-    more = {"kls": k.tokens["kl"], "kl_coef": o.kl_coef, "whitened": o.whitened, "singletons": o.singletons}
-    return truth.reinforce_plus_plus_baseline(k.slots["given"], k.slots["groups"], k.masks, **more, **k.which)
+    more = {
+        "kls": k.tokens["kl"],
+        "kl_coef": o.kl_coef,
+        "whitened": o.whitened,
+        "singletons": o.singletons,
+    }
+    return truth.reinforce_plus_plus_baseline(
+        k.slots["given"], k.slots["groups"], k.masks, **more, **k.which
+    )
 
 
 def baseline_of_jaxppo(g: Given, o: Options, p: Any) -> Any:
-    more = {"kl": g.tokens["kl"], "kl_coef": o.kl_coef, "whitened": o.whitened, "singletons": o.singletons}
+    more = {
+        "kl": g.tokens["kl"],
+        "kl_coef": o.kl_coef,
+        "whitened": o.whitened,
+        "singletons": o.singletons,
+    }
     given = (g.slots["given"], g.slots["groups"], g.of_rollouts)
-    return advantages.reinforce_plus_plus_baseline(*given, **more, among=g.slots["among"], parallel=p)
+    return advantages.reinforce_plus_plus_baseline(
+        *given, **more, among=g.slots["among"], parallel=p
+    )
 
 
 def gdpo_of_oracle(k: Known, o: Options) -> list[np.ndarray]:
@@ -157,12 +181,15 @@ def gdpo_of_jaxppo(g: Given, o: Options, p: Any) -> Any:
 
 
 def of_places(o: Options, tokens: dict[str, Any]) -> dict[str, Any]:
-    found = {"place": "loss_token" if o.masked == "skip" else "position", "singletons": o.singletons}
+    found = {
+        "place": "loss_token" if o.masked == "skip" else "position",
+        "singletons": o.singletons,
+    }
     return found | {"epsilon": o.epsilon, "weights": tokens["kl"] if o.whitened else None}
 
 
-# By name, two functions. jaxppo's: (given, options, parallel) -> [R, T, ...] or [R, S]. The oracle's: (known, options)
-# -> a result for each sample.
+# By name, two functions. jaxppo's: (given, options, parallel) -> [R, T, ...] or [R, S]. The
+# oracle's: (known, options) -> a result for each sample.
 ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "token_rewards": (
         lambda g, o, p: advantages.token_rewards(
@@ -177,7 +204,9 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda g, o, p: advantages.discounted_returns(
             g.tokens["rewards"], g.batch, gamma=o.gamma, masked=o.masked, mask=g.mask, parallel=p
         ),
-        lambda k, o: k.each(lambda r, m: truth.discounted_returns(r, m, o.gamma, o.masked), "rewards"),
+        lambda k, o: k.each(
+            lambda r, m: truth.discounted_returns(r, m, o.gamma, o.masked), "rewards"
+        ),
     ),
     "gae": (
         lambda g, o, p: jnp.stack(
@@ -242,7 +271,11 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     ),
     "importance_weighted_distillation": (
         lambda g, o, p: advantages.importance_weighted_distillation(
-            -jnp.abs(g.tokens["values"]), -jnp.abs(g.tokens["kl"]), g.batch, gain=abs(o.coef), parallel=p
+            -jnp.abs(g.tokens["values"]),
+            -jnp.abs(g.tokens["kl"]),
+            g.batch,
+            gain=abs(o.coef),
+            parallel=p,
         ),
         lambda k, o: [
             truth.importance_weighted_distillation(-np.abs(values), -np.abs(kl), mask, abs(o.coef))
@@ -250,7 +283,9 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         ],
     ),
     "remax": (
-        lambda g, o, p: advantages.remax(g.slots["given"], g.slots["baselines"], g.batch.sample_ids),
+        lambda g, o, p: advantages.remax(
+            g.slots["given"], g.slots["baselines"], g.batch.sample_ids
+        ),
         lambda k, o: truth.remax(k.slots["given"], k.slots["baselines"]),
     ),
     "grpo": grouped("grpo", "scale_by_std", "leave_one_out", "epsilon", "singletons"),
@@ -296,13 +331,21 @@ def known_of(step: Step, samples: list[OracleSample], o: Options) -> Known:
         mask = np.zeros(len(s.mask))
         mask[max(drawn.prompt - 1, 0) : max(len(mask) - 1, 0)] = 1
         response.append(mask)
-    tokens = {n: [f32(rng.normal(size=len(s.mask))) for s in samples] for n in ("rewards", "values", "kl")}
+    tokens = {
+        n: [f32(rng.normal(size=len(s.mask))) for s in samples] for n in ("rewards", "values", "kl")
+    }
     tokens["ends"] = [rng.integers(0, 2, len(s.mask)).astype(float) for s in samples]
     tokens["log_probs"] = [s.log_probs for s in samples]
     p = [np.exp(s.log_probs) for s in samples]
     tokens["sum_p2"] = [f32(x**2 + (1 - x) ** 2 * rng.random(len(x))) for x in p]
-    slots = {"rewards": np.array([s.reward for s in samples]), "groups": np.array([s.group_id for s in samples])}
-    slots |= {"baselines": f32(rng.normal(size=len(samples))), "lengths": np.array([float(s.count) for s in samples])}
+    slots = {
+        "rewards": np.array([s.reward for s in samples]),
+        "groups": np.array([s.group_id for s in samples]),
+    }
+    slots |= {
+        "baselines": f32(rng.normal(size=len(samples))),
+        "lengths": np.array([float(s.count) for s in samples]),
+    }
     slots |= {"likelihoods": np.abs(slots["baselines"]) * (rng.random(len(samples)) < 0.5)}
     slots["among"] = rng.random(len(samples)) < 0.7
     slots["given"] = np.where(rng.random(len(samples)) < 0.3 * o.lacking, np.nan, slots["rewards"])
@@ -317,7 +360,9 @@ def known_of(step: Step, samples: list[OracleSample], o: Options) -> Known:
 
 
 def to_slots(batch: RolloutBatch, samples: list[OracleSample], x: np.ndarray) -> np.ndarray:
-    """Puts one number for each sample into an array `[R, S]`: NaN, -1 or True where there is no sample."""
+    """Puts one number for each sample into an array `[R, S]`: NaN, -1 or True where there is no
+    sample.
+    """
     ids = np.asarray(batch.sample_ids)
     fill, dtype = {"f": (np.nan, np.float32), "b": (True, bool)}.get(x.dtype.kind, (-1, np.int32))
     out = np.full(ids.shape, fill, dtype)
@@ -337,14 +382,18 @@ def given_of(step: Step, k: Known, batch: RolloutBatch, o: Options) -> Given:
 def amplified_by_gdpo(k: Known, o: Options) -> float:
     """The largest of the scaled rewards, and of their rounding, over the deviation of their sums.
 
-    Scaled rewards may cancel each other in their sum. The largest reward of a group is rounded before it is scaled.
+    Scaled rewards may cancel each other in their sum. The largest reward of a group is rounded
+    before it is scaled.
     """
     scaled = truth.rloo if o.leave_one_out else truth.grpo
     rewards = [k.slots["given"], o.coef * k.slots["likelihoods"]]
     nothing = np.isnan(np.stack(rewards)).any(0)
     rewards = [np.where(nothing, np.nan, x) for x in rewards]
     each, plain = (
-        [scaled(x, k.slots["groups"], scale_by_std=by, epsilon=o.epsilon, **k.which) for x in rewards]
+        [
+            scaled(x, k.slots["groups"], scale_by_std=by, epsilon=o.epsilon, **k.which)
+            for x in rewards
+        ]
         for by in (True, False)
     )
     rounded = 0.0
@@ -358,31 +407,48 @@ def amplified_by_gdpo(k: Known, o: Options) -> float:
     sums = sum(each)[counted]
     if o.whitened_over == "tokens":
         masks = [m for m, counts in zip(k.masks, counted, strict=True) if counts]
-        sums = np.concatenate([np.zeros(0), *(x[m > 0] for x, m in zip(truth.spread(sums, masks), masks, strict=True))])
+        sums = np.concatenate(
+            [
+                np.zeros(0),
+                *(x[m > 0] for x, m in zip(truth.spread(sums, masks), masks, strict=True)),
+            ]
+        )
     largest = rounded + max(np.max(np.abs(x), initial=0) for x in each)
     return float(largest / np.sqrt(sums.var() + 1e-12)) if sums.size else 0.0
 
 
-UNSCALED = {"grpo": {"scale_by_std": False}, "rloo": {"scale_by_std": False}, "standardize": {"std": None}}
+UNSCALED = {
+    "grpo": {"scale_by_std": False},
+    "rloo": {"scale_by_std": False},
+    "standardize": {"std": None},
+}
 
 
 def amplified_by_scaling(name: str, k: Known, o: Options) -> float:
-    """The largest reward, whose rounding is in every difference from a mean, over the smallest deviation.
+    """The largest reward, whose rounding is in every difference from a mean, over the smallest
+    deviation.
 
-    The mean of n numbers, summed one after the other in f32, is off by up to n / 2 roundings of the largest, 2^-24
-    each: equal rewards are all rounded the same way. A search allows 2e-7 of what this returns.
+    The mean of n numbers, summed one after the other in f32, is off by up to n / 2 roundings of the
+    largest, 2^-24 each: equal rewards are all rounded the same way. A search allows 2e-7 of what
+    this returns.
     """
-    found, plain = (ESTIMATORS[name][1](k, x) for x in (o, dataclasses.replace(o, **UNSCALED[name])))
+    found, plain = (
+        ESTIMATORS[name][1](k, x) for x in (o, dataclasses.replace(o, **UNSCALED[name]))
+    )
     factors = np.abs(found[plain != 0] / plain[plain != 0])
     rewards = k.slots["rewards"]
-    return float(np.max(np.abs(rewards), initial=0) * np.max(factors, initial=0) * max(1, 0.15 * len(rewards)))
+    return float(
+        np.max(np.abs(rewards), initial=0)
+        * np.max(factors, initial=0)
+        * max(1, 0.15 * len(rewards))
+    )
 
 
 def amplified(name: str, k: Known, o: Options) -> float:
     """The largest of the numbers that are whitened over their deviation.
 
-    The numbers were rounded to f32 before, and whitening makes their rounding error this many times larger. A weighted
-    mean makes the error of numbers with small weights larger.
+    The numbers were rounded to f32 before, and whitening makes their rounding error this many times
+    larger. A weighted mean makes the error of numbers with small weights larger.
     """
     if name == "reinforce_plus_plus_baseline":
         x = baseline_of_oracle(k, dataclasses.replace(o, whitened=False)) if o.whitened else []
@@ -396,13 +462,21 @@ def amplified(name: str, k: Known, o: Options) -> float:
     if name in UNSCALED:
         return amplified_by_scaling(name, k, o)
     if name == "optimal_token_baseline":
-        # sum p^2 was rounded, which counts where the tokens of a place are all sure: only their W is as small
+        # sum p^2 was rounded, which counts where the tokens of a place are all sure: only their W
+        # is as small
         sure = [
-            np.min((1 - np.exp(x[m > 0])) ** 2, initial=1) for x, m in zip(k.tokens["log_probs"], k.masks, strict=True)
+            np.min((1 - np.exp(x[m > 0])) ** 2, initial=1)
+            for x, m in zip(k.tokens["log_probs"], k.masks, strict=True)
         ]
         return float(max(np.max(np.abs(x), initial=0) for x in k.tokens["rewards"]) / min(sure))
     each = [y[m > 0] for y, m in zip(x, k.masks, strict=False)]
-    counted = k.slots["among"] if o.left_out and name == "reinforce_plus_plus_baseline" else [True] * len(each)
-    made = np.concatenate([np.zeros(0), *(y for y, counts in zip(each, counted, strict=False) if counts)])
+    counted = (
+        k.slots["among"]
+        if o.left_out and name == "reinforce_plus_plus_baseline"
+        else [True] * len(each)
+    )
+    made = np.concatenate(
+        [np.zeros(0), *(y for y, counts in zip(each, counted, strict=False) if counts)]
+    )
     largest = max(np.max(np.abs(y), initial=0) for y in each) if each else 0.0
     return float(largest / np.sqrt(made.var() + 1e-12)) if made.size else 0.0

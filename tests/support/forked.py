@@ -1,7 +1,9 @@
-"""Steps whose samples share tokens of responses: branches of a search, and turns; with a model of a table of prefixes.
+"""Steps whose samples share tokens of responses: branches of a search, and turns; with a model of a
+table of prefixes.
 
-The hidden state of a token is the row of the table that its prefix has: equal prefixes have equal hidden states, as in
-any causal model. Samples that share a token differ in all else, also in their loss masks.
+The hidden state of a token is the row of the table that its prefix has: equal prefixes have equal
+hidden states, as in any causal model. Samples that share a token differ in all else, also in their
+loss masks.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ VALUES = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Samples, and the model's parameters: the table `[prefixes, H]` and the head's kernel `[H, V]`."""
+    """Samples, and the model's parameters: the table `[prefixes, H]` and the head's kernel
+    `[H, V]`.
+    """
 
     samples: list[Sample]
     numbers: dict[tuple[int, ...], int]  # the row of the table of each prefix
@@ -44,10 +48,16 @@ class Step:
         found = []
         for s in self.samples:
             values = {name: getattr(s, name) for name in VALUES}
-            ids: dict[str, Any] = {"sample_id": s.sample_id, "group_id": s.group_id, "rollout_id": s.rollout_id}
+            ids: dict[str, Any] = {
+                "sample_id": s.sample_id,
+                "group_id": s.group_id,
+                "rollout_id": s.rollout_id,
+            }
             hidden = self.table[self.predicting(s)].astype(np.float64).reshape(-1, H)
             targets = np.asarray(s.tokens)[s.start :]
-            found.append(OracleSample(s.mask[s.start :], hidden=hidden, targets=targets, **values, **ids))
+            found.append(
+                OracleSample(s.mask[s.start :], hidden=hidden, targets=targets, **values, **ids)
+            )
         return found
 
     def by_table(self, by_hidden: list[np.ndarray]) -> np.ndarray:
@@ -64,11 +74,14 @@ def grown(rng: np.random.Generator, tokens: list[int], levels: int) -> Iterator[
         yield tokens
         return
     for _ in range(rng.integers(1, 4)):
-        yield from grown(rng, [*tokens, *rng.integers(0, V, rng.integers(1, 4)).tolist()], levels - 1)
+        yield from grown(
+            rng, [*tokens, *rng.integers(0, V, rng.integers(1, 4)).tolist()], levels - 1
+        )
 
 
 def drawn(rng: np.random.Generator, groups: int) -> list[dict[str, Any]]:
-    """Tokens, prompt and ids of samples: the leaves of each group, one of them twice, and a turn that goes on from it.
+    """Tokens, prompt and ids of samples: the leaves of each group, one of them twice, and a turn
+    that goes on from it.
 
     The last group has one sample, without loss.
     """
@@ -80,7 +93,9 @@ def drawn(rng: np.random.Generator, groups: int) -> list[dict[str, Any]]:
             found.append({"tokens": tokens, "response_start": len(prompt), "group_id": group})
         later = [*leaves[0], *rng.integers(0, V, 2).tolist()]
         found.append({"tokens": [*later, 1, 2], "response_start": len(later), "group_id": group})
-    found.append({"tokens": [groups, 1, 2], "response_start": 1, "group_id": groups, "loss_mask": [0, 0, 0]})
+    found.append(
+        {"tokens": [groups, 1, 2], "response_start": 1, "group_id": groups, "loss_mask": [0, 0, 0]}
+    )
     return found
 
 
@@ -121,9 +136,12 @@ def forked(seed: int, groups: int = 2) -> Step:
 
 
 def prefixes_of(batch: RolloutBatch, numbers: dict[tuple[int, ...], int]) -> np.ndarray:
-    """The number of each token's prefix, from segments, parents and positions alone; 0 on padding. New ones are added.
+    """The number of each token's prefix, from segments, parents and positions alone; 0 on padding.
 
-    The prefix of a token in a tree holds the tokens of its segment up to it, and those of the segments above.
+    New ones are added.
+
+    The prefix of a token in a tree holds the tokens of its segment up to it, and those of the
+    segments above.
     """
     tokens, segments, positions, ids = (
         np.asarray(x).reshape(-1, x.shape[-1])

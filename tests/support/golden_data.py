@@ -1,4 +1,6 @@
-"""The reference vectors: cases by upstream function, and their ragged or padded arrays as packed `RolloutBatch`es."""
+"""The reference vectors: cases by upstream function, and their ragged or padded arrays as packed
+`RolloutBatch`es.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,21 @@ import numpy as np
 
 from jaxppo import RolloutBatch
 
-PER_TOKEN = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
+PER_TOKEN = (
+    "advantages",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "values",
+    "returns",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of an upstream function: its config in upstream's words, its input and output arrays by key."""
+    """One call of an upstream function: its config in upstream's words, its input and output
+    arrays by key.
+    """
 
     system: str
     name: str
@@ -27,7 +38,11 @@ class Case:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return {k.removeprefix("metric/"): float(v) for k, v in self.outputs.items() if k.startswith("metric/")}
+        return {
+            k.removeprefix("metric/"): float(v)
+            for k, v in self.outputs.items()
+            if k.startswith("metric/")
+        }
 
 
 def load_cases(folder: str | Path, system: str) -> list[Case]:
@@ -39,21 +54,40 @@ def load_cases(folder: str | Path, system: str) -> list[Case]:
             found: dict[str, dict[str, np.ndarray]] = {}
             for side in ("in", "out"):
                 prefix = f"{case['name']}/{side}/"
-                found[side] = {k.removeprefix(prefix): arrays[k] for k in arrays.files if k.startswith(prefix)}
-            cases.append(Case(system, case["name"], case["function"], case["config"], found["in"], found["out"]))
+                found[side] = {
+                    k.removeprefix(prefix): arrays[k] for k in arrays.files if k.startswith(prefix)
+                }
+            cases.append(
+                Case(
+                    system,
+                    case["name"],
+                    case["function"],
+                    case["config"],
+                    found["in"],
+                    found["out"],
+                )
+            )
     return cases
 
 
 def parametrize_cases(metafunc, argument: str, system: str, function: str) -> None:
-    """Parametrizes a test with the cases whose upstream function contains `function`; for `pytest_generate_tests`."""
+    """Parametrizes a test with the cases whose upstream function contains `function`; for
+    `pytest_generate_tests`.
+    """
     if argument in metafunc.fixturenames:
-        cases = [c for c in load_cases(metafunc.config.getoption("golden"), system) if function in c.function]
+        cases = [
+            c
+            for c in load_cases(metafunc.config.getoption("golden"), system)
+            if function in c.function
+        ]
         metafunc.parametrize(argument, cases, ids=[c.name for c in cases])
 
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Samples of the given lengths one after another in `[rows, length]`, sample i in row i % rows."""
+    """Samples of the given lengths one after another in `[rows, length]`, sample i in row i %
+    rows.
+    """
 
     lengths: tuple[int, ...]
     rows: int = 2
@@ -72,7 +106,9 @@ class Packing:
 
     @property
     def shape(self) -> tuple[int, int]:
-        last = [start + length for (_, start, _), length in zip(self.places, self.lengths, strict=True)]
+        last = [
+            start + length for (_, start, _), length in zip(self.places, self.lengths, strict=True)
+        ]
         return self.rows, -(-max(last) // self.multiple) * self.multiple
 
     @property
@@ -80,7 +116,9 @@ class Packing:
         return -(-len(self.lengths) // self.rows)
 
     def pack(self, samples: list[np.ndarray], fill: Any = 0) -> np.ndarray:
-        """`[rows, length, ...]` with `fill` as padding; each sample has its length as first dimension."""
+        """`[rows, length, ...]` with `fill` as padding; each sample has its length as first
+        dimension.
+        """
         out = np.full((*self.shape, *samples[0].shape[1:]), fill, samples[0].dtype)
         for (row, start, _), sample, length in zip(self.places, samples, self.lengths, strict=True):
             out[row, start : start + length] = sample[:length]
@@ -88,7 +126,10 @@ class Packing:
 
     def unpack(self, packed: Any) -> list[np.ndarray]:
         packed = np.asarray(packed)
-        return [packed[row, start : start + n] for (row, start, _), n in zip(self.places, self.lengths, strict=True)]
+        return [
+            packed[row, start : start + n]
+            for (row, start, _), n in zip(self.places, self.lengths, strict=True)
+        ]
 
     def per_sample(self, values: Any, fill: Any = -1) -> np.ndarray:
         """`[rows, segments]` from one value per sample."""
@@ -108,7 +149,10 @@ class Packing:
         rewards: Any = None,
         **per_token: list[np.ndarray] | None,
     ) -> RolloutBatch:
-        """A packed batch. Float arrays are NaN on padding, so that a result that reads padding is NaN."""
+        """A packed batch.
+
+        Float arrays are NaN on padding, so that a result that reads padding is NaN.
+        """
         count = len(self.lengths)
         if tokens is None:
             tokens = [np.zeros(n, np.int32) for n in self.lengths]
@@ -121,14 +165,19 @@ class Packing:
             tokens=self.pack([t.astype(np.int32) for t in tokens]),
             targets=self.pack([np.append(t[1:], 0).astype(np.int32) for t in tokens]),
             segment_ids=self.pack(
-                [np.full(n, s, np.int32) for (*_, s), n in zip(self.places, self.lengths, strict=True)]
+                [
+                    np.full(n, s, np.int32)
+                    for (*_, s), n in zip(self.places, self.lengths, strict=True)
+                ]
             ),
             positions=self.pack([np.arange(n, dtype=np.int32) for n in self.lengths]),
             loss_mask=self.pack([m.astype(np.float32) for m in loss_mask]),
             sample_ids=as_ids(None),
             group_ids=as_ids(group_ids),
             rollout_ids=as_ids(rollout_ids),
-            rewards=None if rewards is None else self.per_sample(np.asarray(rewards, np.float32), 0),
+            rewards=(
+                None if rewards is None else self.per_sample(np.asarray(rewards, np.float32), 0)
+            ),
             **{
                 k: None if v is None else self.pack([x.astype(np.float32) for x in v], np.nan)
                 for k, v in per_token.items()
@@ -160,7 +209,9 @@ class Ragged:
         """Arrays over response tokens, by sample, at the predicting positions of all its tokens."""
         out = []
         parts = np.split(flat, np.cumsum(self.response_lengths)[:-1])
-        for part, total, response in zip(parts, self.total_lengths, self.response_lengths, strict=True):
+        for part, total, response in zip(
+            parts, self.total_lengths, self.response_lengths, strict=True
+        ):
             sample = np.full((total, *flat.shape[1:]), fill, flat.dtype)
             sample[total - response - 1 : total - 1] = part
             out.append(sample)
@@ -173,10 +224,14 @@ class Ragged:
         return np.concatenate([s[total - response - 1 : total - 1] for s, total, response in sizes])
 
     def batch(self, case: Case, **kwargs: Any) -> RolloutBatch:
-        """The packed batch of a case's `tokens`, `loss_mask` and per-token arrays; NaN in prompts."""
+        """The packed batch of a case's `tokens`, `loss_mask` and per-token arrays; NaN in
+        prompts.
+        """
         arrays = {k: self.spread(case.inputs[k], np.nan) for k in PER_TOKEN if k in case.inputs}
         tokens = self.split(case.inputs["tokens"]) if "tokens" in case.inputs else None
-        return self.packing.batch(self.spread(case.inputs["loss_mask"]), tokens=tokens, **arrays | kwargs)
+        return self.packing.batch(
+            self.spread(case.inputs["loss_mask"]), tokens=tokens, **arrays | kwargs
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +247,9 @@ class Padded:
     @property
     def packing(self) -> Packing:
         """Every sample up to its last loss token, one position at least."""
-        return Packing(tuple(max(1, int(np.max(np.nonzero(m)[0], initial=-1)) + 1) for m in self.loss_mask))
+        return Packing(
+            tuple(max(1, int(np.max(np.nonzero(m)[0], initial=-1)) + 1) for m in self.loss_mask)
+        )
 
     def pack(self, padded: np.ndarray, fill: float = np.nan) -> np.ndarray:
         return self.packing.pack(list(padded), fill)
@@ -205,6 +262,11 @@ class Padded:
         return out
 
     def batch(self, case: Case, **kwargs: Any) -> RolloutBatch:
-        """The packed batch. Each value belongs to the target of its position, at the last position too."""
+        """The packed batch.
+
+        Each value belongs to the target of its position, at the last position too.
+        """
         arrays = {k: list(case.inputs[k]) for k in PER_TOKEN if k in case.inputs}
-        return dataclasses.replace(self.packing.batch(list(self.loss_mask), **arrays | kwargs), real_last_targets=True)
+        return dataclasses.replace(
+            self.packing.batch(list(self.loss_mask), **arrays | kwargs), real_last_targets=True
+        )

@@ -1,4 +1,6 @@
-"""Packed rows that are hard to get right: full ones, prompts only, padding only, empty responses, holes in the mask."""
+"""Packed rows that are hard to get right: full ones, prompts only, padding only, empty
+responses, holes in the mask.
+"""
 
 import dataclasses
 
@@ -12,16 +14,31 @@ from sharding import logical_positions, make_parallel_mesh
 R, T, S = 8, 32, 4
 # Multiples of 8, so that every context layout over 4 shards can hold them.
 LENGTHS = np.array(
-    [[32, 0, 0, 0], [16, 0, 0, 0], [0] * 4, [8, 8, 8, 8], [8, 16, 0, 0], [0] * 4, [8, 0, 0, 0], [24, 8, 0, 0]]
+    [
+        [32, 0, 0, 0],
+        [16, 0, 0, 0],
+        [0] * 4,
+        [8, 8, 8, 8],
+        [8, 16, 0, 0],
+        [0] * 4,
+        [8, 0, 0, 0],
+        [24, 8, 0, 0],
+    ]
 )
 MESHES = ["dp=8,cp=1,tp=1", "dp=1,cp=8,tp=1", "dp=2,cp=2,tp=2"]
 LAYOUTS = ["contiguous", "zigzag", "zigzag_per_segment", "striped"]
 
 
 def hard_batch(seed=0, **more):
-    """A batch in logical order, NaN outside the mask, and one more such array to differentiate by."""
+    """A batch in logical order, NaN outside the mask, and one more such array to differentiate
+    by.
+    """
     rng = np.random.default_rng(seed)
-    segment_ids, positions, mask = np.zeros((R, T), int), np.zeros((R, T), int), np.zeros((R, T), np.float32)
+    segment_ids, positions, mask = (
+        np.zeros((R, T), int),
+        np.zeros((R, T), int),
+        np.zeros((R, T), np.float32),
+    )
     for row, lengths in enumerate(LENGTHS):
         start = 0
         for s, length in enumerate(lengths):
@@ -39,7 +56,14 @@ def hard_batch(seed=0, **more):
 
     ids = np.where(LENGTHS > 0, np.arange(R * S).reshape(R, S), -1)
     groups = np.where(ids >= 0, ids % 3, -1)
-    names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
+    names = (
+        "advantages",
+        "old_log_probs",
+        "ref_log_probs",
+        "rollout_log_probs",
+        "values",
+        "returns",
+    )
     fields = (
         {name: -jnp.abs(array()) if name.endswith("log_probs") else array() for name in names}
         | {"rewards": rng.normal(size=(R, S)).astype(np.float32)}
@@ -60,23 +84,37 @@ def sequences(batch):
 
 
 def layouts_on(mesh="dp=2,cp=4,tp=1", layouts=LAYOUTS):
-    """For each layout: (layout, parallel, logical -> physical, physical -> logical), two maps of `[R, T]`."""
+    """For each layout: (layout, parallel, logical -> physical, physical -> logical), two maps of
+    `[R, T]`.
+    """
     for layout in layouts:
         parallel = make_parallel_mesh(mesh, context_layout=layout)
         per_segment = LENGTHS if layout == "zigzag_per_segment" else None
-        order = np.broadcast_to(logical_positions(layout, T, parallel.context_size, per_segment), (R, T))
+        order = np.broadcast_to(
+            logical_positions(layout, T, parallel.context_size, per_segment), (R, T)
+        )
 
         def to_physical(tree, order=order, parallel=parallel):
             def place(x):
-                return jnp.asarray(np.take_along_axis(np.asarray(x), order, 1)) if x.shape == (R, T) else x
+                return (
+                    jnp.asarray(np.take_along_axis(np.asarray(x), order, 1))
+                    if x.shape == (R, T)
+                    else x
+                )
 
             placed = jax.tree.map(place, tree)
             if isinstance(tree, RolloutBatch):
                 shards = parallel.context_size
-                return dataclasses.replace(placed, context_layout=parallel.context_layout, context_shards=shards)
+                return dataclasses.replace(
+                    placed, context_layout=parallel.context_layout, context_shards=shards
+                )
             return placed
 
         def to_logical(x, order=order):
-            return np.take_along_axis(np.asarray(x), np.argsort(order, 1), 1) if x.shape == (R, T) else np.asarray(x)
+            return (
+                np.take_along_axis(np.asarray(x), np.argsort(order, 1), 1)
+                if x.shape == (R, T)
+                else np.asarray(x)
+            )
 
         yield layout, parallel, to_physical, to_logical

@@ -24,15 +24,18 @@ F32 = {"rtol": 2e-6, "atol": 2e-6}
 BF16 = {"rtol": 2**-8, "atol": 2**-8}
 
 
-# Devices whose chunks are small enough for a test to have many: of 16, 8 or 5 tokens. A block of the second pass has
-# 512 columns on CPUs, and 128 on accelerators.
+# Devices whose chunks are small enough for a test to have many: of 16, 8 or 5 tokens. A block of
+# the second pass has 512 columns on CPUs, and 128 on accelerators.
 CPU = dataclasses.replace(profiles.CPU, memory=2**30)
 DEVICES = {
     "small": dataclasses.replace(CPU, chunk_tokens=16, tile_tokens=64),
     "five": dataclasses.replace(CPU, chunk_tokens=5, tile_tokens=20),
-    "wide": profiles.Profile(2**30, forward_bytes=2**30, chunk_tokens=8, block_width=128, tile_tokens=32, ring=4),
+    "wide": profiles.Profile(
+        2**30, forward_bytes=2**30, chunk_tokens=8, block_width=128, tile_tokens=32, ring=4
+    ),
 }
-DEVICES["groups"] = dataclasses.replace(DEVICES["wide"], group_tokens=100)  # several groups of 48 tokens above 100
+# several groups of 48 tokens above 100
+DEVICES["groups"] = dataclasses.replace(DEVICES["wide"], group_tokens=100)
 DEVICES["like a GPU"] = dataclasses.replace(
     DEVICES["wide"], ring=0, block_width_with_mask=256, gathers=True, rounding_products=True
 )
@@ -62,11 +65,12 @@ def head_arrays(
     scale=1.0,
     last=None,
 ):
-    """The arrays of a call by argument name, and the weights g, e, i of log-probs, entropy and ids in a loss.
+    """The arrays of a call by argument name, and the weights g, e, i of log-probs, entropy and ids
+    in a loss.
 
-    The second id repeats the first, and the third is often the target. Some slots of ids are empty, for some tokens
-    all of them. Masked rows of hidden states are NaN, with targets of -100. Two tokens have no weight. Targets
-    are below `last`.
+    The second id repeats the first, and the third is often the target. Some slots of ids are empty,
+    for some tokens all of them. Masked rows of hidden states are NaN, with targets of -100. Two
+    tokens have no weight. Targets are below `last`.
     """
     rng = np.random.default_rng(V)
     kernel = rng.normal(size=(H, V)) * scale
@@ -86,11 +90,16 @@ def head_arrays(
         arrays["lora_b"] = jnp.asarray(rng.normal(size=(RANK, V)), dtype)
     if with_where:
         where = rng.random((R, T)) < 0.4
-        where[3], where[:, 5] = False, False  # so that some devices have no token at all, however the tokens are split
+        # so that some devices have no token at all, however the tokens are split
+        where[3], where[:, 5] = False, False
         arrays["where"] = jnp.asarray(where)
         arrays["hidden"] = jnp.where(where[..., None], arrays["hidden"], jnp.nan)
         arrays["targets"] = jnp.where(where, arrays["targets"], -100)
-        arrays |= {"temperature": jnp.where(where, arrays["temperature"], jnp.nan)} if temperatures else {}
+        arrays |= (
+            {"temperature": jnp.where(where, arrays["temperature"], jnp.nan)}
+            if temperatures
+            else {}
+        )
     if nucleus:
         arrays["nucleus_ids"] = jnp.asarray(rng.integers(-1, last or V, (R, T, nucleus)), jnp.int32)
     if ids:
@@ -110,7 +119,11 @@ def head_of(arrays, **options):
 def call_head(parallel, arrays, **options):
     """`log_probs_from_hidden`, or with parallel="reference" the reference."""
     of_head = {name: options.pop(name) for name in HEAD_OPTIONS if name in options}
-    options |= {name: arrays[name] for name in ("where", "nucleus_ids", "ids", "temperature") if name in arrays}
+    options |= {
+        name: arrays[name]
+        for name in ("where", "nucleus_ids", "ids", "temperature")
+        if name in arrays
+    }
     args = arrays["hidden"], head_of(arrays, **of_head), arrays["targets"]
     if parallel == "reference":
         return reference_from_hidden(*args, **options)
@@ -119,7 +132,9 @@ def call_head(parallel, arrays, **options):
 
 
 def with_gradients(call, parallel, arrays, wrt=PARAMETERS, **options):
-    """The statistics of a call, and the gradients of a weighted sum of them with respect to the arrays in `wrt`."""
+    """The statistics of a call, and the gradients of a weighted sum of them with respect to the
+    arrays in `wrt`.
+    """
 
     def weighted(wanted):
         given = {**arrays, **wanted}
@@ -127,7 +142,9 @@ def with_gradients(call, parallel, arrays, wrt=PARAMETERS, **options):
         total = (stats.log_probs * given["g"]).sum()
         total += (stats.entropy * given["e"]).sum() if options.get("entropy") == "bonus" else 0
         if "ids" in given:
-            total += jnp.where(jnp.isinf(stats.id_log_probs), 0, stats.id_log_probs * given["i"]).sum()
+            total += jnp.where(
+                jnp.isinf(stats.id_log_probs), 0, stats.id_log_probs * given["i"]
+            ).sum()
         return total, stats
 
     gradients, stats = jax.grad(weighted, has_aux=True)({n: arrays[n] for n in wrt if n in arrays})
@@ -138,19 +155,24 @@ def truth(call, arrays, wrt=PARAMETERS, **options):
     """`with_gradients` of the reference in float64."""
     options = {k: v for k, v in options.items() if k not in OF_THE_WORK}
     with jax.enable_x64(True):
-        wide = {k: jnp.asarray(np.asarray(x, np.float64) if x.dtype.kind in "fV" else x) for k, x in arrays.items()}
+        wide = {
+            k: jnp.asarray(np.asarray(x, np.float64) if x.dtype.kind in "fV" else x)
+            for k, x in arrays.items()
+        }
         found = jax.jit(lambda a: with_gradients(call, "reference", a, wrt, **options))(wide)
         return jax.tree.map(np.asarray, found)
 
 
 def logit_rounding(arrays, options):
-    """The rounding error of the largest logits: sqrt(n) u sum |terms| of n terms, in whatever order a processor adds.
+    """The rounding error of the largest logits: sqrt(n) u sum |terms| of n terms, in whatever order
+    a processor adds.
 
-    Errors of either sign add up to sqrt(n), not n (Higham and Mary 2019, https://doi.org/10.1137/18M1226312).
-    A soft-cap lets no more through than its own size.
+    Errors of either sign add up to sqrt(n), not n (Higham and Mary 2019,
+    https://doi.org/10.1137/18M1226312). A soft-cap lets no more through than its own size.
     """
     wide = {name: np.abs(np.nan_to_num(np.asarray(x, np.float64))) for name, x in arrays.items()}
-    if "kernel" not in wide:  # logits are given, and rounded where they are divided by a temperature
+    # logits are given, and rounded where they are divided by a temperature
+    if "kernel" not in wide:
         return F32["atol"] * (1 / min(1, options.get("temperature", 1)) - 1)
     kernel = wide["kernel"] if options.get("layout", "hv") == "hv" else wide["kernel"].T
     terms = wide["hidden"] @ kernel + wide.get("bias", 0.0)
@@ -164,12 +186,16 @@ def logit_rounding(arrays, options):
     return np.sqrt(count) * 2.0**-24 * largest / coldest
 
 
-def check_head(meshes, arrays, wrt=PARAMETERS, rtol=F32["rtol"], atol=F32["atol"], call=call_head, **options):
-    """Values within f32 rounding of float64 and gradients within the tolerances, on each mesh; returns the truth.
+def check_head(
+    meshes, arrays, wrt=PARAMETERS, rtol=F32["rtol"], atol=F32["atol"], call=call_head, **options
+):
+    """Values within f32 rounding of float64 and gradients within the tolerances, on each mesh;
+    returns the truth.
 
-    With adapters in bf16 values have those tolerances too, since hidden @ a is rounded. Gradients have twice those
-    tolerances: the gradient of hidden @ a is rounded, and so are the two gradients of the hidden states before they are
-    added. The rounding error of a logit is the relative error of its probability, and so of its gradient.
+    With adapters in bf16 values have those tolerances too, since hidden @ a is rounded. Gradients
+    have twice those tolerances: the gradient of hidden @ a is rounded, and so are the two gradients
+    of the hidden states before they are added. The rounding error of a logit is the relative error
+    of its probability, and so of its gradient.
     """
     rounded = "lora_a" in arrays and arrays["lora_a"].dtype == jnp.bfloat16
     of_values = {"rtol": rtol, "atol": atol} if rounded else F32
@@ -177,7 +203,9 @@ def check_head(meshes, arrays, wrt=PARAMETERS, rtol=F32["rtol"], atol=F32["atol"
     atol += logit_rounding(arrays, options)
     stats, gradients = truth(call, arrays, wrt, **options)
     for mesh in meshes:
-        got_stats, got = jax.jit(lambda a, p=mesh: with_gradients(call, p, a, wrt, **options))(arrays)
+        got_stats, got = jax.jit(lambda a, p=mesh: with_gradients(call, p, a, wrt, **options))(
+            arrays
+        )
         assert_trees_close(got_stats, stats, **of_values, context=f"values on {mesh}")
         assert {k: x.dtype for k, x in got.items()} == {k: arrays[k].dtype for k in got}
         assert_trees_close(got, gradients, rtol, atol, context=f"gradients on {mesh}")
@@ -197,15 +225,29 @@ OPTIONS = {
     "nucleus": ({"nucleus": 5}, {}),
     "keep, where": ({"nucleus": 5, "with_where": True}, {"device": "five"}),
     "ids": ({"ids": 7}, {"softcap": 2.0}),
-    "ids, where": ({"ids": 7, "with_where": True, "temperatures": True, "last": 600}, {"vocab_size": 600}),
-    "ids, nucleus": ({"ids": 7, "nucleus": 5, "lora": True, "with_where": True}, {"device": "five"}),
+    "ids, where": (
+        {"ids": 7, "with_where": True, "temperatures": True, "last": 600},
+        {"vocab_size": 600},
+    ),
+    "ids, nucleus": (
+        {"ids": 7, "nucleus": 5, "lora": True, "with_where": True},
+        {"device": "five"},
+    ),
     "statistics": (
         {"lora": True, "nucleus": 5, "with_where": True, "temperatures": True, "last": 600},
-        {"vocab_size": 600, "softcap": 40.0, "logit_stats": ("log_z", "mean_logit", "accuracy", "sum_p2"), "top_k": 3},
+        {
+            "vocab_size": 600,
+            "softcap": 40.0,
+            "logit_stats": ("log_z", "mean_logit", "accuracy", "sum_p2"),
+            "top_k": 3,
+        },
     ),
     "padding": ({"last": 600}, {"vocab_size": 600}),
     "lora": ({"lora": True, "with_where": True}, {"device": "five"}),
     "lora, vh": ({"lora": True, "layout": "vh", "last": 600}, {"layout": "vh", "vocab_size": 600}),
     "scale": ({"lora": True}, {"scale": 0.25, "softcap": 2.0}),
-    "temperatures": ({"temperatures": True, "with_where": True}, {"softcap": 2.0, "device": "five"}),
+    "temperatures": (
+        {"temperatures": True, "with_where": True},
+        {"softcap": 2.0, "device": "five"},
+    ),
 }

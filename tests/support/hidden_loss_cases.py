@@ -3,10 +3,20 @@
 import jax
 import jax.numpy as jnp
 
-from jaxppo import KL, PPO, Head, LoRA, PolicyLossConfig, RolloutBatch, finalize_metrics, policy_loss_from_hidden
+from jaxppo import (
+    KL,
+    PPO,
+    Head,
+    LoRA,
+    PolicyLossConfig,
+    RolloutBatch,
+    finalize_metrics,
+    policy_loss_from_hidden,
+)
 
 R, T, H, V = 8, 64, 16, 1003
-ONE_PASS, TWO_PASSES = 2**30, 2**17  # bytes; the second number is too small for a chunk of the one pass
+# bytes; the second number is too small for a chunk of the one pass
+ONE_PASS, TWO_PASSES = 2**30, 2**17
 KEYS = jax.random.split(jax.random.key(0), 10)
 
 
@@ -23,7 +33,9 @@ def make_batch(mask):
         "ref_log_probs": near + 0.3 * normal(3),
         "rollout_log_probs": near + 0.3 * normal(4),
     }
-    return RolloutBatch(ids, jax.random.randint(KEYS[5], (R, T), 0, V), ids, ids, mask, one, one, one, **per_token)
+    return RolloutBatch(
+        ids, jax.random.randint(KEYS[5], (R, T), 0, V), ids, ids, mask, one, one, one, **per_token
+    )
 
 
 BATCH = make_batch(jax.random.bernoulli(KEYS[6], 0.4, (R, T)).astype(jnp.float32))
@@ -33,7 +45,11 @@ HIDDEN, KERNEL = normal(7, R, T, H), 0.3 * normal(8, H, V)
 def step(parallel, hidden, kernel, batch=BATCH, config=None, memory=ONE_PASS, lora=None, **options):
     """Loss, metrics and gradients, those of a LoRA's adapters too."""
     config = PolicyLossConfig(PPO(clip_high=0.28)) if config is None else config
-    of_head = {n: options.pop(n) for n in ("bias", "layout", "softcap", "scale", "vocab_size") if n in options}
+    of_head = {
+        n: options.pop(n)
+        for n in ("bias", "layout", "softcap", "scale", "vocab_size")
+        if n in options
+    }
 
     def loss(hidden, kernel, lora):
         return policy_loss_from_hidden(
@@ -44,7 +60,9 @@ def step(parallel, hidden, kernel, batch=BATCH, config=None, memory=ONE_PASS, lo
             **{"temperature": 0.8, "parallel": parallel, "memory": memory} | options,
         )
 
-    (value, found), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(hidden, kernel, lora)
+    (value, found), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(
+        hidden, kernel, lora
+    )
     return value, finalize_metrics(found), gradients
 
 

@@ -6,8 +6,13 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+QUIET = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
+    " --disable-background-networking "
+)
 QUIET += "--disable-component-update --disable-sync --window-size=1200,2400"
 
 
@@ -30,7 +35,9 @@ class Read(HTMLParser):
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
         self.open += [tag] * (tag != "meta")
-        self.loaded += [v for k, v in attributes if k in ("src", "href", "xlink:href") and not v.startswith("#")]
+        self.loaded += [
+            v for k, v in attributes if k in ("src", "href", "xlink:href") and not v.startswith("#")
+        ]
         self.ids += [v for k, v in attributes if k == "id"]
         if tag == "meta" and ("http-equiv", "Content-Security-Policy") in attributes:
             self.policy += dict(attributes)["content"]
@@ -54,8 +61,10 @@ class Read(HTMLParser):
 
 
 def browser_rules(page):
-    """The rules of the page's Content-Security-Policy, without those that let its own style and script run, which are
-    checked here: each such element is there once, and its text has the digest."""
+    """The rules of the page's Content-Security-Policy, without those that let its own style and
+    script run, which are checked here: each such element is there once, and its text has the
+    digest.
+    """
     rules = page.policy.split("; ")
     for tag, rule in (("style", "style-src-elem"), ("script", "script-src")):
         assert len(page.inline[tag]) <= 1, tag

@@ -1,4 +1,6 @@
-"""Builds jaxppo and installs it into virtual environments that hold its requirements and nothing else."""
+"""Builds jaxppo and installs it into virtual environments that hold its requirements and nothing
+else.
+"""
 
 import os
 import subprocess
@@ -17,9 +19,13 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 def run(*command, cwd="/", **env):
     """The finished process, its output as text; without this process's PYTHONPATH."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")
+    }
     environment = inherited | {"JAX_PLATFORMS": "cpu"} | env
-    return subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=cwd, env=environment)
+    return subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, cwd=cwd, env=environment
+    )
 
 
 def succeed(*command, **options):
@@ -30,7 +36,9 @@ def succeed(*command, **options):
 
 
 def pytest_in(folder, python, *arguments):
-    """Runs pytest on a folder without this tree's plugins and configuration; returns what it prints."""
+    """Runs pytest on a folder without this tree's plugins and configuration; returns what it
+    prints.
+    """
     (folder / "pytest.ini").touch()
     return succeed(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, cwd=folder)
 
@@ -51,7 +59,9 @@ def requirements(wheel):
 
 
 def environment(folder, names):
-    """Makes an environment with the named distributions of this one and their requirements; returns its interpreter."""
+    """Makes an environment with the named distributions of this one and their requirements;
+    returns its interpreter.
+    """
     succeed(sys.executable, "-m", "venv", "--without-pip", folder)
     site = next(folder.glob("lib/python*/site-packages"))
     for distribution in _closure(names).values():
@@ -64,11 +74,23 @@ def environment(folder, names):
 
 def install(python, *what):
     """Installs into that environment without any package index."""
-    succeed(*PIP, "--python", python, "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", *what)
+    succeed(
+        *PIP,
+        "--python",
+        python,
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        *what,
+    )
 
 
 def with_jaxppo(folder, wheel, kind, *more):
-    """Makes an environment with jaxppo (wheel or tree), its requirements and `more`; returns its interpreter."""
+    """Makes an environment with jaxppo (wheel or tree), its requirements and `more`; returns its
+    interpreter.
+    """
     editable = kind == "editable"
     tools = ["hatchling", "hatch-fancy-pypi-readme", "editables"] if editable else []
     python = environment(folder, [*requirements(wheel), *more, *tools])
@@ -83,5 +105,7 @@ def _closure(names):
         if name not in found:
             found[name] = metadata.distribution(name)
             wanted = map(Requirement, found[name].requires or ())
-            waiting += [r.name for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})]
+            waiting += [
+                r.name for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})
+            ]
     return found

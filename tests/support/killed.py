@@ -2,9 +2,10 @@
 
 python killed.py EVENT NUMBER ARGUMENTS...
 
-EVENT is "file": SIGKILL before the NUMBER-th time that a file or folder in --out is opened to write, made, renamed or
-removed; "twice": two SIGINT there; "line": SIGKILL in the middle of the NUMBER-th line of metrics.jsonl; "full": no
-file can grow beyond NUMBER bytes from the second checkpoint on, as on a full disk.
+EVENT is "file": SIGKILL before the NUMBER-th time that a file or folder in --out is opened to
+write, made, renamed or removed; "twice": two SIGINT there; "line": SIGKILL in the middle of the
+NUMBER-th line of metrics.jsonl; "full": no file can grow beyond NUMBER bytes from the second
+checkpoint on, as on a full disk.
 """
 
 import os

@@ -1,14 +1,23 @@
 """MaxText's logical axis rules, and the roles that they give to mesh axes.
 
-`MAXTEXT` restates the rules of src/maxtext/configs/base.yml in August 2026 (commit e591f30): those for logits and
-head kernels, and some others.
+`MAXTEXT` restates the rules of src/maxtext/configs/base.yml in August 2026 (commit e591f30): those
+for logits and head kernels, and some others.
 """
 
 import jax
 import numpy as np
 
 AXES = [
-    *("diloco", "data", "stage", "fsdp", "fsdp_transpose", "context", "context_usp_ulysses", "context_autoregressive"),
+    *(
+        "diloco",
+        "data",
+        "stage",
+        "fsdp",
+        "fsdp_transpose",
+        "context",
+        "context_usp_ulysses",
+        "context_autoregressive",
+    ),
     *("tensor", "tensor_sequence", "expert", "autoregressive"),
 ]
 MAXTEXT = [

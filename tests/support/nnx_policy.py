@@ -1,4 +1,6 @@
-"""A policy in Flax NNX: FSDP parameters, bf16 activations over f32 masters, tied or untied head, nnx.Optimizer."""
+"""A policy in Flax NNX: FSDP parameters, bf16 activations over f32 masters, tied or untied head,
+nnx.Optimizer.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Policy(nnx.Module):
     def __init__(self, parallel: ParallelMesh, *, tied: bool, rngs: nnx.Rngs):
         def kernel(layout: str) -> nnx.Initializer:
             spec = parallel.kernel_spec(layout)
-            return nnx.with_partitioning(nnx.initializers.normal(0.05), tuple(spec), mesh=parallel.mesh)
+            return nnx.with_partitioning(
+                nnx.initializers.normal(0.05), tuple(spec), mesh=parallel.mesh
+            )
 
         bf16: dict[str, Any] = {"dtype": jnp.bfloat16, "rngs": rngs}
         self.activations = parallel.hidden_spec if parallel.is_explicit else None
@@ -50,8 +54,13 @@ class Policy(nnx.Module):
 
 
 @nnx.jit(static_argnums=3)
-def step(model: Policy, optimizer: nnx.Optimizer, batch: RolloutBatch, parallel: ParallelMesh) -> dict[str, jax.Array]:
-    """One update. The batch is an argument: a batch that is closed over would be compiled into the program."""
+def step(
+    model: Policy, optimizer: nnx.Optimizer, batch: RolloutBatch, parallel: ParallelMesh
+) -> dict[str, jax.Array]:
+    """One update.
+
+    The batch is an argument: a batch that is closed over would be compiled into the program.
+    """
 
     def loss_fn(model: Policy) -> Any:
         head = Head.of(model.tokens if model.head is None else model.head)
@@ -62,11 +71,17 @@ def step(model: Policy, optimizer: nnx.Optimizer, batch: RolloutBatch, parallel:
     return finalize_metrics(found)
 
 
-def train(parallel: ParallelMesh, *, tied: bool = False, steps: int = 10) -> tuple[Policy, list[float]]:
+def train(
+    parallel: ParallelMesh, *, tied: bool = False, steps: int = 10
+) -> tuple[Policy, list[float]]:
     """The trained model, and the loss before each update."""
     with jax.set_mesh(parallel.mesh):
-        with nnx.use_eager_sharding(True):  # Flax's default, but importing Tunix 0.1.7 turns it off for all
+        # Flax's default, but importing Tunix 0.1.7 turns it off for all
+        with nnx.use_eager_sharding(True):
             model = Policy(parallel, tied=tied, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-        losses = [float(step(model, optimizer, rollouts(i, parallel), parallel)["loss"]) for i in range(steps)]
+        losses = [
+            float(step(model, optimizer, rollouts(i, parallel), parallel)["loss"])
+            for i in range(steps)
+        ]
     return model, losses

@@ -1,7 +1,9 @@
-"""Runs tests that were written for eight emulated devices on the one that is here: each axis of a mesh has size 1.
+"""Runs tests that were written for eight emulated devices on the one that is here: each axis of a
+mesh has size 1.
 
-`python -m pytest -p tests.support.one_device tests/losses`, and of tests/head the files from_hidden, from_logits, ids,
-nucleus, log_probs_accuracy and same_bits. Other files may ask for several devices.
+`python -m pytest -p tests.support.one_device tests/losses`, and of tests/head the files
+from_hidden, from_logits, ids, nucleus, log_probs_accuracy and same_bits. Other files may ask for
+several devices.
 """
 
 import re

@@ -1,4 +1,7 @@
-"""Small batches by each constructor that takes arrays. Tests of bad input change one of the arguments."""
+"""Small batches by each constructor that takes arrays.
+
+Tests of bad input change one of the arguments.
+"""
 
 import numpy as np
 
@@ -19,10 +22,21 @@ def aligned(**changes):
 
 
 def shifted(**changes):
-    given = {"tokens": IDS, "targets": IDS, "segment_ids": ONES, "positions": IDS - 1, "loss_mask": ONES} | changes
+    given = {
+        "tokens": IDS,
+        "targets": IDS,
+        "segment_ids": ONES,
+        "positions": IDS - 1,
+        "loss_mask": ONES,
+    } | changes
     return RolloutBatch.from_target_aligned(**given)
 
 
 def thd(**changes):
-    given = {"tokens": IDS, "cu_seqlens": np.array([0, 4]), "loss_mask": ONES, "aligned": "token"} | changes
+    given = {
+        "tokens": IDS,
+        "cu_seqlens": np.array([0, 4]),
+        "loss_mask": ONES,
+        "aligned": "token",
+    } | changes
     return RolloutBatch.from_cu_seqlens(**given)

@@ -1,4 +1,6 @@
-"""Log-probs and entropy as simple as can be: one device, f32, all logits at once, JAX's own gradients."""
+"""Log-probs and entropy as simple as can be: one device, f32, all logits at once, JAX's own
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def reference_from_logits(
     """`log_probs_from_logits`, computed in its arguments' dtype, at least f32."""
     temperature = jnp.asarray(temperature)
     if temperature.ndim:
-        temperature = (temperature if where is None else jnp.where(where, temperature, 1))[..., None]
+        temperature = (temperature if where is None else jnp.where(where, temperature, 1))[
+            ..., None
+        ]
     z = logits[..., :vocab_size].astype(wider_dtype(logits.dtype, jnp.float32)) / temperature
     z = z if where is None else jnp.where(where[..., None], z, 0)
     y = targets if where is None else jnp.where(where, targets, 0)
@@ -45,27 +49,39 @@ def reference_from_logits(
     log_probs = jnp.take_along_axis(jax.nn.log_softmax(inside), y[..., None], axis=-1)[..., 0]
     log_probs = jnp.where((y >= 0) & (y < z.shape[-1]), log_probs, jnp.nan)
     log_p = jax.nn.log_softmax(z)
-    plogp = jnp.where(jnp.exp(log_p) > 0, jnp.exp(log_p) * jnp.where(jnp.exp(log_p) > 0, log_p, 0), 0)
+    plogp = jnp.where(
+        jnp.exp(log_p) > 0, jnp.exp(log_p) * jnp.where(jnp.exp(log_p) > 0, log_p, 0), 0
+    )
     h = -plogp.sum(-1)
     of_ids = None
     if ids is not None:
         of_ids = jnp.take_along_axis(log_p, jnp.clip(ids, 0, z.shape[-1] - 1), axis=-1)
-        of_ids = jnp.where(ids == -1, -jnp.inf, jnp.where((ids >= 0) & (ids < z.shape[-1]), of_ids, jnp.nan))
+        of_ids = jnp.where(
+            ids == -1, -jnp.inf, jnp.where((ids >= 0) & (ids < z.shape[-1]), of_ids, jnp.nan)
+        )
         of_ids = of_ids if where is None else jnp.where(where[..., None], of_ids, 0)
     if where is not None:
         log_probs, h = jnp.where(where, log_probs, 0), jnp.where(where, h, 0)
     found = {"none": None, "metric": jax.lax.stop_gradient(h), "bonus": h}[entropy]
-    likeliest = jax.lax.top_k(log_p, top_k) if top_k else (None, None)  # of equal ones the lowest id is first
+    # of equal ones the lowest id is first
+    likeliest = jax.lax.top_k(log_p, top_k) if top_k else (None, None)
     more = {
         "log_z": jax.nn.logsumexp(z, axis=-1),
-        "mean_logit": jnp.where(z > -jnp.inf, z, 0).sum(-1) / (z > -jnp.inf).astype(z.dtype).sum(-1),
+        "mean_logit": (
+            jnp.where(z > -jnp.inf, z, 0).sum(-1) / (z > -jnp.inf).astype(z.dtype).sum(-1)
+        ),
         "accuracy": (jnp.argmax(z, -1).astype(y.dtype) == y).astype(z.dtype),
         "sum_p2": (jnp.exp(log_p) ** 2).sum(-1),
     }
-    more = {name: more[name] for name in logit_stats} | dict(zip(("top_log_probs", "top_ids"), likeliest, strict=True))
+    more = {name: more[name] for name in logit_stats} | dict(
+        zip(("top_log_probs", "top_ids"), likeliest, strict=True)
+    )
     if where is not None:
         here = where[..., None]
-        more = {k: x if x is None else jnp.where(here if x.ndim == 3 else where, x, 0) for k, x in more.items()}
+        more = {
+            k: x if x is None else jnp.where(here if x.ndim == 3 else where, x, 0)
+            for k, x in more.items()
+        }
     return TokenStats(log_probs, found, id_log_probs=of_ids, ids=ids, entropy_mode=entropy, **more)
 
 

@@ -7,7 +7,16 @@ from typing import get_args
 import jax
 import numpy as np
 
-from jaxppo import KL, Normalizer, PolicyLossConfig, RolloutBatch, Sample, TokenStats, accumulate_gradients, policy_loss
+from jaxppo import (
+    KL,
+    Normalizer,
+    PolicyLossConfig,
+    RolloutBatch,
+    Sample,
+    TokenStats,
+    accumulate_gradients,
+    policy_loss,
+)
 from jaxppo.base.arrays import Aggregation
 from jaxppo.losses.covariance import covariance_mask
 from jaxppo.policy_losses import BY_NAME, PolicyLoss, Reinforce, by_name
@@ -21,7 +30,9 @@ ACTIVE = {"clip_low": 0.2, "clip_high": 0.28, "share": 0.3, "low": 0.0}
 
 
 def loss_named(name: str, **hyperparameters) -> PolicyLoss:
-    """The loss, with hyperparameters for which it clips and selects some tokens of small random steps."""
+    """The loss, with hyperparameters for which it clips and selects some tokens of small random
+    steps.
+    """
     name, extra = ("dppo", {"divergence": "kl"}) if name == "dppo_kl" else (name, {})
     fields = {field.name for field in dataclasses.fields(BY_NAME[name])}
     active = {k: v for k, v in ACTIVE.items() if k in fields}
@@ -29,7 +40,9 @@ def loss_named(name: str, **hyperparameters) -> PolicyLoss:
     return by_name(name, **active | extra | hyperparameters)
 
 
-def config_of(loss: str | PolicyLoss, aggregation: str = "token_mean", **options) -> PolicyLossConfig:
+def config_of(
+    loss: str | PolicyLoss, aggregation: str = "token_mean", **options
+) -> PolicyLossConfig:
     """A config with which every loss clips and selects tokens, and has penalties."""
     loss = loss_named(loss) if isinstance(loss, str) else loss
     options = {"kl": KL(0.1), "entropy_coef": 0.01} | options
@@ -41,7 +54,8 @@ def config_of(loss: str | PolicyLoss, aggregation: str = "token_mean", **options
 def step_of(seed: int, count: int = 9) -> list[Sample]:
     """Samples with holes in their masks, one of them without a loss token, one without a response.
 
-    Policy losses do not read `returns` and `values`. Here they hold the log-probs and entropies of the current policy.
+    Policy losses do not read `returns` and `values`. Here they hold the log-probs and entropies of
+    the current policy.
     """
     rng = np.random.default_rng(seed)
     samples = []
@@ -84,13 +98,17 @@ def with_garbage(batch: RolloutBatch, garbage: float) -> RolloutBatch:
         **{
             name: np.where(batch.loss_mask > 0, x, np.float32(garbage))
             for name, x in arrays.items()
-            if name != "loss_mask" and getattr(x, "shape", None) == batch.loss_mask.shape and x.dtype == np.float32
+            if name != "loss_mask"
+            and getattr(x, "shape", None) == batch.loss_mask.shape
+            and x.dtype == np.float32
         },
     )
 
 
 def loss_of(stats, batch, config, parallel, normalizer=None, selected=None):
-    return policy_loss(stats, with_selected(batch, selected), config, parallel=parallel, normalizer=normalizer)
+    return policy_loss(
+        stats, with_selected(batch, selected), config, parallel=parallel, normalizer=normalizer
+    )
 
 
 def with_selected(batch: RolloutBatch, selected) -> RolloutBatch:
@@ -98,10 +116,14 @@ def with_selected(batch: RolloutBatch, selected) -> RolloutBatch:
     return batch if selected is None else dataclasses.replace(batch, extras={"selected": selected})
 
 
-def normalizer_of(batch: RolloutBatch, aggregation: str, off_policy=None, parallel=None) -> Normalizer:
+def normalizer_of(
+    batch: RolloutBatch, aggregation: str, off_policy=None, parallel=None
+) -> Normalizer:
     """The normalizer of a step for any loss with this aggregation and correction."""
     norm = 1.0 if aggregation == "sequence_mean_token_sum_norm" else None
-    config = PolicyLossConfig(Reinforce(), aggregation=aggregation, aggregation_norm=norm, off_policy=off_policy)
+    config = PolicyLossConfig(
+        Reinforce(), aggregation=aggregation, aggregation_norm=norm, off_policy=off_policy
+    )
     return Normalizer.of(config, batch, parallel=parallel)
 
 
@@ -112,8 +134,15 @@ def selected_of(batch, config, parallel):
 
 
 @functools.cache
-def whole(config: PolicyLossConfig, mesh: str | None = None, layout: str = "contiguous", metrics: bool = False):
-    """A compiled function of a batch: loss and the gradients of log-probs and entropies; metrics if asked for."""
+def whole(
+    config: PolicyLossConfig,
+    mesh: str | None = None,
+    layout: str = "contiguous",
+    metrics: bool = False,
+):
+    """A compiled function of a batch: loss and the gradients of log-probs and entropies; metrics
+    if asked for.
+    """
     parallel = mesh and make_parallel_mesh(mesh, context_layout=layout)
 
     def run(batch):
@@ -122,7 +151,9 @@ def whole(config: PolicyLossConfig, mesh: str | None = None, layout: str = "cont
         def fn(stats):
             return loss_of(stats, batch, config, parallel, selected=selected)
 
-        (loss, found), gradients = jax.value_and_grad(fn, has_aux=True)(TokenStats(batch.returns, batch.values))
+        (loss, found), gradients = jax.value_and_grad(fn, has_aux=True)(
+            TokenStats(batch.returns, batch.values)
+        )
         gradients = gradients.log_probs, gradients.entropy
         return (loss, gradients, found) if metrics else (loss, gradients)
 
@@ -130,8 +161,12 @@ def whole(config: PolicyLossConfig, mesh: str | None = None, layout: str = "cont
 
 
 @functools.cache
-def accumulated(config: PolicyLossConfig, mesh: str | None = None, metrics: bool = False, explicit: bool = False):
-    """`whole` for stacked micro-batches: gradients come back stacked, and each micro-batch has its own log-probs."""
+def accumulated(
+    config: PolicyLossConfig, mesh: str | None = None, metrics: bool = False, explicit: bool = False
+):
+    """`whole` for stacked micro-batches: gradients come back stacked, and each micro-batch has
+    its own log-probs.
+    """
     parallel = mesh and make_parallel_mesh(mesh, explicit=explicit)
 
     def run(batches):
@@ -157,7 +192,9 @@ def accumulated(config: PolicyLossConfig, mesh: str | None = None, metrics: bool
 def by_sample(x, batch: RolloutBatch, count: int = 9, longest: int = 16) -> np.ndarray:
     """`[samples, positions]` of a packed array of the batch, whatever its packing and layout."""
     out = np.zeros((count, longest), np.float32)
-    x, segments, positions = (np.asarray(a).reshape(-1, a.shape[-1]) for a in (x, batch.segment_ids, batch.positions))
+    x, segments, positions = (
+        np.asarray(a).reshape(-1, a.shape[-1]) for a in (x, batch.segment_ids, batch.positions)
+    )
     samples = np.asarray(batch.sample_ids).reshape(-1, batch.num_segments)
     rows, columns = np.nonzero(segments)
     out[samples[rows, segments[rows, columns] - 1], positions[rows, columns]] = x[rows, columns]

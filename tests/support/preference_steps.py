@@ -1,4 +1,6 @@
-"""Steps of pairs in rows, what the oracle makes of them, and the comparison of a preference loss with it."""
+"""Steps of pairs in rows, what the oracle makes of them, and the comparison of a preference loss
+with it.
+"""
 
 import dataclasses
 import functools
@@ -18,7 +20,9 @@ from sharding.testing import assert_trees_close
 
 LOSSES = {
     "dpo": preference.DPO(beta=0.3),
-    "cdpo, sum of nll": preference.DPO(beta=0.3, label_smoothing=0.2, nll_coef=0.5, nll="sequence_mean_token_sum"),
+    "cdpo, sum of nll": preference.DPO(
+        beta=0.3, label_smoothing=0.2, nll_coef=0.5, nll="sequence_mean_token_sum"
+    ),
     "sigmoid_norm": preference.DPO(length_normalised=True),
     "ipo": preference.IPO(),
     "ipo, sums": preference.IPO(beta=0.4, length_normalised=False, nll_coef=0.1),
@@ -41,7 +45,9 @@ COUNT = 12
 
 
 def step_of(seed: int) -> list[Sample]:
-    """Six pairs, far apart among other samples, with holes in their masks; `returns` hold the policy's log-probs."""
+    """Six pairs, far apart among other samples, with holes in their masks; `returns` hold the
+    policy's log-probs.
+    """
     rng = np.random.default_rng(seed)
     samples = []
     for i in range(COUNT):
@@ -69,7 +75,9 @@ def step_of(seed: int) -> list[Sample]:
 
 
 def oracle_of(samples: list[Sample], other: str = "ref_log_probs") -> list[OracleSample]:
-    """At the positions that predict, `[16]`, as `by_sample` has them; `other` log-probs beside the policy's."""
+    """At the positions that predict, `[16]`, as `by_sample` has them; `other` log-probs beside
+    the policy's.
+    """
     found = []
     for s in samples:
         place = slice(s.start - 1, len(s.tokens) - 1)
@@ -77,7 +85,11 @@ def oracle_of(samples: list[Sample], other: str = "ref_log_probs") -> list[Oracl
         arrays["log_probs"][place] = np.float32(s.returns)
         arrays[other][place] = np.float32(getattr(s, other))
         mask = np.pad(s.mask[1:], (0, 17 - len(s.mask)))
-        found.append(OracleSample(mask, **arrays, reward=s.reward, group_id=s.group_id, sample_id=s.sample_id))
+        found.append(
+            OracleSample(
+                mask, **arrays, reward=s.reward, group_id=s.group_id, sample_id=s.sample_id
+            )
+        )
     return found
 
 
@@ -108,13 +120,17 @@ def check(name: str, samples: list[Sample], batch: RolloutBatch, got) -> None:
 
 
 def agree(expected, batch: RolloutBatch, count: int, got, *, loss_atol: float = 0.0) -> None:
-    """Loss, gradient by log-probs and metrics of a batch of so many samples are those that the oracle expects."""
+    """Loss, gradient by log-probs and metrics of a batch of so many samples are those that the
+    oracle expects.
+    """
     loss, gradient, found = got
     expected_loss, by_token, metrics = expected
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5, atol=loss_atol)
     size = np.abs(by_token).max()
     assert size > 0
-    assert_trees_close(by_sample(gradient, batch, count), np.float32(by_token), rtol=2e-5, atol=1e-6 * size)
+    assert_trees_close(
+        by_sample(gradient, batch, count), np.float32(by_token), rtol=2e-5, atol=1e-6 * size
+    )
     assert found.pop("broken_rules") == 0
     assert found.keys() == metrics.keys()
     for key, value in metrics.items():

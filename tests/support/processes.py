@@ -1,9 +1,10 @@
-"""One process of several: it packs its own samples, computes loss and gradients of the global batch, and prints them.
+"""One process of several: it packs its own samples, computes loss and gradients of the global
+batch, and prints them.
 
 python processes.py RANK COUNT PORT MESH LAYOUT
 
-With a last argument "refusals", it prints how batches are refused that are bad on one process, or that do not fit
-those of the other processes.
+With a last argument "refusals", it prints how batches are refused that are bad on one process, or
+that do not fit those of the other processes.
 """
 
 import dataclasses
@@ -15,7 +16,9 @@ import time
 import jax
 import numpy as np
 
-TABLE, KERNEL = (np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((16, 8), (8, 16)))
+TABLE, KERNEL = (
+    np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((16, 8), (8, 16))
+)
 EMPTY = 2  # an empty response
 VALUES = ("old_log_probs", "ref_log_probs", "advantages")
 
@@ -36,19 +39,25 @@ def samples():
         values = {name: rng.normal(size=response) for name in VALUES}
         values |= {name: -np.abs(values[name]) for name in ("old_log_probs", "ref_log_probs")}
         tokens = rng.integers(0, 16, size=3 + response)
-        found.append(Sample(tokens, response_start=3, sample_id=i, rollout_id=i // 2, reward=1.0, **values))
+        found.append(
+            Sample(tokens, response_start=3, sample_id=i, rollout_id=i // 2, reward=1.0, **values)
+        )
     return found
 
 
 def step(parallel, table, kernel, batch):
-    """Loss, gradients and metrics of a policy that reads one token before, and of one that reads two."""
+    """Loss, gradients and metrics of a policy that reads one token before, and of one that reads
+    two.
+    """
     from jaxppo import KL, PolicyLossConfig, finalize_metrics, log_probs_from_hidden, policy_loss
     from jaxppo.losses.mtp import mtp_loss
 
     def loss(table, kernel):
         hidden = table[batch.tokens]
         counted = batch.loss_mask > 0
-        stats = log_probs_from_hidden(hidden, kernel, batch.targets, entropy="bonus", where=counted, parallel=parallel)
+        stats = log_probs_from_hidden(
+            hidden, kernel, batch.targets, entropy="bonus", where=counted, parallel=parallel
+        )
         config = PolicyLossConfig(kl=KL(0.1), entropy_coef=0.01, aggregation="rollout_mean")
         value, found = policy_loss(stats, batch, config, parallel=parallel)
         further, more = mtp_loss([hidden], kernel, batch, parallel=parallel)
@@ -78,7 +87,9 @@ def step_of_branches(parallel, table, kernel, given):
 
     def loss(table, kernel):
         states = table[rows.tokens], kernel, rows.targets
-        stats = log_probs_from_hidden(*states, entropy="bonus", where=rows.loss_mask > 0, parallel=parallel)
+        stats = log_probs_from_hidden(
+            *states, entropy="bonus", where=rows.loss_mask > 0, parallel=parallel
+        )
         if trees:
             stats = given.to_batch(stats, parallel=parallel)
         config = PolicyLossConfig(kl=KL(0.1), entropy_coef=0.01, aggregation="rollout_mean")
@@ -88,7 +99,10 @@ def step_of_branches(parallel, table, kernel, given):
 
 
 def refusals(rank):
-    """By name, the error that each bad batch raises on this process. Process 1 is the one with the bad data."""
+    """By name, the error that each bad batch raises on this process.
+
+    Process 1 is the one with the bad data.
+    """
     from jaxppo import RolloutBatch
     from sharding import make_parallel_mesh, multihost
 
@@ -123,7 +137,9 @@ def refusals(rank):
     found = {}
     for name, (parallel, given, options) in cases.items():
         try:
-            RolloutBatch.from_samples(given, row_length=64, parallel=parallel, **options).put(parallel)
+            RolloutBatch.from_samples(given, row_length=64, parallel=parallel, **options).put(
+                parallel
+            )
         except (ValueError, TypeError) as error:
             found[name] = f"{type(error).__name__}: {error}"
     try:
@@ -136,34 +152,48 @@ def refusals(rank):
 
 
 def packed_with_a_twin(rank, parallel):
-    """The shapes of a batch and of its twin, and whether their loss masks are equal on this process."""
+    """The shapes of a batch and of its twin, and whether their loss masks are equal on this
+    process.
+    """
     from jaxppo import RolloutBatch
 
     own = own_samples(rank)
     hint = np.zeros(3 + 9 * rank, int)  # with which six samples fill one row, or two
     hinted = [
-        dataclasses.replace(s, tokens=np.concatenate([hint, s.tokens]), response_start=3 + len(hint)) for s in own
+        dataclasses.replace(
+            s, tokens=np.concatenate([hint, s.tokens]), response_start=3 + len(hint)
+        )
+        for s in own
     ]
     batches = RolloutBatch.from_samples(own, row_length=64, parallel=parallel, twin=hinted)
-    masks = [[np.asarray(shard.data) for shard in x.put(parallel).loss_mask.addressable_shards] for x in batches]
+    masks = [
+        [np.asarray(shard.data) for shard in x.put(parallel).loss_mask.addressable_shards]
+        for x in batches
+    ]
     same = all((a == b).all() for a, b in zip(*masks, strict=True))
     return [*batches[0].tokens.shape, *batches[1].tokens.shape, same]
 
 
 def packed_while_devices_work(rank, parallel):
-    """Packs and places a batch; returns its shape, and whether devices were still busy with an earlier program."""
+    """Packs and places a batch; returns its shape, and whether devices were still busy with an
+    earlier program.
+    """
     from jaxppo import RolloutBatch
 
     long = jax.jit(lambda x: jax.lax.fori_loop(0, 2**31 - 1, lambda _, y: jax.numpy.sin(y) + 1, x))
     sharding = jax.NamedSharding(jax.sharding.Mesh(np.array(jax.local_devices()), "x"), jax.P("x"))
     # a program of all devices: on CPUs, the host would wait for that of one device
     running = long(jax.device_put(np.zeros(8), sharding))
-    batch = RolloutBatch.from_samples(own_samples(rank), row_length=64, parallel=parallel).put(parallel)
+    batch = RolloutBatch.from_samples(own_samples(rank), row_length=64, parallel=parallel).put(
+        parallel
+    )
     return [*batch.tokens.shape, not running.is_ready()]
 
 
 def check_packing(table, parallel):
-    """What the check says of a model that follows `batch.paths`, and of one that is blind to segments."""
+    """What the check says of a model that follows `batch.paths`, and of one that is blind to
+    segments.
+    """
     from jaxppo import assert_packing_invariant
 
     def right(table, batch):
@@ -198,19 +228,28 @@ def main(rank, count, port, mesh, layout, event=None):
         packed |= {"while devices work": packed_while_devices_work(rank, parallel)}
         print(json.dumps(refusals(rank) | packed), flush=True)
         if rank == 0:
-            time.sleep(2)  # the coordinator is in this process, and the other process may still read from it
+            # the coordinator is in this process, and the other process may still read from it
+            time.sleep(2)
         os._exit(0)  # without waiting for the devices
     mine = slice(None)
-    if len(multihost.local_data_shards(parallel)) < parallel.data_size:  # each feeds rows of its own, 4 samples and 2
+    # each feeds rows of its own, 4 samples and 2
+    if len(multihost.local_data_shards(parallel)) < parallel.data_size:
         mine = slice(4) if rank == 0 else slice(4, None)
-    batch = RolloutBatch.from_samples(samples()[mine], row_length=64, parallel=parallel).put(parallel)
-    trees = TokenTrees.from_samples(branches()[mine], row_length=64, parallel=parallel).put(parallel)
+    batch = RolloutBatch.from_samples(samples()[mine], row_length=64, parallel=parallel).put(
+        parallel
+    )
+    trees = TokenTrees.from_samples(branches()[mine], row_length=64, parallel=parallel).put(
+        parallel
+    )
     kernel = multihost.to_global(KERNEL, parallel.kernel_spec(), parallel)
     table = multihost.to_global(TABLE, jax.P(), parallel)
     value, found, gradients = jax.jit(lambda *args: step(parallel, *args))(table, kernel, batch)
-    whole = jax.jit(lambda x: x, out_shardings=parallel.sharding(jax.P()))  # for every process to read
+    # for every process to read
+    whole = jax.jit(lambda x: x, out_shardings=parallel.sharding(jax.P()))
     gradients = [np.asarray(whole(g).addressable_data(0)).tolist() for g in gradients]
-    of_branches, slopes = jax.jit(lambda *args: step_of_branches(parallel, *args))(table, kernel, trees)
+    of_branches, slopes = jax.jit(lambda *args: step_of_branches(parallel, *args))(
+        table, kernel, trees
+    )
     slopes = [np.asarray(whole(g).addressable_data(0)).tolist() for g in slopes]
     found = {name: float(x) for name, x in found.items()}
     packing = check_packing(table, parallel)

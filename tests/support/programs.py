@@ -13,15 +13,16 @@ import jax
 
 from sharding.testing import emulate_devices
 
-# Linux lets a process map 65,530 regions of memory. XLA for CPUs needs several for each program, and crashes when
-# there are no more.
+# Linux lets a process map 65,530 regions of memory. XLA for CPUs needs several for each program,
+# and crashes when there are no more.
 MOST_REGIONS = 30_000
 MOST_GROWTH = 2 * 2**30  # bytes, since programs were freed
 SECONDS = 5.0  # between two checks
 _looked, _held = 0.0, 0
-# XLA's flags that halve a run's time. LLVM does not optimize, and code for fusions comes from the older of two
-# emitters, which JAX has up to 0.10. Numbers may be rounded otherwise. Devices may wait for each other for 200 seconds,
-# not 40, before XLA ends the process: a loaded machine can stand still for that long.
+# XLA's flags that halve a run's time. LLVM does not optimize, and code for fusions comes from the
+# older of two emitters, which JAX has up to 0.10. Numbers may be rounded otherwise. Devices may
+# wait for each other for 200 seconds, not 40, before XLA ends the process: a loaded machine can
+# stand still for that long.
 QUICK = "--xla_backend_optimization_level=0"
 if jax.__version_info__ < (0, 11):
     QUICK += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
@@ -29,17 +30,22 @@ if jax.__version_info__ < (0, 11):
 
 
 def start_devices(count: int) -> None:
-    """Makes the CPU appear as so many devices. With QUICK_COMPILES in the environment, adds the flags of `QUICK`."""
+    """Makes the CPU appear as so many devices.
+
+    With QUICK_COMPILES in the environment, adds the flags of `QUICK`.
+    """
     before = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = xla_flags()
     emulate_devices(count)
-    os.environ["XLA_FLAGS"] = before  # libtpu reads them later, and ends the process if it does not know one
+    # libtpu reads them later, and ends the process if it does not know one
+    os.environ["XLA_FLAGS"] = before
 
 
 def xla_flags(*, quick: bool | None = None) -> str:
     """The flags for a process that a test starts, so that it compiles for CPUs as this one does.
 
-    The caller's own flags stay, behind those of `QUICK`: XLA obeys the last. `quick` decides for QUICK_COMPILES.
+    The caller's own flags stay, behind those of `QUICK`: XLA obeys the last. `quick` decides for
+    QUICK_COMPILES.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     quick = bool(os.environ.get("QUICK_COMPILES")) if quick is None else quick
@@ -47,13 +53,23 @@ def xla_flags(*, quick: bool | None = None) -> str:
 
 
 def without_gpu_plugin(text: str) -> str:
-    """What a process printed, without the lines of JAX's GPU plugin (the extra gpu-aot) on a machine with no driver."""
-    return re.sub(r"^(WARNING: All log messages before absl|I\d+ .*cudart_stub\.cc).*\n", "", text, flags=re.MULTILINE)
+    """What a process printed, without the lines of JAX's GPU plugin (the extra gpu-aot) on a
+    machine with no driver.
+    """
+    return re.sub(
+        r"^(WARNING: All log messages before absl|I\d+ .*cudart_stub\.cc).*\n",
+        "",
+        text,
+        flags=re.MULTILINE,
+    )
 
 
 @functools.cache
 def float16_compiles() -> bool:
-    """Whether XLA can convert float16 here. For a processor without F16C it calls a function that jaxlib lacks."""
+    """Whether XLA can convert float16 here.
+
+    For a processor without F16C it calls a function that jaxlib lacks.
+    """
     try:
         jax.jit(lambda x: x.astype("float32") * 2)(jax.numpy.ones(8, "float16"))
     except jax.errors.JaxRuntimeError:
@@ -62,12 +78,15 @@ def float16_compiles() -> bool:
 
 
 def let_go() -> None:
-    """Frees programs if there are many, or memory grew; called between tests, and between examples of a search."""
+    """Frees programs if there are many, or memory grew; called between tests, and between
+    examples of a search.
+    """
     global _looked, _held
     if time.monotonic() - _looked < SECONDS:
         return
     _looked = time.monotonic()
-    with contextlib.suppress(FileNotFoundError), Path("/proc/self/maps").open() as regions:  # only Linux has this file
+    # only Linux has this file
+    with contextlib.suppress(FileNotFoundError), Path("/proc/self/maps").open() as regions:
         if sum(1 for _ in regions) > MOST_REGIONS or _resident() > _held + MOST_GROWTH:
             jax.clear_caches()
             gc.collect()
@@ -83,8 +102,13 @@ def _resident() -> int:
 
 @contextlib.contextmanager
 def kept_in(folder, seconds=0.0):
-    """Keeps programs that take so long to compile in a folder: the same program is then read from there."""
-    options = {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": seconds}
+    """Keeps programs that take so long to compile in a folder: the same program is then read
+    from there.
+    """
+    options = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": seconds,
+    }
     before = {name: getattr(jax.config, name) for name in options}
     for name, value in options.items():
         jax.config.update(name, value)

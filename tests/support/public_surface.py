@@ -1,4 +1,6 @@
-"""Every public function and config class, found by introspection, each with a call that gives all its arguments."""
+"""Every public function and config class, found by introspection, each with a call that gives
+all its arguments.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxppo
-from jaxppo import LoRA, Normalizer, OffPolicyConfig, PolicyLossConfig, RolloutBatch, Sample, TokenStats
+from jaxppo import (
+    LoRA,
+    Normalizer,
+    OffPolicyConfig,
+    PolicyLossConfig,
+    RolloutBatch,
+    Sample,
+    TokenStats,
+)
 from jaxppo.base.arrays import PER_TOKEN_VALUES
 from jaxppo.contrib import draft
 from jaxppo.head import HeadOptions
@@ -25,8 +35,8 @@ from jaxppo.mismatch import TokenMismatch
 from jaxppo.policy_losses import ClipCov
 from jaxppo.step import entropy as entropies
 
-# The first has refusals of its own, in sharding/ and test_layouts_inputs; the second imports other packages; the third
-# computes a dozen programs a call, see losses/test_own_losses.
+# The first has refusals of its own, in sharding/ and test_layouts_inputs; the second imports other
+# packages; the third computes a dozen programs a call, see losses/test_own_losses.
 ELSEWHERE = ("jaxppo.sharding", "jaxppo.integrations", "jaxppo.losses.testing")
 R, T, S, H, V, K = 2, 10, 2, 4, 9, 2  # the last two positions of a row are padding
 
@@ -36,14 +46,31 @@ def _samples() -> list[Sample]:
     made = []
     for i in range(4):
         values: dict[str, Any] = {name: [-1.0 - i, -2.0] for name in of_tokens}
-        values |= {"values": [0.5, 0.25], "returns": [1.0, 0.5], "policy_versions": [3, 3], "loss_weights": [1.0, 0.5]}
-        made.append(Sample([1, 2, 3, 4], 2, reward=float(i % 2), sample_id=i, group_id=i // 2, rollout_id=i, **values))
+        values |= {
+            "values": [0.5, 0.25],
+            "returns": [1.0, 0.5],
+            "policy_versions": [3, 3],
+            "loss_weights": [1.0, 0.5],
+        }
+        made.append(
+            Sample(
+                [1, 2, 3, 4],
+                2,
+                reward=float(i % 2),
+                sample_id=i,
+                group_id=i // 2,
+                rollout_id=i,
+                **values,
+            )
+        )
     return made
 
 
 SAMPLES = _samples()
 BATCH = RolloutBatch.from_samples(SAMPLES, row_length=T, rows=R)
-BATCH = dataclasses.replace(BATCH, **{n: jnp.asarray(x) for n, x in vars(BATCH).items() if isinstance(x, np.ndarray)})
+BATCH = dataclasses.replace(
+    BATCH, **{n: jnp.asarray(x) for n, x in vars(BATCH).items() if isinstance(x, np.ndarray)}
+)
 PLAIN = dataclasses.replace(BATCH, loss_weights=None)
 HIDDEN, KERNEL = jnp.full((R, T, H), 0.5, jnp.float32), jnp.ones((H, V), jnp.float32) * 0.1
 LOG = jnp.full((R, T), -1.5, jnp.float32)
@@ -70,11 +97,26 @@ OPTIONS: dict[str, Any] = dict.fromkeys(HeadOptions.__annotations__)
 OPTIONS |= {"precision": "highest", "memory": 2**20, "follow_mask": True, "deterministic": False}
 OPTIONS |= {"gradient_sum_dtype": "float32"}
 AMONG = GROUPS >= 0
-GROUPED = {**SOFT, "rewards": REWARDS, "group_ids": GROUPS, "among": AMONG, "rollout_ids": BATCH.rollout_ids}
-TOP_K = {"ids": IDS, "teacher_log_probs": OF_IDS, "divergence": "forward_kl", "beta": 0.5, "tail": "bucket"}
+GROUPED = {
+    **SOFT,
+    "rewards": REWARDS,
+    "group_ids": GROUPS,
+    "among": AMONG,
+    "rollout_ids": BATCH.rollout_ids,
+}
+TOP_K = {
+    "ids": IDS,
+    "teacher_log_probs": OF_IDS,
+    "divergence": "forward_kl",
+    "beta": 0.5,
+    "tail": "bucket",
+}
 ALONE = {"singletons": "zero"}
 SCALED = {"scale_by_std": True, "epsilon": 1e-6}
-ROWS = {name: getattr(BATCH, name) for name in (*PER_TOKEN_VALUES, "rewards", "group_ids", "rollout_ids")}
+ROWS = {
+    name: getattr(BATCH, name)
+    for name in (*PER_TOKEN_VALUES, "rewards", "group_ids", "rollout_ids")
+}
 ROWS["extras"] = {"own": np.ones((R, T, 2))}
 TOKENS = TokenMismatch(LOG, LOG, *(-LOG,) * 6)
 
@@ -328,7 +370,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "Rejection": {"statistic": "token_k3", "low": 0.0, "high": 1.0, "compares": "old/rollout"},
 }  # fmt: skip
 
-CONTAINERS = {  # of arrays, which the functions that read them check; and what a model reads, not a loss
+# of arrays, which the functions that read them check; and what a model reads, not a loss
+CONTAINERS = {
     "TokenStats", "RolloutBatch", "Normalizer", "StepTerm", "Composite", "MismatchReport", "TokenMismatch", "Paths",
     "Paths.of", "check_recurrent", "Asks", "TokenSets", "TokenSets.empty", "TokenSets.flat", "TokenSets.join",
     "TokenSets.of", "ExplainedTokens", "Advice", "TokenTrees",
@@ -336,10 +379,16 @@ CONTAINERS = {  # of arrays, which the functions that read them check; and what 
 
 
 def documented(module: ModuleType) -> list[str]:
-    """The public names of a module: those of its `__all__`, and else what a docstring explains to users."""
+    """The public names of a module: those of its `__all__`, and else what a docstring explains
+    to users.
+    """
     if "__all__" in vars(module):
         return list(module.__all__)
-    own = {name: x for name, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__}
+    own = {
+        name: x
+        for name, x in vars(module).items()
+        if getattr(x, "__module__", "") == module.__name__
+    }
     docs = {name: inspect.getdoc(x) or "" for name, x in own.items() if not name.startswith("_")}
     return [name for name, doc in docs.items() if "\nArgs:" in doc or "\nExample:" in doc]
 
@@ -360,7 +409,11 @@ def surface() -> dict[str, Callable[..., Any]]:
     for module in modules():
         for name in documented(module):
             x = getattr(module, name)
-            if not callable(x) or not getattr(x, "__module__", "").startswith("jaxppo") or x in found.values():
+            if (
+                not callable(x)
+                or not getattr(x, "__module__", "").startswith("jaxppo")
+                or x in found.values()
+            ):
                 continue
             if not inspect.isclass(x):
                 found[name if name not in found else f"{name}, a preset"] = x
@@ -373,7 +426,9 @@ def surface() -> dict[str, Callable[..., Any]]:
                     found[f"{name}.{method}"] = getattr(x, method)
     found = {name: x for name, x in found.items() if name not in CONTAINERS}
     adaptive = entropies.AdaptiveEntropy()
-    found |= {f"AdaptiveEntropy.{name}": getattr(adaptive, name) for name in ("init", "coef", "update")}
+    found |= {
+        f"AdaptiveEntropy.{name}": getattr(adaptive, name) for name in ("init", "coef", "update")
+    }
     return found | {"RolloutBatch.validate": BATCH.validate}
 
 

@@ -21,7 +21,9 @@ def logits_on(folder, mesh, sequences, layout="contiguous", **packing):
     @jax.jit
     def run(params, batch):
         model = nnx.merge(graphdef, params)
-        return model.logits(model(batch.tokens, batch.positions, context_attention(batch.paths, parallel)))
+        return model.logits(
+            model(batch.tokens, batch.positions, context_attention(batch.paths, parallel))
+        )
 
     found, segments, positions, samples = jax.device_get(
         (run(params, batch), batch.segment_ids, batch.positions, batch.sample_ids)

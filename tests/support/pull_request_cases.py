@@ -1,4 +1,6 @@
-"""What the tests of docs/pull_requests share: gradients of two functions, compared on meshes like their trainers'."""
+"""What the tests of docs/pull_requests share: gradients of two functions, compared on meshes
+like their trainers'.
+"""
 
 import jax
 import numpy as np
@@ -17,7 +19,9 @@ def value_and_gradients(function, weights, *args):
 
 
 def assert_same(found, expected, atol, rtol=2e-5):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), found, expected)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), found, expected
+    )
 
 
 def mesh_of(shape, names, devices):

@@ -1,4 +1,5 @@
-"""A pytest plugin: a trainer's own tests, with the function of a page of docs/pull_requests in the place of theirs.
+"""A pytest plugin: a trainer's own tests, with the function of a page of docs/pull_requests in the
+place of theirs.
 
 In a checkout of the trainer, JAXPPO being this repository's folder:
 
@@ -14,13 +15,20 @@ from pathlib import Path
 PAGES = Path(__file__).parents[2] / "docs" / "pull_requests"
 PLACES = {
     "tunix": ("tunix.rl.common", "compute_chunked_logps"),
-    "skyrl_tx": ("skyrl.tx.utils.logits_processor", "LogitsProcessorMixin._compute_chunked_logprobs"),
+    "skyrl_tx": (
+        "skyrl.tx.utils.logits_processor",
+        "LogitsProcessorMixin._compute_chunked_logprobs",
+    ),
 }
 
 
 def documented(page, **names):
     """The function that a page puts in the place of the trainer's."""
-    [block] = re.findall(r"^```python\n((?!>>>).*?)^```$", (PAGES / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
+    [block] = re.findall(
+        r"^```python\n((?!>>>).*?)^```$",
+        (PAGES / f"{page}.md").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
     exec(block, names)
     return names[PLACES[page][1].split(".")[-1]]
 
@@ -47,4 +55,6 @@ def pytest_configure(config):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    terminalreporter.write_line(f"{PLACES[config.getoption('--pull-request')][1]} of the page: {config.calls} calls")
+    terminalreporter.write_line(
+        f"{PLACES[config.getoption('--pull-request')][1]} of the page: {config.calls} calls"
+    )

@@ -1,4 +1,6 @@
-"""Random configs of policy losses, in the oracle's words and in jaxppo's, and the comparison of their results."""
+"""Random configs of policy losses, in the oracle's words and in jaxppo's, and the comparison of
+their results.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ RULES = {  # every rule for unusable tokens
     "ratio_1": {"policy": "ratio_1", "denominators": "in", "penalties": "in"},
     "ratio_1, no penalties": {"policy": "ratio_1", "denominators": "in", "penalties": "out"},
 }
-PICKS = ("share", "low", "high")  # hyperparameters of ClipCov and KLCov that `covariance_mask` reads
+# hyperparameters of ClipCov and KLCov that `covariance_mask` reads
+PICKS = ("share", "low", "high")
 
 
 def between(low: float, high: float) -> st.SearchStrategy[float]:
@@ -62,13 +65,17 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dppo_kl": CLIPS | {"ratio_cap": between(0.5, 20)},
     "gmpo": CLIPS,
     "dro": {"beta": between(0, 2)},
-    "vespo": {f"{x}_{sign}": between(0, 4) for x in ("k", "lambda") for sign in ("positive", "negative")},
+    "vespo": {
+        f"{x}_{sign}": between(0, 4) for x in ("k", "lambda") for sign in ("positive", "negative")
+    },
     "probability_mask": CLIPS | {"ratio_cap": between(0.5, 20), "pull": between(0, 2)},
     "clip_cov": CLIPS | {"share": between(0, 1), "low": between(-1, 0.5), "high": between(0.75, 5)},
     "kl_cov": {"share": between(0, 1), "coef": between(0, 2)},
 }
 PLAIN = tuple(LOSSES)[:-2]  # those that select no tokens
-LOSSES["by_sign"] = {sign: st.deferred(lambda: st.sampled_from(PLAIN).flatmap(losses)) for sign in SIGNS}
+LOSSES["by_sign"] = {
+    sign: st.deferred(lambda: st.sampled_from(PLAIN).flatmap(losses)) for sign in SIGNS
+}
 BOUNDS = {
     "k1": (between(0.125, 0.875), between(1.125, 8)),
     "k2": (st.just(0.0), between(2**-10, 1)),
@@ -98,7 +105,9 @@ def corrections(draw, name: str, ratio_to: str) -> dict[str, Any]:
     free = list(get_args(Compared)) if name in ("reinforce", "dro") else beside
     found = {
         "compares": draw(st.sampled_from(free) if free else compared),
-        "weights": draw(st.sampled_from(["token", "sequence", "geometric", "none"])) if free else "none",
+        "weights": (
+            draw(st.sampled_from(["token", "sequence", "geometric", "none"])) if free else "none"
+        ),
         "low": draw(st.just(0.0) | between(0.0625, 0.875)),
         "high": draw(between(1.125, 4)),
         "outside": draw(st.sampled_from(["clamp", "zero"])),
@@ -125,12 +134,17 @@ def penalties(draw) -> dict[str, Any]:
     estimator = draw(st.sampled_from(get_args(Estimator)))
     weights = [x for x in get_args(Importance) if x != "score" or not estimator.endswith("+")]
     found = {"coef": draw(st.just(0.0) | between(-0.5, 2)), "estimator": estimator}
-    return found | {"importance": draw(st.sampled_from(weights)), "compares": draw(st.sampled_from(get_args(Over)))}
+    return found | {
+        "importance": draw(st.sampled_from(weights)),
+        "compares": draw(st.sampled_from(get_args(Over))),
+    }
 
 
 @st.composite
 def configs(draw, name: str) -> dict[str, Any]:
-    """The arguments of `oracle.policy_loss` for a loss: its own hyperparameters and those of `PICKS`."""
+    """The arguments of `oracle.policy_loss` for a loss: its own hyperparameters and those of
+    `PICKS`.
+    """
     ratio_to = draw(st.sampled_from(["old", "old", "rollout", "current"]))
     aggregation = draw(st.sampled_from(AGGREGATIONS))
     return {
@@ -161,10 +175,18 @@ def of_jaxppo(config: dict[str, Any], numbers: dict[str, Any] | None = None) -> 
     if numbers is not None:
         kl, entropy_coef = kl and kl | {"coef": numbers["kl"]}, numbers["entropy_coef"]
     if off is not None:
-        off = OffPolicyConfig(**off | {"rejections": tuple(Rejection(**r) for r in off["rejections"])})
-    rest = {k: config[k] for k in ("ratio_to", "aggregation", "aggregation_norm", "metric_aggregation")}
-    rest["unusable"] = config["unusable"] if config["unusable"] == "nan" else Unusable(**config["unusable"])
-    return PolicyLossConfig(loss, kl=kl and KL(**kl), entropy_coef=entropy_coef, off_policy=off, **rest)
+        off = OffPolicyConfig(
+            **off | {"rejections": tuple(Rejection(**r) for r in off["rejections"])}
+        )
+    rest = {
+        k: config[k] for k in ("ratio_to", "aggregation", "aggregation_norm", "metric_aggregation")
+    }
+    rest["unusable"] = (
+        config["unusable"] if config["unusable"] == "nan" else Unusable(**config["unusable"])
+    )
+    return PolicyLossConfig(
+        loss, kl=kl and KL(**kl), entropy_coef=entropy_coef, off_policy=off, **rest
+    )
 
 
 def loss_of(given: dict[str, Any], numbers: dict[str, Any]) -> PolicyLoss:
@@ -180,12 +202,19 @@ def numbers_of(config: dict[str, Any]) -> dict[str, Any]:
     """The coefficients that a schedule may move, as arrays."""
     found = {k: jnp.float32(v) for k, v in config["loss"].items() if isinstance(v, float)}
     kl = 0.0 if config["kl"] is None else config["kl"]["coef"]
-    return {"loss": found, "kl": jnp.float32(kl), "entropy_coef": jnp.float32(config["entropy_coef"])}
+    return {
+        "loss": found,
+        "kl": jnp.float32(kl),
+        "entropy_coef": jnp.float32(config["entropy_coef"]),
+    }
 
 
-def of_oracle(config: dict[str, Any], samples: list[OracleSample]) -> tuple[list[OracleSample], dict[str, Any]]:
+def of_oracle(
+    config: dict[str, Any], samples: list[OracleSample]
+) -> tuple[list[OracleSample], dict[str, Any]]:
     """The arguments of `oracle.policy_loss`."""
-    if config["kl"] is None:  # neither penalty nor metric, even if the batch has reference log-probs
+    # neither penalty nor metric, even if the batch has reference log-probs
+    if config["kl"] is None:
         samples = [dataclasses.replace(s, ref_log_probs=None) for s in samples]
     picks = PICKS if config["loss"]["name"] in ("clip_cov", "kl_cov") else ()
     return samples, config | {"loss": {k: v for k, v in config["loss"].items() if k not in picks}}
@@ -193,7 +222,9 @@ def of_oracle(config: dict[str, Any], samples: list[OracleSample]) -> tuple[list
 
 @dataclasses.dataclass
 class Found:
-    """A result in the oracle's form: gradients by sample, `[tokens]` each, or None; metrics by name."""
+    """A result in the oracle's form: gradients by sample, `[tokens]` each, or None; metrics by
+    name.
+    """
 
     loss: Any
     by_log_probs: Any
@@ -201,8 +232,12 @@ class Found:
     metrics: dict[str, Any]
 
 
-def check_step(got: Found | StepLoss, expected: StepLoss, config: dict[str, Any], rtol: float = 1e-5) -> None:
-    """Raises if a loss, a gradient or a metric differs from the oracle's by more than rounding explains."""
+def check_step(
+    got: Found | StepLoss, expected: StepLoss, config: dict[str, Any], rtol: float = 1e-5
+) -> None:
+    """Raises if a loss, a gradient or a metric differs from the oracle's by more than rounding
+    explains.
+    """
     check_metrics(got.loss, got.metrics, expected, config, rtol)
     heaviest = np.max(expected.weights * [len(p.total) > 0 for p in expected.parts], initial=0)
     for what in ("by_log_probs", "by_entropy"):
@@ -212,8 +247,12 @@ def check_step(got: Found | StepLoss, expected: StepLoss, config: dict[str, Any]
             agree(f"gradient {what} of sample {i}", x, y, size, rtol)
 
 
-def check_metrics(loss: Any, found: dict[str, Any], expected: StepLoss, config: dict[str, Any], rtol: float) -> None:
-    """Raises if a loss or a metric is not the oracle's, or if one of the two has a metric that the other lacks."""
+def check_metrics(
+    loss: Any, found: dict[str, Any], expected: StepLoss, config: dict[str, Any], rtol: float
+) -> None:
+    """Raises if a loss or a metric is not the oracle's, or if one of the two has a metric that
+    the other lacks.
+    """
     weights, parts = expected.weights, expected.parts
 
     def total(values):
@@ -245,7 +284,9 @@ def check_metrics(loss: Any, found: dict[str, Any], expected: StepLoss, config: 
 
 
 def moved(samples: list[OracleSample], by: float, own: float = 0.0) -> list[OracleSample]:
-    """The step with all log-probs times 1 + by, and the policy's own plus `own`: a change as small as rounding."""
+    """The step with all log-probs times 1 + by, and the policy's own plus `own`: a change as
+    small as rounding.
+    """
     names = ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs")
 
     def given(s):
@@ -255,8 +296,12 @@ def moved(samples: list[OracleSample], by: float, own: float = 0.0) -> list[Orac
     return [dataclasses.replace(s, log_probs=s.log_probs + own) for s in found]
 
 
-def is_steady(config: dict[str, Any], samples: list[OracleSample], rtol: float, own: float = 0.0) -> bool:
-    """Whether rounding changes no decision: no token is at the edge of a clip, a rejection or a clamp."""
+def is_steady(
+    config: dict[str, Any], samples: list[OracleSample], rtol: float, own: float = 0.0
+) -> bool:
+    """Whether rounding changes no decision: no token is at the edge of a clip, a rejection or a
+    clamp.
+    """
     expected = oracle.policy_loss(*of_oracle(config, samples))
     for sign in (-1, 1):
         try:

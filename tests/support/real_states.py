@@ -1,13 +1,16 @@
-"""Records hidden states of SmolLM2-135M-Instruct where it samples, and as much of its head as a small file holds.
+"""Records hidden states of SmolLM2-135M-Instruct where it samples, and as much of its head as a
+small file holds.
 
     python -m examples.real.smollm2 FOLDER
     python tests/support/real_states.py FOLDER tests/golden/smollm2.npz
 
-It takes torch and transformers; the tests read the file alone. The model answers QUESTIONS at temperature 1.
+It takes torch and transformers; the tests read the file alone. The model answers QUESTIONS at
+temperature 1.
 
-Of its 49152 columns KEPT are stored: those of the sampled tokens, RARE ones with the least mass, and those with the
-most. The last column stands for all others: its logit is the log of the sum of their exp(z), so that log z is the true
-one. Three features hold that logit, since one number of bfloat16 would round it.
+Of its 49152 columns KEPT are stored: those of the sampled tokens, RARE ones with the least mass,
+and those with the most. The last column stands for all others: its logit is the log of the sum of
+their exp(z), so that log z is the true one. Three features hold that logit, since one number of
+bfloat16 would round it.
 """
 
 import sys
@@ -99,9 +102,18 @@ def main(folder, path):
     }
     np.savez_compressed(path, **found)
     kept = mass[:, columns].sum(axis=-1)
-    print(f"rms {np.sqrt(np.mean(np.float64(hidden) ** 2)):.3g}, largest {np.abs(np.float64(hidden)).max():.3g}, ")
-    print(f"logits {z.min():.3g} to {z.max():.3g}, kept mass {kept.mean():.3f}, far {found['far_mass'].mean():.2e}")
-    print(f"log-probs {found['log_probs'].min():.3g}, mean entropy {found['entropy'].mean():.3g}, {path}")
+    print(
+        f"rms {np.sqrt(np.mean(np.float64(hidden) ** 2)):.3g}, largest"
+        f" {np.abs(np.float64(hidden)).max():.3g}, "
+    )
+    print(
+        f"logits {z.min():.3g} to {z.max():.3g}, kept mass {kept.mean():.3f}, far"
+        f" {found['far_mass'].mean():.2e}"
+    )
+    print(
+        f"log-probs {found['log_probs'].min():.3g}, mean entropy {found['entropy'].mean():.3g},"
+        f" {path}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What a program printed on stderr, without what libraries and their threads print there beside it."""
+"""What a program printed on stderr, without what libraries and their threads print there beside
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Shared by the searches of several losses: a step in micro-batches, and comparisons with the oracle."""
+"""Shared by the searches of several losses: a step in micro-batches, and comparisons with the
+oracle.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,14 @@ BF16 = {"rtol": 2.0**-8, "share": 1.0}
 
 
 def accumulated(loss_of: Any, where: Place, normalizers_of: Any) -> Any:
-    """A compiled function of (params, batch) to loss, gradient and metrics, in micro-batches if the place has some.
+    """A compiled function of (params, batch) to loss, gradient and metrics, in micro-batches if the
+    place has some.
 
     Args:
       loss_of: takes params, a batch and its normalizer.
       where: the place of the batch.
-      normalizers_of: takes stacked micro-batches. "rows" of params have their leading dimension too.
+      normalizers_of: takes stacked micro-batches. "rows" of params have their leading dimension
+        too.
     """
 
     @quick_jit
@@ -62,14 +66,26 @@ def check_found(found: dict[str, Any], expected: dict[str, float], rtol: float) 
         agree(f"metric {name}", found[name], value, 1.0, rtol)
 
 
-def check_rows(name: str, batch: Any, samples: Any, got: Any, expected: list[np.ndarray], floor: float, **allowed: Any):
-    """Raises if a gradient `[R, T, ...]` is not the oracle's, which is `[tokens, ...]` for each sample."""
+def check_rows(
+    name: str,
+    batch: Any,
+    samples: Any,
+    got: Any,
+    expected: list[np.ndarray],
+    floor: float,
+    **allowed: Any,
+):
+    """Raises if a gradient `[R, T, ...]` is not the oracle's, which is `[tokens, ...]` for each
+    sample.
+    """
     size = floor + max(np.max(np.abs(x), initial=0) for x in expected)
     for i, (x, y) in enumerate(zip(to_samples(batch, samples, got), expected, strict=True)):
         agree(f"gradient of {name} of sample {i}", x, y, size, **allowed)
 
 
-def check_head(gradient: dict[str, Any], expected: Any, shape: HeadShape, floor: float, **allowed: Any) -> None:
+def check_head(
+    gradient: dict[str, Any], expected: Any, shape: HeadShape, floor: float, **allowed: Any
+) -> None:
     """Raises if the gradient of a parameter is not the oracle's."""
     for name, x in gradient.items():
         y = getattr(expected, name)
@@ -80,9 +96,15 @@ def check_head(gradient: dict[str, Any], expected: Any, shape: HeadShape, floor:
 
 
 def hidden_rows(step: Step, found: HeadStep, batch: Any, shape: HeadShape, everywhere: bool) -> Any:
-    """Hidden states `[R, T, H]`, with garbage at positions without loss and outside of sequences."""
+    """Hidden states `[R, T, H]`, with garbage at positions without loss and outside of
+    sequences.
+    """
     samples = found.samples
-    wide = [dataclasses.replace(s, mask=np.ones(len(s.mask))) for s in samples] if everywhere else samples
+    wide = (
+        [dataclasses.replace(s, mask=np.ones(len(s.mask))) for s in samples]
+        if everywhere
+        else samples
+    )
     rows = to_rows(batch, wide, [s.hidden for s in samples], step.garbage)
     return rows.astype(jnp.dtype(shape.dtype))
 
@@ -98,7 +120,9 @@ def with_gap(found: HeadStep) -> bool:
     """Whether the likeliest token is ahead by more than rounding."""
     for s in found.samples:
         z = logits(s.hidden, found.head)
-        rival = np.where(np.arange(z.shape[1]) == s.targets[:, None], -np.inf, z).max(1, initial=-np.inf)
+        rival = np.where(np.arange(z.shape[1]) == s.targets[:, None], -np.inf, z).max(
+            1, initial=-np.inf
+        )
         if np.any(np.abs(rival - z[np.arange(len(z)), s.targets]) < 1e-4):
             return False
     return True

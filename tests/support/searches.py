@@ -13,11 +13,13 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 
-def search(cell: str, of_examples: float, *strategies: st.SearchStrategy) -> Callable[[Callable[..., None]], None]:
+def search(
+    cell: str, of_examples: float, *strategies: st.SearchStrategy
+) -> Callable[[Callable[..., None]], None]:
     """Runs the decorated check at once, on this share of the profile's examples, see conftest.
 
-    Each cell of a test has its own seed. It is always the same by day, and depends on `--search-seed` at night. A few
-    examples of one seed are much alike, so a test has many cells.
+    Each cell of a test has its own seed. It is always the same by day, and depends on
+    `--search-seed` at night. A few examples of one seed are much alike, so a test has many cells.
     """
 
     def run(check: Callable[..., None]) -> None:

@@ -1,4 +1,6 @@
-"""Steps whose prompts have common prefixes on three levels, as batches that hold each prefix once or repeat it."""
+"""Steps whose prompts have common prefixes on three levels, as batches that hold each prefix
+once or repeat it.
+"""
 
 import dataclasses
 
@@ -7,11 +9,14 @@ from policy_steps import step_of
 
 from jaxppo import RolloutBatch, Sample
 
-SYSTEM, TOOLS = [41, 42, 43], [44, 45, 46, 47]  # prefixes: of all samples, and of the first two of three groups
+# prefixes: of all samples, and of the first two of three groups
+SYSTEM, TOOLS = [41, 42, 43], [44, 45, 46, 47]
 
 
 def three_levels(seed: int, count: int = 9) -> list[Sample]:
-    """`step_of` with longer prompts: the system's tokens, those of tools, and those of the group."""
+    """`step_of` with longer prompts: the system's tokens, those of tools, and those of the
+    group.
+    """
     rng = np.random.default_rng(seed)
     questions = [[10 + group, *rng.integers(0, 40, 4)] for group in range(count)]
     samples = []
@@ -37,12 +42,16 @@ def both(samples, **options) -> tuple[RolloutBatch, RolloutBatch]:
 
 
 def by_token(x, batch: RolloutBatch) -> dict:
-    """{(sample, position): value} of a packed array at positions with loss, for any packing and layout."""
+    """{(sample, position): value} of a packed array at positions with loss, for any packing and
+    layout.
+    """
 
     def rows(a):
         return np.asarray(a).reshape(-1, *np.shape(a)[batch.loss_mask.ndim - 1 :])
 
-    x, mask, segments, positions = (rows(a) for a in (x, batch.loss_mask, batch.segment_ids, batch.positions))
+    x, mask, segments, positions = (
+        rows(a) for a in (x, batch.loss_mask, batch.segment_ids, batch.positions)
+    )
     samples = np.asarray(batch.sample_ids).reshape(-1, batch.num_segments)
     places = np.argwhere(mask > 0)
     return {(int(samples[r, segments[r, t] - 1]), int(positions[r, t])): x[r, t] for r, t in places}
@@ -52,5 +61,7 @@ def assert_same_tokens(x, batch, y, other, **tolerance):
     """Both arrays have the same value at each token with loss."""
     found, expected = by_token(x, batch), by_token(y, other)
     assert found.keys() == expected.keys()
-    got, want = (np.array([values[key] for key in sorted(expected)]) for values in (found, expected))
+    got, want = (
+        np.array([values[key] for key in sorted(expected)]) for values in (found, expected)
+    )
     np.testing.assert_allclose(got, want, **tolerance)

@@ -1,4 +1,6 @@
-"""Batches with the fields of simply's `RLTrainingExampleBatch`, as its `rl_lib.create_train_batch` fills them."""
+"""Batches with the fields of simply's `RLTrainingExampleBatch`, as its
+`rl_lib.create_train_batch` fills them.
+"""
 
 import numpy as np
 
@@ -6,7 +8,9 @@ V, R, T = 64, 6, 9
 
 
 def fields(seed=0):
-    """Six samples of several lengths, tool tokens in some, one of them not valid for training, one row of padding."""
+    """Six samples of several lengths, tool tokens in some, one of them not valid for training,
+    one row of padding.
+    """
     rng = np.random.default_rng(seed)
     lengths = np.array([9, 7, 4, 8, 6, 0])[:, None]
     places = np.arange(T)[None]

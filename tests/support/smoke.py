@@ -6,7 +6,9 @@ import typed_user as user
 
 
 def check(params, alone, placed, config):
-    """One device and eight have the same loss and gradients; log-probs from logits and from hidden states agree."""
+    """One device and eight have the same loss and gradients; log-probs from logits and from
+    hidden states agree.
+    """
     parallel = user.mesh()
 
     def on_one(params, batch):
@@ -18,11 +20,15 @@ def check(params, alone, placed, config):
     loss, gradients = jax.jit(jax.value_and_grad(on_one))(params, alone)
     sharded_loss, sharded_gradients = jax.jit(jax.value_and_grad(on_eight))(params, placed)
     np.testing.assert_allclose(sharded_loss, loss, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(jax.jit(user.by_hand, static_argnums=2)(params, alone, config), loss, atol=1e-4)
+    np.testing.assert_allclose(
+        jax.jit(user.by_hand, static_argnums=2)(params, alone, config), loss, atol=1e-4
+    )
     for name in params:
         scale = float(np.abs(gradients[name]).max())
         assert scale > 1e-4, (config, name)
-        np.testing.assert_allclose(sharded_gradients[name], gradients[name], rtol=1e-4, atol=1e-5 * scale)
+        np.testing.assert_allclose(
+            sharded_gradients[name], gradients[name], rtol=1e-4, atol=1e-5 * scale
+        )
 
 
 def main():
@@ -31,8 +37,12 @@ def main():
     alone, placed = user.batches(None)[0], user.batches(parallel)[0].put(parallel)
     for config in user.configs()[1:3]:
         check(params, alone, placed, config)
-    assert np.isfinite(jax.jit(user.in_my_own_shard_map, static_argnums=2)(params, placed, parallel))
-    micro = user.RolloutBatch.from_samples(user.samples(), row_length=16, micro_batches=2, parallel=parallel)
+    assert np.isfinite(
+        jax.jit(user.in_my_own_shard_map, static_argnums=2)(params, placed, parallel)
+    )
+    micro = user.RolloutBatch.from_samples(
+        user.samples(), row_length=16, micro_batches=2, parallel=parallel
+    )
     after = jax.jit(user.step, static_argnums=2)(params, micro, parallel)
     assert not np.array_equal(after["kernel"], params["kernel"])
     assert np.max(user.old_log_probs(params, alone)) <= 0

@@ -16,7 +16,9 @@ V, H, RANK = 24, 8, 2
 
 
 def arguments(mesh):
-    """The mesh, and a head with an adapter, hidden states, a batch of two rows of samples, and its normalizer."""
+    """The mesh, and a head with an adapter, hidden states, a batch of two rows of samples, and
+    its normalizer.
+    """
     from jaxppo import Head, LoRA, OffPolicyConfig, RolloutBatch, Sample, make_parallel_mesh
 
     parallel = mesh and make_parallel_mesh(mesh, context_layout="zigzag")
@@ -26,7 +28,10 @@ def arguments(mesh):
             [i // 2, *rng.integers(0, V - 1, 5)],
             response_start=1,
             group_id=i // 2,
-            **{name: -rng.random(5) for name in ("old_log_probs", "rollout_log_probs", "advantages", "ref_log_probs")},
+            **{
+                name: -rng.random(5)
+                for name in ("old_log_probs", "rollout_log_probs", "advantages", "ref_log_probs")
+            },
         )
         for i in range(4)
     ]
@@ -36,7 +41,10 @@ def arguments(mesh):
     normalizer = normalizer_of(batch, "token_mean", off_policy=off_policy, parallel=parallel)
     head = Head(
         jnp.asarray(rng.normal(size=(H, V)), jnp.float32),
-        lora=LoRA(*(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((H, RANK), (RANK, V))), scale=0.3),
+        lora=LoRA(
+            *(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((H, RANK), (RANK, V))),
+            scale=0.3,
+        ),
         softcap=9.0,
         vocab_size=V - 1,
         spec=parallel and parallel.kernel_spec(),
@@ -49,7 +57,9 @@ def arguments(mesh):
 
 
 def step(parallel):
-    """From a head, hidden states, a batch and a normalizer to gradients (a Head), metrics, statistics and paths."""
+    """From a head, hidden states, a batch and a normalizer to gradients (a Head), metrics,
+    statistics and paths.
+    """
     from jaxppo import KL, OffPolicyConfig, PolicyLossConfig, log_probs_from_hidden, policy_loss
     from jaxppo.mismatch import token_mismatch
     from jaxppo.step.entropy import AdaptiveEntropy, entropy_metrics
@@ -59,20 +69,38 @@ def step(parallel):
 
     def run(head, hidden, batch, normalizer):
         def loss(head):
-            stats = log_probs_from_hidden(hidden, head, batch.targets, entropy="metric", parallel=parallel)
-            value, metrics = policy_loss(stats, batch, config, normalizer=normalizer, parallel=parallel)
-            return value, (stats, metrics | entropy_metrics(stats, batch, quantiles=(0.5,), parallel=parallel))
+            stats = log_probs_from_hidden(
+                hidden, head, batch.targets, entropy="metric", parallel=parallel
+            )
+            value, metrics = policy_loss(
+                stats, batch, config, normalizer=normalizer, parallel=parallel
+            )
+            return value, (
+                stats,
+                metrics | entropy_metrics(stats, batch, quantiles=(0.5,), parallel=parallel),
+            )
 
         (value, (stats, metrics)), gradients = jax.value_and_grad(loss, has_aux=True)(head)
         mismatch = token_mismatch(hidden, head, hidden, head, batch.targets, parallel=parallel)
-        return value, gradients, stats, metrics, mismatch, batch.paths, normalizer, AdaptiveEntropy(0.5).init()
+        return (
+            value,
+            gradients,
+            stats,
+            metrics,
+            mismatch,
+            batch.paths,
+            normalizer,
+            AdaptiveEntropy(0.5).init(),
+        )
 
     return run
 
 
 def numbers(found):
     """The arrays of a result by their paths."""
-    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(found)}
+    return {
+        jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(found)
+    }
 
 
 if __name__ == "__main__":

@@ -5,7 +5,12 @@ import tiny_llama
 from gguf import GGUFWriter, TokenType
 from tokenizers import pre_tokenizers
 
-SETTINGS = {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 8, "rope_theta": 10000.0}
+SETTINGS = {
+    "model_type": "llama",
+    "tie_word_embeddings": True,
+    "head_dim": 8,
+    "rope_theta": 10000.0,
+}
 SETTINGS |= {"hidden_size": 32, "num_attention_heads": 4, "rms_norm_eps": 1e-5, "vocab_size": 264}
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -19,11 +24,13 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor"
+    " %}<|im_start|>assistant\n"
 )
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TOKENS = [*SPECIAL, *LETTERS, "Ġi", "is", "Ġis", "12", "unused"]  # "12" has no merge: digits stand alone
+# "12" has no merge: digits stand alone
+TOKENS = [*SPECIAL, *LETTERS, "Ġi", "is", "Ġis", "12", "unused"]
 MERGES = ["Ġ i", "i s", "Ġi s", "1 2"]
 
 
@@ -55,7 +62,9 @@ def write(path, architecture="llama", pre="smollm", **more):
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(TOKENS)
-    writer.add_token_types([TokenType.CONTROL] * len(SPECIAL) + [TokenType.NORMAL] * (len(TOKENS) - len(SPECIAL)))
+    writer.add_token_types(
+        [TokenType.CONTROL] * len(SPECIAL) + [TokenType.NORMAL] * (len(TOKENS) - len(SPECIAL))
+    )
     writer.add_token_merges(MERGES)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -72,7 +81,10 @@ def write(path, architecture="llama", pre="smollm", **more):
 def _laid_out(name, weights, config):
     parts = name.removesuffix(".weight").split(".")
     if parts[:2] != ["model", "layers"]:
-        kinds = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+        kinds = {
+            "model.embed_tokens.weight": "token_embd.weight",
+            "model.norm.weight": "output_norm.weight",
+        }
         return kinds.get(name, name), weights
     kind = NAMES[".".join(parts[3:])]
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}

@@ -1,5 +1,6 @@
-"""Writes a tiny random model of the Llama kind, or a Gemma 3, in its published form, by default a Qwen3: config.json,
-tokenizer.json, safetensors in one file or several."""
+"""Writes a tiny random model of the Llama kind, or a Gemma 3, in its published form, by default a
+Qwen3: config.json, tokenizer.json, safetensors in one file or several.
+"""
 
 import json
 
@@ -65,13 +66,24 @@ def tensors(config, seed=0):
     """Every tensor by its published name, matrices as [out, in]."""
     rng = np.random.default_rng(seed)
     width, head_dim, mlp = config["hidden_size"], config["head_dim"], config["intermediate_size"]
-    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    shapes = {"model.embed_tokens.weight": (config["vocab_size"], width), "model.norm.weight": (width,)}
+    queries, keys = (
+        config["num_attention_heads"] * head_dim,
+        config["num_key_value_heads"] * head_dim,
+    )
+    shapes = {
+        "model.embed_tokens.weight": (config["vocab_size"], width),
+        "model.norm.weight": (width,),
+    }
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], width)
     for i in range(config["num_hidden_layers"]):
         biases = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
-        biases |= {"self_attn.o_proj": width, "mlp.gate_proj": mlp, "mlp.up_proj": mlp, "mlp.down_proj": width}
+        biases |= {
+            "self_attn.o_proj": width,
+            "mlp.gate_proj": mlp,
+            "mlp.up_proj": mlp,
+            "mlp.down_proj": width,
+        }
         layer = {
             "self_attn.q_proj": (queries, width),
             "self_attn.k_proj": (keys, width),
@@ -88,9 +100,17 @@ def tensors(config, seed=0):
         if config["model_type"] == "gemma3_text":
             layer |= {"pre_feedforward_layernorm": (width,), "post_feedforward_layernorm": (width,)}
         elif config["model_type"] != "qwen3":
-            layer = {name: shape for name, shape in layer.items() if name[-6:] not in ("q_norm", "k_norm")}
+            layer = {
+                name: shape
+                for name, shape in layer.items()
+                if name[-6:] not in ("q_norm", "k_norm")
+            }
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-        shapes |= {f"model.layers.{i}.{name}.bias": (n,) for name, n in biases.items() if is_biased(config, name)}
+        shapes |= {
+            f"model.layers.{i}.{name}.bias": (n,)
+            for name, n in biases.items()
+            if is_biased(config, name)
+        }
     one = config["model_type"] != "gemma3_text"  # whose norms scale by 1 + weight
     found = {}
     for name, shape in shapes.items():
@@ -110,15 +130,21 @@ def tokenizer():
 
 
 def write(folder, shards=1, dtype=np.float32, seed=0, copied_head=True, **settings):
-    """Writes the folder; returns its settings and tensors. A tied model gets another head, which nothing reads."""
+    """Writes the folder; returns its settings and tensors.
+
+    A tied model gets another head, which nothing reads.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {**CONFIG, **settings, "torch_dtype": np.dtype(dtype).name}
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"})
+    )
     found = tensors(config, seed)
     stored = {name: x.astype(dtype) for name, x in found.items()}
-    if config["tie_word_embeddings"] and copied_head:  # small models are published with a copy of the head
+    # small models are published with a copy of the head
+    if config["tie_word_embeddings"] and copied_head:
         stored["lm_head.weight"] = np.zeros_like(stored["model.embed_tokens.weight"])
     if shards == 1:
         save_file(stored, folder / "model.safetensors")
@@ -129,7 +155,9 @@ def write(folder, shards=1, dtype=np.float32, seed=0, copied_head=True, **settin
         part = dict(list(stored.items())[i::shards])
         save_file(part, folder / name)
         weight_map |= dict.fromkeys(part, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return config, found
 
 

@@ -7,7 +7,10 @@ TINY += ["--task", "gcd"]  # whose prompts are of many lengths
 
 
 def records(folder):
-    """The numbers of each step, but for those of the machine. Anything else than finite numbers and null fails."""
+    """The numbers of each step, but for those of the machine.
+
+    Anything else than finite numbers and null fails.
+    """
 
     def refuse(text):
         raise ValueError(text)
@@ -15,4 +18,7 @@ def records(folder):
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     found = (json.loads(line, parse_constant=refuse) for line in lines)
-    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", "memory_gib")} for line in found]
+    return [
+        {k: v for k, v in line.items() if k not in ("tokens_per_second", "memory_gib")}
+        for line in found
+    ]

@@ -1,8 +1,11 @@
-"""Modules with the attributes and methods of Tunix's. Tunix needs a whole training stack, so it is not installed.
+"""Modules with the attributes and methods of Tunix's.
 
-They restate the conventions of google-tunix 0.1.7: tunix/models/qwen3/model.py (`Einsum`, `Embedder`) and
-tunix/models/gemma/model.py (the embedder without a dtype of its own); and those of qwix 0.1.8 for adapters beside a
-parameter: qwix/_src/providers/lora.py (their names, `alpha / rank`).
+Tunix needs a whole training stack, so it is not installed.
+
+They restate the conventions of google-tunix 0.1.7: tunix/models/qwen3/model.py (`Einsum`,
+`Embedder`) and tunix/models/gemma/model.py (the embedder without a dtype of its own); and those of
+qwix 0.1.8 for adapters beside a parameter: qwix/_src/providers/lora.py (their names,
+`alpha / rank`).
 """
 
 import jax.numpy as jnp
@@ -24,7 +27,9 @@ class GemmaEmbedder(nnx.Module):
     """An embedding that also makes logits."""
 
     def __init__(self, vocab_size, embed_dim, *, rngs):
-        self.input_embedding = nnx.Param(nnx.initializers.normal()(rngs.params(), (vocab_size, embed_dim)))
+        self.input_embedding = nnx.Param(
+            nnx.initializers.normal()(rngs.params(), (vocab_size, embed_dim))
+        )
 
     def decode(self, x):
         return jnp.dot(x, self.input_embedding[...].T)
@@ -42,7 +47,9 @@ class Embedder(GemmaEmbedder):
 
 
 def adapt(module, name, rank, rngs):
-    """Adds Qwix's adapter to the parameter of that name, with values other than the 0 that it would begin with."""
+    """Adds Qwix's adapter to the parameter of that name, with values other than the 0 that it
+    would begin with.
+    """
     first, last = getattr(module, name).shape
     normal = nnx.initializers.normal(0.3)
     setattr(module, f"{name}_lora_a", nnx.LoRAParam(normal(rngs.params(), (first, rank))))

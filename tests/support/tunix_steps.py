@@ -1,4 +1,5 @@
-"""Tunix's models, batches and learner on one small head, for tests that are skipped if Tunix is missing.
+"""Tunix's models, batches and learner on one small head, for tests that are skipped if Tunix is
+missing.
 
 The names of Tunix's modules are those of 0.1.7 and of its main branch.
 """
@@ -16,7 +17,8 @@ need = functools.partial(pytest.importorskip, reason="Tunix is not installed: th
 registry = need("tunix.rl.function_registry")
 clusters, grpo_learner = need("tunix.rl.rl_cluster"), need("tunix.rl.grpo.grpo_learner")
 base_rollout, qwen3 = need("tunix.rl.rollout.base_rollout"), need("tunix.models.qwen3.model")
-LossOutput = getattr(need("tunix.sft.utils"), "LossOutput", ())  # the main branch has it; () stands for no class
+# the main branch has it; () stands for no class
+LossOutput = getattr(need("tunix.sft.utils"), "LossOutput", ())
 
 V, PAD, EOS = 64, 0, 1
 
@@ -41,7 +43,14 @@ class Words:
 
 
 def qwen(seed=0, **options):
-    sizes = {"num_layers": 2, "vocab_size": V, "embed_dim": 16, "hidden_dim": 32, "num_heads": 2, "head_dim": 8}
+    sizes = {
+        "num_layers": 2,
+        "vocab_size": V,
+        "embed_dim": 16,
+        "hidden_dim": 32,
+        "num_heads": 2,
+        "head_dim": 8,
+    }
     sizes |= {"num_kv_heads": 1, "rope_theta": 10_000, "norm_eps": 1e-6} | options
     return qwen3.Qwen3(qwen3.ModelConfig(**sizes), rngs=nnx.Rngs(seed))
 
@@ -59,7 +68,12 @@ def settings_of(mesh, steps, temperature, **training):
     roles = clusters.Role.ACTOR, clusters.Role.REFERENCE, clusters.Role.ROLLOUT
     training |= {"actor_optimizer": optax.sgd(0.02), "eval_every_n_steps": 100, "max_steps": steps}
     training = clusters.RLTrainingConfig(**training)
-    sampler = {"max_tokens_to_generate": 6, "max_prompt_length": 8, "kv_cache_size": 32, "temperature": temperature}
+    sampler = {
+        "max_tokens_to_generate": 6,
+        "max_prompt_length": 8,
+        "kv_cache_size": 32,
+        "temperature": temperature,
+    }
     sampler |= {"return_logprobs": True}
     return clusters.ClusterConfig(
         role_to_mesh=dict.fromkeys(roles, mesh),
@@ -72,20 +86,35 @@ def settings_of(mesh, steps, temperature, **training):
 def cluster_of(cluster_class, mesh, steps=3, temperature=0.9, **training):
     settings = settings_of(mesh, steps, temperature, **training)
     # the reference is another model, so that the divergence from it is not 0
-    return cluster_class(actor=qwen(), reference=qwen(1), tokenizer=Words(), cluster_config=settings)
+    return cluster_class(
+        actor=qwen(), reference=qwen(1), tokenizer=Words(), cluster_config=settings
+    )
 
 
 def example(rows=4, prompt=5, completion=7, shortest=0, **arrays):
-    """A padded batch: prompts padded on the left, completions on the right, some of them short or empty."""
+    """A padded batch: prompts padded on the left, completions on the right, some of them short
+    or empty.
+    """
     rng = np.random.default_rng(0)
-    prompts = rng.integers(2, V, (rows, prompt)) * (np.arange(prompt) >= np.arange(rows)[:, None] % prompt)
+    prompts = rng.integers(2, V, (rows, prompt)) * (
+        np.arange(prompt) >= np.arange(rows)[:, None] % prompt
+    )
     lengths = np.maximum(np.arange(rows)[:, None] * 2 % (completion + 1), shortest)
     completions = rng.integers(2, V, (rows, completion)) * (np.arange(completion) < lengths)
-    given = {"advantages": rng.normal(size=rows), "ref_per_token_logps": -4 + 0.3 * rng.normal(size=completions.shape)}
+    given = {
+        "advantages": rng.normal(size=rows),
+        "ref_per_token_logps": -4 + 0.3 * rng.normal(size=completions.shape),
+    }
     given |= {"old_per_token_logps": -4.2 + 0.2 * rng.normal(size=completions.shape)} | arrays
     given = {name: x if x is None else jnp.asarray(x, jnp.float32) for name, x in given.items()}
-    ids = {"prompt_ids": jnp.asarray(prompts, jnp.int32), "completion_ids": jnp.asarray(completions, jnp.int32)}
-    masks = {"prompt_mask": ids["prompt_ids"] != PAD, "completion_mask": ids["completion_ids"] != PAD}
+    ids = {
+        "prompt_ids": jnp.asarray(prompts, jnp.int32),
+        "completion_ids": jnp.asarray(completions, jnp.int32),
+    }
+    masks = {
+        "prompt_mask": ids["prompt_ids"] != PAD,
+        "completion_mask": ids["completion_ids"] != PAD,
+    }
     return grpo_learner.TrainExample(**ids, **masks, **given)
 
 
@@ -96,14 +125,20 @@ def grpo(**options):
 
 
 def loss_and_metrics(name):
-    """A registered loss as a number, with its metrics. The main branch returns sums, which are divided here."""
+    """A registered loss as a number, with its metrics.
+
+    The main branch returns sums, which are divided here.
+    """
     loss_fn = registry.get_policy_loss_fn(name)
 
     def called(*args):
         found = loss_fn(*args)
         if not isinstance(found, LossOutput):
             return found
-        metrics = {name: x.compute() if hasattr(x, "compute") else x for name, x in found.aux_metrics.items()}
+        metrics = {
+            name: x.compute() if hasattr(x, "compute") else x
+            for name, x in found.aux_metrics.items()
+        }
         return found.primary_loss.compute(), metrics
 
     return called
@@ -114,7 +149,9 @@ def losses(model, name, algo_config, train_example, wrt=nnx.Param):
 
     @nnx.jit
     def step(model, train_example):
-        grad = nnx.value_and_grad(loss_and_metrics(name), argnums=nnx.DiffState(0, wrt), has_aux=True)
+        grad = nnx.value_and_grad(
+            loss_and_metrics(name), argnums=nnx.DiffState(0, wrt), has_aux=True
+        )
         return grad(model, train_example, algo_config, PAD, EOS)
 
     return step(model, train_example)

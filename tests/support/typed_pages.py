@@ -1,4 +1,6 @@
-"""Type-checks the examples of the pages, as their reader's own code: python -m tests.support.typed_pages."""
+"""Type-checks the examples of the pages, as their reader's own code: python -m
+tests.support.typed_pages.
+"""
 
 import doctest
 import shutil
@@ -13,7 +15,12 @@ else:
 
 ROOT = DOCS.parent
 # A page's functions have no annotations, and it uses a name again for the next example.
-OPTIONS = ["--check-untyped-defs", "--allow-redefinition-new", "--local-partial-types", "--disable-error-code=no-redef"]
+OPTIONS = [
+    "--check-untyped-defs",
+    "--allow-redefinition-new",
+    "--local-partial-types",
+    "--disable-error-code=no-redef",
+]
 OPTIONS += ["--ignore-missing-imports", "--follow-imports=silent"]
 
 
@@ -32,9 +39,18 @@ def check(folder: Path, pages: list[Path] = PAGES) -> tuple[int, str]:
     folder.mkdir(parents=True)
     for page in pages:
         text = module(page)
-        if text.strip() and page.stem != "CONTRIBUTING":  # whose example is a docstring's, and imports nothing
-            (folder / f"page_{page.stem.lower()}.py").write_text(text)  # numbers.py would hide a standard module
-    command = [sys.executable, "-m", "mypy", "--config-file=", *OPTIONS, *sorted(map(str, folder.glob("*.py")))]
+        # whose example is a docstring's, and imports nothing
+        if text.strip() and page.stem != "CONTRIBUTING":
+            # numbers.py would hide a standard module
+            (folder / f"page_{page.stem.lower()}.py").write_text(text)
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file=",
+        *OPTIONS,
+        *sorted(map(str, folder.glob("*.py"))),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 

@@ -1,4 +1,6 @@
-"""A file as a user writes it: type checkers read it, and `smoke.py` runs it with an installed jaxppo."""
+"""A file as a user writes it: type checkers read it, and `smoke.py` runs it with an installed
+jaxppo.
+"""
 
 import dataclasses
 from typing import ClassVar, assert_type
@@ -65,9 +67,13 @@ class Focal(PolicyLoss):
 
 
 def configs() -> list[PolicyLossConfig]:
-    correction = OffPolicyConfig(weights="token", high=2.0, rejections=(Rejection("token_k3", high=5.0),))
+    correction = OffPolicyConfig(
+        weights="token", high=2.0, rejections=(Rejection("token_k3", high=5.0),)
+    )
     return [
-        PolicyLossConfig(PPO(clip_low=0.2, clip_high=0.28), kl=KL(0.01, "low_var_kl"), off_policy=correction),
+        PolicyLossConfig(
+            PPO(clip_low=0.2, clip_high=0.28), kl=KL(0.01, "low_var_kl"), off_policy=correction
+        ),
         PolicyLossConfig(loss=GSPO(gradient="token"), aggregation="sequence_mean_token_mean"),
         PolicyLossConfig(Focal(power=1.0), entropy_coef=1e-3, ratio_to="rollout"),
         PolicyLossConfig(policy_losses.by_name("ppo", clip_high=0.28)),
@@ -98,13 +104,23 @@ def samples() -> list[Sample]:
 def batches(parallel: ParallelMesh | None) -> list[RolloutBatch]:
     ids, mask = jnp.ones((2, 4), jnp.int32), jnp.array([[0, 0, 1, 1]] * 2)
     places, zeros = jnp.array([[0, 1, 2, 3]] * 2), jnp.zeros((2, 4))
-    pair = RolloutBatch.from_samples(samples(), row_length=16, rows=4, parallel=parallel, twin=samples())
+    pair = RolloutBatch.from_samples(
+        samples(), row_length=16, rows=4, parallel=parallel, twin=samples()
+    )
     assert_type(pair, tuple[RolloutBatch, RolloutBatch])
     return [
-        RolloutBatch.from_samples(samples(), row_length=16, rows=4, num_segments=4, parallel=parallel),
-        RolloutBatch.from_padded(ids, ids, mask, prompt_mask=mask, advantages=jnp.ones(2), parallel=parallel),
-        RolloutBatch.from_token_aligned(ids, ids, places, mask, old_log_probs=zeros, num_segments=1, parallel=parallel),
-        RolloutBatch.from_target_aligned(ids, ids, ids, places, mask, advantages=zeros, parallel=parallel),
+        RolloutBatch.from_samples(
+            samples(), row_length=16, rows=4, num_segments=4, parallel=parallel
+        ),
+        RolloutBatch.from_padded(
+            ids, ids, mask, prompt_mask=mask, advantages=jnp.ones(2), parallel=parallel
+        ),
+        RolloutBatch.from_token_aligned(
+            ids, ids, places, mask, old_log_probs=zeros, num_segments=1, parallel=parallel
+        ),
+        RolloutBatch.from_target_aligned(
+            ids, ids, ids, places, mask, advantages=zeros, parallel=parallel
+        ),
         RolloutBatch.from_cu_seqlens(
             ids, jnp.array([[0, 4]] * 2), mask, aligned="token", row_length=4, parallel=parallel
         ),
@@ -114,7 +130,10 @@ def batches(parallel: ParallelMesh | None) -> list[RolloutBatch]:
 def parameters() -> Params:
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = {"embedding": (V, H), "kernel": (H, V), "a": (H, 4), "b": (4, V)}
-    return {name: jax.random.normal(key, shape) / 4 for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    return {
+        name: jax.random.normal(key, shape) / 4
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
 
 
 def head_of(params: Params) -> Head:
@@ -142,11 +161,18 @@ def by_hand(params: Params, batch: RolloutBatch, config: PolicyLossConfig) -> ja
     """The same loss from log-probs, which come from logits."""
     hidden, where, temperature = hidden_of(params, batch), batch.loss_mask > 0, jnp.float32(0.7)
     stats: TokenStats = log_probs_from_hidden(
-        hidden, head_of(params), batch.targets, entropy=config.entropy_mode, where=where, temperature=temperature
+        hidden,
+        head_of(params),
+        batch.targets,
+        entropy=config.entropy_mode,
+        where=where,
+        temperature=temperature,
     )
     assert_type(stats.entropy, jax.Array)
     logits = hidden @ (params["kernel"] + 2.0 * params["a"] @ params["b"])
-    plain = log_probs_from_logits(30 * jnp.tanh(logits / 30), batch.targets, vocab_size=V - 3, temperature=0.7)
+    plain = log_probs_from_logits(
+        30 * jnp.tanh(logits / 30), batch.targets, vocab_size=V - 3, temperature=0.7
+    )
     difference = jnp.where(where, stats.log_probs - plain.log_probs, 0)
     return policy_loss(stats, batch, config)[0] + jnp.abs(difference).sum()
 
@@ -156,10 +182,14 @@ def in_my_own_shard_map(params: Params, batch: RolloutBatch, parallel: ParallelM
 
     def per_shard(params: Params, batch: RolloutBatch) -> jax.Array:
         hidden = hidden_of(params, batch)
-        return policy_loss_from_hidden(hidden, params["kernel"], batch, PolicyLossConfig(), parallel=axes)[0]
+        return policy_loss_from_hidden(
+            hidden, params["kernel"], batch, PolicyLossConfig(), parallel=axes
+        )[0]
 
     kernels = {name: P(None, "tp") if name == "kernel" else P() for name in params}
-    sharded = jax.shard_map(per_shard, mesh=parallel.mesh, in_specs=(kernels, batch.specs(parallel)), out_specs=P())
+    sharded = jax.shard_map(
+        per_shard, mesh=parallel.mesh, in_specs=(kernels, batch.specs(parallel)), out_specs=P()
+    )
     out: jax.Array = sharded(params, batch)
     return out
 

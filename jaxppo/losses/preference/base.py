@@ -1,4 +1,6 @@
-"""The base classes of preference losses and of reward models, and the functions that several of them share."""
+"""The base classes of preference losses and of reward models, and the functions that several of
+them share.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,14 @@ from jaxppo.policy_losses.base import choice, number
 from jaxppo.sharding import Segments
 
 Numbers = Float[Array, "*n"]
-NLL = Literal["sequence_mean_token_mean", "sequence_mean_token_sum"]  # as of `token_weights`, over chosen responses
+# as of `token_weights`, over chosen responses
+NLL = Literal["sequence_mean_token_mean", "sequence_mean_token_sum"]
 
 
 class OfPairs(TokenLoss[Stats]):
-    """A loss of samples or pairs: each of a sample's loss tokens gets its loss, so that the mean is over samples."""
+    """A loss of samples or pairs: each of a sample's loss tokens gets its loss, so that the mean
+    is over samples.
+    """
 
     aggregation: Aggregation = "sequence_mean_token_mean"
     asks = Asks("none")
@@ -33,21 +38,35 @@ class OfPairs(TokenLoss[Stats]):
     paired: ClassVar[bool] = True
 
     @abc.abstractmethod
-    def of_batch(self, stats: Stats, batch: RolloutBatch, segments: Segments, tokens: Numbers) -> Any:
-        """What the loss reads of each sample, arrays `f32[R, S]`; `tokens` are the loss tokens of each."""
+    def of_batch(
+        self, stats: Stats, batch: RolloutBatch, segments: Segments, tokens: Numbers
+    ) -> Any:
+        """What the loss reads of each sample, arrays `f32[R, S]`; `tokens` are the loss tokens
+        of each.
+        """
 
     @abc.abstractmethod
     def of_samples(self, x: Any, batch: RolloutBatch, pairs: Any) -> Float[Array, "R S"]:
-        """The loss of each sample, from what it reads of them; `pairs` are the step's `Pairs` if it is `paired`."""
+        """The loss of each sample, from what it reads of them; `pairs` are the step's `Pairs` if
+        it is `paired`.
+        """
 
     @abc.abstractmethod
     def sides(self, x: Any) -> dict[str, Float[Array, "R S"]]:
-        """The "reward" of each sample, and what else has a mean over chosen samples and one over rejected ones."""
+        """The "reward" of each sample, and what else has a mean over chosen samples and one over
+        rejected ones.
+        """
 
     def check(self, batch: RolloutBatch) -> None:
-        needed("batch.rewards", batch.rewards, "f32[R, S], higher for what was chosen; see samples_of_pairs")
+        needed(
+            "batch.rewards",
+            batch.rewards,
+            "f32[R, S], higher for what was chosen; see samples_of_pairs",
+        )
         if self.paired:
-            needed("batch.group_ids", batch.group_ids, "i32[R, S], one id for both samples of a pair")
+            needed(
+                "batch.group_ids", batch.group_ids, "i32[R, S], one id for both samples of a pair"
+            )
         expected = "None: a loss of whole samples is not one of tokens"
         check("batch.loss_weights", "an array", batch.loss_weights is None, expected)
 
@@ -57,7 +76,9 @@ class OfPairs(TokenLoss[Stats]):
             return {"pair_ids": batch.group_ids, **rewards}
         return rewards
 
-    def terms(self, stats: Stats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
+    def terms(
+        self, stats: Stats, batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> Losses:
         x, pairs = self._read(stats, batch, segments)
         # with 0 * x the gradient is NaN where weights are NaN, for samples without a pair too
         losses = self.of_samples(x, batch, pairs)
@@ -79,11 +100,18 @@ class OfPairs(TokenLoss[Stats]):
             by_pair = {"reward_margin": margin, "accuracy": (margin > 0).astype(jnp.float32)}
             terms = means({name: spread(pairs.to_both(y)) for name, y in by_pair.items()}, weights)
         is_chosen = spread(chosen.astype(jnp.float32))
-        for side, side_weights in (("chosen", weights * is_chosen), ("rejected", weights * (1 - is_chosen))):
-            terms |= means({f"{side}_{name}": spread(y) for name, y in by_sample.items()}, side_weights)
+        for side, side_weights in (
+            ("chosen", weights * is_chosen),
+            ("rejected", weights * (1 - is_chosen)),
+        ):
+            terms |= means(
+                {f"{side}_{name}": spread(y) for name, y in by_sample.items()}, side_weights
+            )
         return terms
 
-    def _read(self, stats: Stats, batch: RolloutBatch, segments: Segments) -> tuple[Any, Pairs | None]:
+    def _read(
+        self, stats: Stats, batch: RolloutBatch, segments: Segments
+    ) -> tuple[Any, Pairs | None]:
         tokens = segments.sum(batch.loss_mask)
         pairs = None
         if self.paired:
@@ -96,7 +124,8 @@ class Responses(NamedTuple):
 
     Args:
       log_prob: the sum of log_probs.
-      log_ratio: the sum of log_probs - ref_log_probs; that of log_probs where the loss reads no reference.
+      log_ratio: the sum of log_probs - ref_log_probs; that of log_probs where the loss reads no
+        reference.
       tokens: the number of loss tokens, at least 1.
     """
 
@@ -106,20 +135,24 @@ class Responses(NamedTuple):
 
 
 class PreferenceLoss(OfPairs[TokenStats]):
-    """A preference loss: a frozen dataclass whose fields are its hyperparameters, which may be traced.
+    """A preference loss: a frozen dataclass whose fields are its hyperparameters, which may be
+    traced.
 
-    It is a mean over the step's pairs, or over its samples for `KTO`, and NaN unless every sample with a loss token is
-    in one pair, whose two samples are in one micro-batch. The batch needs `rewards`, `group_ids` (not for `KTO`) and,
-    where the loss has a reference, `ref_log_probs`, and no `loss_weights`. From hidden states it takes two passes.
+    It is a mean over the step's pairs, or over its samples for `KTO`, and NaN unless every sample
+    with a loss token is in one pair, whose two samples are in one micro-batch. The batch needs
+    `rewards`, `group_ids` (not for `KTO`) and, where the loss has a reference, `ref_log_probs`, and
+    no `loss_weights`. From hidden states it takes two passes.
 
-    The metrics are `loss` (adds up over micro-batches), means over chosen and rejected samples of the implied rewards,
-    `chosen_reward` and `rejected_reward`, and of the mean log-probs, `chosen_log_prob` and `rejected_log_prob`; of
-    pairs `reward_margin` and `accuracy`, how often the chosen one has the higher reward; `entropy` where statistics
-    have one; `broken_rules` (see `policy_loss`).
+    The metrics are `loss` (adds up over micro-batches), means over chosen and rejected samples of
+    the implied rewards, `chosen_reward` and `rejected_reward`, and of the mean log-probs,
+    `chosen_log_prob` and `rejected_log_prob`; of pairs `reward_margin` and `accuracy`, how often
+    the chosen one has the higher reward; `entropy` where statistics have one; `broken_rules` (see
+    `policy_loss`).
 
     Attributes:
       reference: the loss reads `ref_log_probs`.
-      paired: the loss compares the two samples of a pair. Else those with a reward above 0 are the desirable ones.
+      paired: the loss compares the two samples of a pair. Else those with a reward above 0 are the
+        desirable ones.
       beta: multiplies the log-ratio of a response in `reward`.
       length_normalised: that log-ratio is the mean over tokens, not the sum.
     """
@@ -129,7 +162,9 @@ class PreferenceLoss(OfPairs[TokenStats]):
     length_normalised: bool = False
 
     def log_ratio(self, x: Responses) -> Numbers:
-        """The log-ratio of each response, or its log-prob without a reference; per token if `length_normalised`."""
+        """The log-ratio of each response, or its log-prob without a reference; per token if
+        `length_normalised`.
+        """
         total = x.log_prob
         if self.reference:
             total = x.log_ratio
@@ -147,7 +182,11 @@ class PreferenceLoss(OfPairs[TokenStats]):
     def check(self, batch: RolloutBatch) -> None:
         super().check(batch)
         if self.reference:
-            needed("batch.ref_log_probs", batch.ref_log_probs, f"f32[R, T] for {self}, see compute_log_probs")
+            needed(
+                "batch.ref_log_probs",
+                batch.ref_log_probs,
+                f"f32[R, T] for {self}, see compute_log_probs",
+            )
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
         reads = {**super().reads(stats, batch, segments)}
@@ -157,11 +196,15 @@ class PreferenceLoss(OfPairs[TokenStats]):
             reads["ref_log_probs"] = batch.ref_log_probs
         return reads
 
-    def of_batch(self, stats: TokenStats, batch: RolloutBatch, segments: Segments, tokens: Numbers) -> Responses:
+    def of_batch(
+        self, stats: TokenStats, batch: RolloutBatch, segments: Segments, tokens: Numbers
+    ) -> Responses:
         log_ratios = stats.log_probs
         if self.reference:
             log_ratios = stats.log_probs - batch.ref_log_probs
-        return Responses(segments.sum(stats.log_probs), segments.sum(log_ratios), jnp.maximum(tokens, 1))
+        return Responses(
+            segments.sum(stats.log_probs), segments.sum(log_ratios), jnp.maximum(tokens, 1)
+        )
 
     def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
         terms = super().metrics(stats, step, constants)
@@ -172,13 +215,16 @@ class PreferenceLoss(OfPairs[TokenStats]):
 
 @dataclasses.dataclass(frozen=True)
 class PairLoss(PreferenceLoss):
-    """The base of losses of pairs: a frozen dataclass with `__call__`, and with `beta` or a `reward` of its own.
+    """The base of losses of pairs: a frozen dataclass with `__call__`, and with `beta` or a
+    `reward` of its own.
 
     Args:
-      nll_coef: the coefficient of the chosen response's negative log-likelihood, which is added to the pair's loss.
-      nll: how it is summed over the chosen responses, an aggregation of `token_weights`: a mean over pairs of its mean
-        over loss tokens, or "sequence_mean_token_sum", a mean over pairs of sums, as NeMo-RL. For a mean over
-        the tokens of all chosen responses add a `Part(SFT(), mask=)` of them.
+      nll_coef: the coefficient of the chosen response's negative log-likelihood, which is added to
+        the pair's loss.
+      nll: how it is summed over the chosen responses, an aggregation of `token_weights`: a mean
+        over pairs of its mean over loss tokens, or "sequence_mean_token_sum", a mean over pairs of
+        sums, as NeMo-RL. For a mean over the tokens of all chosen responses add a
+        `Part(SFT(), mask=)` of them.
 
     Raises:
       ValueError: a number out of its range, an unknown name; so do all losses of pairs.
@@ -203,7 +249,9 @@ class PairLoss(PreferenceLoss):
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
         """The loss of each pair, without the negative log-likelihood."""
 
-    def of_table(self, chosen: Responses, rejected: Responses, there: Bool[Array, " N"]) -> Float[Array, " N"]:
+    def of_table(
+        self, chosen: Responses, rejected: Responses, there: Bool[Array, " N"]
+    ) -> Float[Array, " N"]:
         """The loss of each pair of the step; `there` are the slots that hold a pair."""
         return self(chosen, rejected)
 
@@ -219,8 +267,15 @@ class PairLoss(PreferenceLoss):
 
 
 def check_entries(what: str, losses: Any, shape: tuple[int, ...], of: str) -> None:
-    """Raises unless a loss gave one number for each pair or sample: a single one would be spread over them."""
-    check_type(what, losses, hasattr(losses, "dtype") and hasattr(losses, "shape"), f"an array, one loss for each {of}")
+    """Raises unless a loss gave one number for each pair or sample: a single one would be spread
+    over them.
+    """
+    check_type(
+        what,
+        losses,
+        hasattr(losses, "dtype") and hasattr(losses, "shape"),
+        f"an array, one loss for each {of}",
+    )
     check(what, f"shape {losses.shape}", losses.shape == shape, f"{shape}, one loss for each {of}")
 
 

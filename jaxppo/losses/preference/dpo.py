@@ -1,4 +1,6 @@
-"""Losses of pairs: DPO and its links, IPO, SimPO, ORPO, AOT, which sorts them, and that of reward models."""
+"""Losses of pairs: DPO and its links, IPO, SimPO, ORPO, AOT, which sorts them, and that of
+reward models.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,33 @@ from jaxtyping import Array, Bool, Float
 
 from jaxppo.base.arrays import Coefficient, check, check_array, check_field, is_number
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.losses.preference.base import Numbers, OfPairs, PairLoss, Responses, mean_log_prob, preferred
+from jaxppo.losses.preference.base import (
+    Numbers,
+    OfPairs,
+    PairLoss,
+    Responses,
+    mean_log_prob,
+    preferred,
+)
 from jaxppo.losses.token_loss import Reads
 from jaxppo.policy_losses.base import choice, number
 from jaxppo.sharding import Segments
 
 Scores = Float[Array, "R T"]
-Link = Literal["sigmoid", "hinge", "robust", "exo", "nca", "apo_zero", "apo_down", "sppo", "discopop"]
+Link = Literal[
+    "sigmoid", "hinge", "robust", "exo", "nca", "apo_zero", "apo_down", "sppo", "discopop"
+]
 Ranks = Literal["pairs", "responses"]
 
 
 @dataclasses.dataclass(frozen=True)
 class DPO(PairLoss):
-    """Direct preference optimisation: -log sigmoid(beta D), D the chosen response's log-ratio less the rejected one's.
+    """Direct preference optimisation: -log sigmoid(beta D), D the chosen response's log-ratio less
+    the rejected one's.
 
-    The log-ratio of a response is the sum over its loss tokens of log_prob - ref_log_prob. Other links take the place
-    of -log sigmoid. With c and r the rewards, beta times the log-ratios of the chosen and of the rejected response,
-    h = c - r, s the sigmoid and e the label smoothing:
+    The log-ratio of a response is the sum over its loss tokens of log_prob - ref_log_prob. Other
+    links take the place of -log sigmoid. With c and r the rewards, beta times the log-ratios of the
+    chosen and of the rejected response, h = c - r, s the sigmoid and e the label smoothing:
 
         sigmoid    -(1 - e) log s(h) - e log s(-h)                           cDPO where e is above 0
         hinge      max(1 - h, 0)                                             SLiC
@@ -41,8 +53,10 @@ class DPO(PairLoss):
 
     Args:
       beta: the strength of the pull to the reference, above 0: at 0 the loss is a constant.
-      label_smoothing: the probability that a label is wrong, at most 0.5 ("robust": less), for links with an e.
-      length_normalised: use the means of log-ratios in place of their sums, as TRL's "sigmoid_norm".
+      label_smoothing: the probability that a label is wrong, at most 0.5 ("robust": less), for
+        links with an e.
+      length_normalised: use the means of log-ratios in place of their sums, as TRL's
+        "sigmoid_norm".
       link: one of the above.
       nll_coef, nll: see `PairLoss`, errors too; a coefficient of 1 is RPO's.
 
@@ -57,9 +71,10 @@ class DPO(PairLoss):
       >>> round(float(loss), 4), float(metrics["reward_margin"].value)
       (0.3133, 1.0)
 
-    Rafailov et al. 2023, https://arxiv.org/abs/2305.18290; cDPO: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf;
-    hinge: https://arxiv.org/abs/2305.10425; robust: https://arxiv.org/abs/2403.00409; EXO: https://arxiv.org/abs/2402.00856;
-    NCA: https://arxiv.org/abs/2402.05369; APO: https://arxiv.org/abs/2408.06266; SPPO:
+    Rafailov et al. 2023, https://arxiv.org/abs/2305.18290; cDPO: Mitchell 2023,
+    https://ericmitchell.ai/cdpo.pdf; hinge: https://arxiv.org/abs/2305.10425; robust:
+    https://arxiv.org/abs/2403.00409; EXO: https://arxiv.org/abs/2402.00856; NCA:
+    https://arxiv.org/abs/2402.05369; APO: https://arxiv.org/abs/2408.06266; SPPO:
     https://arxiv.org/abs/2405.00675; DiscoPOP: https://arxiv.org/abs/2406.08414
     """
 
@@ -71,7 +86,12 @@ class DPO(PairLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         e = self.label_smoothing if is_number(self.label_smoothing) else None
-        check("label_smoothing", e, self.link != "robust" or e != 0.5, "a number below 0.5 with link='robust'")
+        check(
+            "label_smoothing",
+            e,
+            self.link != "robust" or e != 0.5,
+            "a number below 0.5 with link='robust'",
+        )
         good = self.link in ("sigmoid", "robust", "exo") or not e
         check("label_smoothing", e, good, f"0 with link={self.link!r}, which does not read it")
         if self.link == "robust":  # traced numbers
@@ -94,9 +114,15 @@ class DPO(PairLoss):
                 return -((1 - e) * right - e * wrong) / (1 - 2 * e)
             case "exo":
                 e = jnp.maximum(e, 1e-3)
-                return jnp.exp(right) * (right - jnp.log1p(-e)) + jnp.exp(wrong) * (wrong - jnp.log(e))
+                return jnp.exp(right) * (right - jnp.log1p(-e)) + jnp.exp(wrong) * (
+                    wrong - jnp.log(e)
+                )
             case "nca":
-                return -jax.nn.log_sigmoid(c) - 0.5 * jax.nn.log_sigmoid(-c) - 0.5 * jax.nn.log_sigmoid(-r)
+                return (
+                    -jax.nn.log_sigmoid(c)
+                    - 0.5 * jax.nn.log_sigmoid(-c)
+                    - 0.5 * jax.nn.log_sigmoid(-r)
+                )
             case "apo_zero":
                 return jax.nn.sigmoid(-c) + jax.nn.sigmoid(r)
             case "apo_down":
@@ -111,9 +137,11 @@ class DPO(PairLoss):
 
 @dataclasses.dataclass(frozen=True)
 class IPO(PairLoss):
-    """Identity preference optimisation: (D - 1 / (2 beta))^2, with D as in `DPO`, but of means, as in TRL.
+    """Identity preference optimisation: (D - 1 / (2 beta))^2, with D as in `DPO`, but of means, as
+    in TRL.
 
-    It aims at a fixed difference D rather than the largest one. prime-rl's policy loss "ipo" is another loss.
+    It aims at a fixed difference D rather than the largest one. prime-rl's policy loss "ipo" is
+    another loss.
 
     Args:
       beta: a larger one keeps the policy nearer to the reference; the paper's tau.
@@ -136,7 +164,8 @@ class IPO(PairLoss):
 
 @dataclasses.dataclass(frozen=True)
 class SimPO(PairLoss):
-    """-log sigmoid(beta (mean log-prob of the chosen response - that of the rejected one) - margin), no reference.
+    """-log sigmoid(beta (mean log-prob of the chosen response - that of the rejected one) -
+    margin), no reference.
 
     Args:
       beta: multiplies the difference.
@@ -158,17 +187,20 @@ class SimPO(PairLoss):
     label_smoothing: Coefficient = number(0.0, least=0, most=0.5)
 
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
-        return preferred(self.reward(chosen) - self.reward(rejected) - self.margin, self.label_smoothing)
+        return preferred(
+            self.reward(chosen) - self.reward(rejected) - self.margin, self.label_smoothing
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class ORPO(PairLoss):
-    """The chosen response's mean negative log-likelihood, less beta log sigmoid(log odds - the rejected one's).
+    """The chosen response's mean negative log-likelihood, less beta log sigmoid(log odds - the
+    rejected one's).
 
         log odds = m - log(1 - exp(m)), m the mean log-prob of a response's loss tokens
 
-    The likelihood is over the loss tokens, that is the response, as in the paper. TRL takes the mean over all tokens of
-    a micro-batch, prompts included.
+    The likelihood is over the loss tokens, that is the response, as in the paper. TRL takes the
+    mean over all tokens of a micro-batch, prompts included.
 
     Args:
       beta: the coefficient of the odds; the paper's lambda.
@@ -196,11 +228,12 @@ class ORPO(PairLoss):
 
 @dataclasses.dataclass(frozen=True)
 class AOT(PairLoss):
-    """Alignment by optimal transport: -log sigmoid(beta (a_(i) - b_(i))), the mean over ranks i of the step.
+    """Alignment by optimal transport: -log sigmoid(beta (a_(i) - b_(i))), the mean over ranks i of
+    the step.
 
-    Of "pairs", a are the policy's differences of log-probs, chosen less rejected, and b the reference's. Of
-    "responses", a are the log-ratios of chosen responses and b those of rejected ones. Both are sorted over all pairs,
-    so a step must be one micro-batch.
+    Of "pairs", a are the policy's differences of log-probs, chosen less rejected, and b the
+    reference's. Of "responses", a are the log-ratios of chosen responses and b those of rejected
+    ones. Both are sorted over all pairs, so a step must be one micro-batch.
 
     Args:
       beta: the strength of the pull to the reference.
@@ -227,7 +260,9 @@ class AOT(PairLoss):
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
         return preferred(self.reward(chosen) - self.reward(rejected), self.label_smoothing)
 
-    def of_table(self, chosen: Responses, rejected: Responses, there: Bool[Array, " N"]) -> Float[Array, " N"]:
+    def of_table(
+        self, chosen: Responses, rejected: Responses, there: Bool[Array, " N"]
+    ) -> Float[Array, " N"]:
         above = chosen.log_ratio
         below = rejected.log_ratio
         if self.ranks == "pairs":
@@ -235,19 +270,23 @@ class AOT(PairLoss):
             above = chosen.log_prob - rejected.log_prob
             below = above - (chosen.log_ratio - rejected.log_ratio)
         order, other = (jnp.argsort(jnp.where(there, y, jnp.inf)) for y in (above, below))
-        losses = self(chosen._replace(log_ratio=above[order]), rejected._replace(log_ratio=below[other]))
+        losses = self(
+            chosen._replace(log_ratio=above[order]), rejected._replace(log_ratio=below[other])
+        )
         # a loss belongs to the pair that has its rank in `above`
         return jnp.where(there, jnp.zeros_like(above).at[order].set(losses), 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class BradleyTerry(OfPairs[Scores]):
-    """-log sigmoid(s_chosen - s_rejected - margin (r_chosen - r_rejected)) + centring (s_chosen + s_rejected)^2.
+    """-log sigmoid(s_chosen - s_rejected - margin (r_chosen - r_rejected)) + centring (s_chosen +
+    s_rejected)^2.
 
-    s are the reward model's scores. r are the batch's rewards, whose difference tells how much better one response is.
-    The loss and its metrics are means as in `PreferenceLoss`: scores are the rewards, there are no log-probs, and a
-    sample needs a loss token to count. `loss_from_stats` takes the output of the model's scalar head, `[R, T]`, as
-    statistics; a sample's score stands at its last position.
+    s are the reward model's scores. r are the batch's rewards, whose difference tells how much
+    better one response is. The loss and its metrics are means as in `PreferenceLoss`: scores are
+    the rewards, there are no log-probs, and a sample needs a loss token to count. `loss_from_stats`
+    takes the output of the model's scalar head, `[R, T]`, as statistics; a sample's score stands at
+    its last position.
 
     Args:
       margin: the coefficient of that difference; 0 uses only which response is better.
@@ -265,8 +304,9 @@ class BradleyTerry(OfPairs[Scores]):
       >>> round(float(loss), 4), float(metrics["accuracy"].value)
       (0.3133, 1.0)
 
-    Bradley and Terry 1952, https://doi.org/10.2307/2334029; the margin: Touvron et al. 2023, Llama 2,
-    https://arxiv.org/abs/2307.09288; centring: Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244
+    Bradley and Terry 1952, https://doi.org/10.2307/2334029; the margin: Touvron et al. 2023, Llama
+    2, https://arxiv.org/abs/2307.09288; centring: Eisenstein et al. 2023,
+    https://arxiv.org/abs/2312.09244
     """
 
     of_head: ClassVar[bool] = False
@@ -275,7 +315,10 @@ class BradleyTerry(OfPairs[Scores]):
 
     def __call__(self, chosen: Numbers, rejected: Numbers, distance: Numbers) -> Numbers:
         """The loss of each pair, from its two scores and the difference of its rewards."""
-        return preferred(chosen - rejected - self.margin * distance) + self.centring * (chosen + rejected) ** 2
+        return (
+            preferred(chosen - rejected - self.margin * distance)
+            + self.centring * (chosen + rejected) ** 2
+        )
 
     def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
         check_array("scores", stats, batch.loss_mask.shape, "the batch's [R, T]")
@@ -287,9 +330,13 @@ class BradleyTerry(OfPairs[Scores]):
     def seen(self, stats: Scores, mask: Float[Array, "R T"]) -> Scores:
         return stats  # the last position of a sample may have no loss
 
-    def of_batch(self, stats: Scores, batch: RolloutBatch, segments: Segments, tokens: Any = None) -> Numbers:
+    def of_batch(
+        self, stats: Scores, batch: RolloutBatch, segments: Segments, tokens: Any = None
+    ) -> Numbers:
         """The score at the last position of each sequence."""
-        inside, positions = (x.astype(jnp.float32) for x in (batch.segment_ids > 0, batch.positions))
+        inside, positions = (
+            x.astype(jnp.float32) for x in (batch.segment_ids > 0, batch.positions)
+        )
         is_last = (inside > 0) & (positions == segments.spread(segments.max(positions, inside)))
         return segments.sum(jnp.where(is_last, stats.astype(jnp.float32), 0))
 

@@ -28,9 +28,11 @@ from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 
 @dataclasses.dataclass(frozen=True)
 class KTO(PreferenceLoss):
-    """Kahneman-Tversky optimisation: the mean of w (1 - sigmoid(beta (d - z))), with z - d for undesirable samples.
+    """Kahneman-Tversky optimisation: the mean of w (1 - sigmoid(beta (d - z))), with z - d for
+    undesirable samples.
 
-    d is the sum over a response's loss tokens of log_prob - ref_log_prob. Samples with a reward above 0 are desirable.
+    d is the sum over a response's loss tokens of log_prob - ref_log_prob. Samples with a reward
+    above 0 are desirable.
 
     Args:
       reference_point: z, see `kto_reference_point`; 0 is TRL's "apo_zero_unpaired".
@@ -63,9 +65,11 @@ class KTO(PreferenceLoss):
 def kto_reference_point(
     stats: TokenStats, mismatched: RolloutBatch, *, parallel: ParallelMesh | ShardAxes | None = None
 ) -> Float[Array, ""]:
-    """The z of `KTO`: max(0, the mean over samples of the sum of log_prob - ref_log_prob), a constant.
+    """The z of `KTO`: max(0, the mean over samples of the sum of log_prob - ref_log_prob), a
+    constant.
 
-    z is one number of the whole step, computed before it, with the log-probs of `compute_log_probs`.
+    z is one number of the whole step, computed before it, with the log-probs of
+    `compute_log_probs`.
 
     Args:
       stats: `f32[R, T]`, or `[K, R, T]`, of `mismatched`, under the policy.
@@ -94,13 +98,16 @@ def kto_reference_point(
     return shard_call("kto_reference_point", _of_step, parallel, *given)
 
 
-def _of_step(axes: ShardAxes, log_probs: Float[Array, "*K R T"], mismatched: RolloutBatch) -> Float[Array, ""]:
+def _of_step(
+    axes: ShardAxes, log_probs: Float[Array, "*K R T"], mismatched: RolloutBatch
+) -> Float[Array, ""]:
     log_probs, batch = as_rows((log_probs, mismatched))
     tokens = LossTokens.of(batch)
     segments = batch.segments(axes)
     own, theirs = (tokens.read(LOG_PROBS, x) for x in (log_probs, batch.ref_log_probs))
     drift = segments.sum(own - theirs)
-    rows = dataclasses.replace(axes, context=(), fsdp=())  # a sequence's sum is the same on all context shards
+    # a sequence's sum is the same on all context shards
+    rows = dataclasses.replace(axes, context=(), fsdp=())
     mean = reduce_metric(rows, drift, (segments.sum(tokens.mask) > 0).astype(jnp.float32))
     known = (mean.count > 0) & jnp.isfinite(mean.value + total(axes, tokens.unsound))
     return lax.stop_gradient(jnp.where(known, jnp.maximum(mean.value, 0), jnp.nan))

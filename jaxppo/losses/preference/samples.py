@@ -27,12 +27,15 @@ def samples_of_pairs(
     margins: Sequence[float] | None = None,
     first_id: int = 0,
 ) -> list[Sample]:
-    """Makes samples from lists of prompts, chosen and rejected responses: two for each pair, next to each other.
+    """Makes samples from lists of prompts, chosen and rejected responses: two for each pair, next
+    to each other.
 
     Args:
-      prompts, chosen, rejected: token ids of each prompt, and of the better and the worse response to it.
+      prompts, chosen, rejected: token ids of each prompt, and of the better and the worse response
+        to it.
       margins: how much better each chosen response is, above 0; by default 1.
-      first_id: the group id of the first pair; the next pairs have the next ids. Hosts of one run need different ids.
+      first_id: the group id of the first pair; the next pairs have the next ids. Hosts of one run
+        need different ids.
 
     Returns:
       Samples with `group_id`, `response_start` and `reward`: the margin for chosen ones, else 0.
@@ -66,7 +69,8 @@ def samples_of_pairs(
 
 
 def mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
-    """As many samples, of each prompt with the response of the next sample of another group: `kto_reference_point`'s.
+    """As many samples, of each prompt with the response of the next sample of another group:
+    `kto_reference_point`'s.
 
     Args:
       samples: at least two groups of them; only tokens, prompts, masks and group ids are read.
@@ -84,20 +88,31 @@ def mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
     groups = [i if s.group_id is None else s.group_id for i, s in enumerate(samples)]
     found = []
     for i, sample in enumerate(samples):
-        others = (samples[j % count] for j in range(i + 1, i + count) if groups[j % count] != groups[i])
+        others = (
+            samples[j % count] for j in range(i + 1, i + count) if groups[j % count] != groups[i]
+        )
         other = next(others, None)
         if other is None:
-            raise ValueError(f"samples: got the group {groups[i]} alone, expected samples of another prompt too")
+            raise ValueError(
+                f"samples: got the group {groups[i]} alone, expected samples of another prompt too"
+            )
         prompt = list(sample.tokens)[: sample.start]
         mask = [*[0.0] * len(prompt), *other.mask[other.start :]]
-        found.append(Sample([*prompt, *list(other.tokens)[other.start :]], len(prompt), loss_mask=mask))
+        found.append(
+            Sample([*prompt, *list(other.tokens)[other.start :]], len(prompt), loss_mask=mask)
+        )
     return found
 
 
 def micro_batches_of_pairs(
-    samples: Sequence[Sample], micro_batches: int, *, parallel: ParallelMesh | None = None, **options: Any
+    samples: Sequence[Sample],
+    micro_batches: int,
+    *,
+    parallel: ParallelMesh | None = None,
+    **options: Any,
 ) -> RolloutBatch:
-    """Samples of pairs as micro-batches `[K, R, T]` of about as many tokens, both of a pair in one; numpy arrays.
+    """Samples of pairs as micro-batches `[K, R, T]` of about as many tokens, both of a pair in one;
+    numpy arrays.
 
     Args:
       samples: see `samples_of_pairs`; group ids tell which belong together.
@@ -105,8 +120,8 @@ def micro_batches_of_pairs(
       parallel, **options: see `RolloutBatch.from_samples`; `rows` are those of each micro-batch.
 
     Raises:
-      ValueError: fewer groups than micro-batches, a sample without a group id, no `rows` where several processes pack,
-        what `from_samples` raises.
+      ValueError: fewer groups than micro-batches, a sample without a group id, no `rows` where
+        several processes pack, what `from_samples` raises.
 
     Example:
       >>> samples = samples_of_pairs([[1], [2]], chosen=[[3, 4], [5]], rejected=[[6], [7]])
@@ -116,24 +131,41 @@ def micro_batches_of_pairs(
     """
     check_samples(samples)
     if "twin" in options:
-        raise TypeError("twin: got one in micro_batches_of_pairs, expected it in RolloutBatch.from_samples alone")
+        raise TypeError(
+            "twin: got one in micro_batches_of_pairs, expected it in RolloutBatch.from_samples"
+            " alone"
+        )
     check_parallel(parallel, "ParallelMesh or None")
     hosts = parallel if parallel is not None and multihost.spans_processes(parallel) else None
     first = 0
     if hosts:
-        needed("rows", options.get("rows"), "the rows of each micro-batch, since several processes pack them")
+        needed(
+            "rows",
+            options.get("rows"),
+            "the rows of each micro-batch, since several processes pack them",
+        )
         first = multihost.numbers_before(hosts, len(samples))
     groups: dict[int, list[Sample]] = {}
     for i, sample in enumerate(samples):
-        group_id = needed(f"samples[{i}].group_id", sample.group_id, "one id for both samples of a pair")
+        group_id = needed(
+            f"samples[{i}].group_id", sample.group_id, "one id for both samples of a pair"
+        )
         sample_id = first + i if sample.sample_id is None else sample.sample_id
         groups.setdefault(group_id, []).append(dataclasses.replace(sample, sample_id=sample_id))
     check_count("micro_batches", micro_batches, least=1)
-    check("micro_batches", micro_batches, micro_batches <= len(groups), f"1 to {len(groups)}, the number of pairs")
+    check(
+        "micro_batches",
+        micro_batches,
+        micro_batches <= len(groups),
+        f"1 to {len(groups)}, the number of pairs",
+    )
     shares = _equal_shares(groups.values(), micro_batches)
 
     def packed(**sizes: int | None) -> list[RolloutBatch]:
-        return [RolloutBatch.from_samples(share, parallel=parallel, **{**options, **sizes}) for share in shares]
+        return [
+            RolloutBatch.from_samples(share, parallel=parallel, **{**options, **sizes})
+            for share in shares
+        ]
 
     found = packed()
     rows, segments = (max(x.sample_ids.shape[axis] for x in found) for axis in (0, 1))
