@@ -50,6 +50,7 @@ def killed_after(step, folder, mesh):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_killed_goes_on_on_another_mesh(tmp_path, monkeypatch):
     """With the losses of a run of one device that nothing stopped."""
     monkeypatch.setattr(grpo, "UPDATES", STEPS)

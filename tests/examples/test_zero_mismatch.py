@@ -212,9 +212,8 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.nightly] * (n != "the small model")) for n in RUNS]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run_reports_a_mismatch_of_zero(tmp_path, name):
     """After updates too, which take weights off the numbers that bfloat16 has."""
     options = ["--same-bits", "--logits-dtype", "bfloat16", "--sft-steps", "1", "--updates", "1"]

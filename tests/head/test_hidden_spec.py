@@ -239,6 +239,7 @@ def cases(draw):
     )
 
 
+@pytest.mark.nightly
 @settings(max_examples=40)
 @given(cases())
 def test_any_spec(case):

@@ -218,7 +218,9 @@ def mixture(params, tokens, forced, rounded=None):
     return jax.nn.log_softmax(hidden @ params["head"]), own
 
 
-@pytest.mark.parametrize(("mesh", "layout"), PLACES[:2])
+@pytest.mark.parametrize(
+    ("mesh", "layout"), [pytest.param(*PLACES[0], marks=pytest.mark.nightly), PLACES[1]]
+)
 def test_replay_closes_the_gap_of_a_sampler_that_routes_otherwise(mesh, layout):
     """The router keeps its gradient. Without replay the log-probs differ where the choices do."""
     keys = jax.random.split(jax.random.key(0), 4)
