@@ -260,6 +260,17 @@ class PolicyTokenLoss(OfConfig):
         divergence = reference_kl(kl, log_probs, agreeing(self.config, log_probs, batch), segments)
         return penalised(self.config, divergence, batch)
 
+    def _penalties(self, stats: TokenStats, step: Step) -> dict[str, Float[Array, "R T"]]:
+        """The divergence and the entropy of each token, where there are any, without coefficients."""
+        config = self.config
+        batch = step.batch
+        penalties: dict[str, Float[Array, "R T"]] = {}
+        if config.kl is not None and batch.ref_log_probs is not None:
+            penalties["kl"] = self._kl(config.kl, stats.log_probs, batch, step.segments)
+        if stats.entropy is not None:
+            penalties["entropy"] = penalised(config, stats.entropy, batch)
+        return penalties
+
     def metrics(self, stats: TokenStats, step: Step, constants: Correction | None) -> Terms:
         config = self.config
         batch = step.batch
@@ -271,26 +282,20 @@ class PolicyTokenLoss(OfConfig):
             return x, step.weights, "sum"
 
         policy, indicators = self._policy(stats.log_probs, batch, constants, step.segments)
-        kl = None
-        if config.kl is not None and batch.ref_log_probs is not None:
-            kl = self._kl(config.kl, stats.log_probs, batch, step.segments)
-        entropy = stats.entropy
-        if entropy is not None:
-            entropy = penalised(config, entropy, batch)
         old = old_log_probs(stats.log_probs, agreeing(config, stats.log_probs, batch), config)
         ratio = jnp.exp(log_ratio(stats.log_probs, old))
         compared = {"ppo_kl": old - stats.log_probs, "ratio_mean": ratio}
+        trainer = stats.log_probs
         if config.ratio_to == "old":
-            compared |= _sampler_distances(old, batch, step.unusable)
-        else:
-            compared |= _sampler_distances(stats.log_probs, batch, step.unusable)
+            trainer = old
+        compared |= _sampler_distances(trainer, batch, step.unusable)
         corrected: Indicators = {}
         if constants is not None:
             corrected = constants.values
         _check_names(config.loss, indicators, corrected)
         indicators = indicators | corrected
-        values = {**indicators, "kl": kl, "entropy": entropy, **compared}
-        terms: Terms = {name: reduced(x) for name, x in values.items() if x is not None}
+        values = {**indicators, **self._penalties(stats, step), **compared}
+        terms: Terms = {name: reduced(x) for name, x in values.items()}
         if config.clip_by_sign and "clip_fraction" in indicators:
             terms |= _clips_by_sign(indicators["clip_fraction"], batch.advantages, reduced)
         terms |= {
