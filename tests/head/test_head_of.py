@@ -14,6 +14,7 @@ import pytest
 import tunix_modules as tunix
 from flax import linen, nnx
 from plain_head import reference_from_logits
+from programs import float16_compiles
 
 from jaxppo import Head, LoRA, log_probs_from_hidden
 from jaxppo.head import Quantization, QuantizedArray
@@ -273,6 +274,8 @@ QWIX = {
 @pytest.mark.parametrize("name", QWIX)
 def test_qwix_quantised_weights(name):
     """The logits of Qwix's own model."""
+    if "e4m3" in name and not float16_compiles():  # e4m3 is converted by way of it
+        pytest.skip("XLA converts no e4m3 for this processor")
     rule, quantized = QWIX[name]
     model = quantised_by_qwix(Headed(rngs()), **rule)
     head = Head.of(model.lm_head, quantized=quantized)

@@ -15,11 +15,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import float16_compiles
 
-from benchmarks import batches, compiling, head, peers, tables, trees, turns, versions
+from benchmarks import (
+    batches,
+    compiling,
+    head,
+    peers,
+    quantized,
+    tables,
+    trees,
+    turns,
+    versions,
+)
 from benchmarks.cases import Case, draw
 from benchmarks.measure import compile_step, difference, fits, in_turns, peaks
 from examples.planner.pod_sizes import HEADS, HeadSizes
+from jaxppo import RolloutBatch, make_parallel_mesh
+from jaxppo.head import Quantization
 
 TIED = Case(140, HeadSizes(8, 50, tied=True, softcap=2.0), share=0.3)  # more than one chunk
 PLAIN = Case(20, HeadSizes(8, 50), share=0.2)
@@ -251,6 +264,43 @@ def test_trees_count_shared_responses():
     assert search[1:] == ["4", "28", "22", "18", "36%", "16", "12"]
     turns_of_agent = trees.responses_row(trees.Turns(3, 2, 1, 3), 32).strip("| ").split(" | ")
     assert turns_of_agent[1:] == ["3", "24", "17", "13", "46%", "6", "6"]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_dequantised_logits_have_the_numbers_of_a_head_of_8_bits(dtype):
+    """Values and gradients."""
+    if dtype != "int8" and not float16_compiles():  # e4m3 is converted by way of it
+        pytest.skip("XLA converts no e4m3 for this processor")
+    one = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
+    step = quantized.QuantizedStep(HeadSizes(32, 96), 24, jnp.float32, one, Quantization(dtype))
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (1, 24, 32))
+    kernel = jax.random.normal(keys[1], (32, 96))
+    ids = jax.random.randint(keys[2], (1, 24), 0, 96)
+    ones, last = jnp.ones((1, 24)), jnp.arange(24) == 23
+    batch = RolloutBatch(
+        ids,
+        ids,
+        jnp.ones_like(ids),
+        jnp.arange(24)[None],
+        jnp.where(last, 0.0, ones),
+        jnp.zeros((1, 1), int),
+        advantages=ones,
+        old_log_probs=-3 * ones,
+    )
+    for ours, plain in zip(
+        step.forward(hidden, kernel, batch),
+        step.dequantized_forward(hidden, kernel, batch),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, plain, atol=1e-4)  # of logits up to 25, in f32
+    of_head, of_logits = (
+        jax.grad(loss, (0, 1))(hidden, kernel, batch)
+        for loss in (step.one_pass, step.dequantized_loss)
+    )
+    for a, b in zip(of_head, of_logits, strict=True):
+        assert jnp.abs(b).max() > 1e-3
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.nightly
