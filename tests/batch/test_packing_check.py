@@ -227,6 +227,7 @@ def step(fn, params):
     return gradient, finalize_metrics(metrics)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fn", "off"), [(right, (0, 1e-5)), (blind, (0.7, 0.8))], ids=["right", "blind"]
 )

@@ -305,6 +305,7 @@ def test_rows_of_trees_are_as_long_as_they_need_to_be(folder, tmp_path):
     assert batch.tokens.size < 0.25 * whole
 
 
+@pytest.mark.nightly
 def test_a_run_of_a_frozen_part_goes_on_with_that_part_alone(folder, tmp_path, capsys):
     model, out = tmp_path / "model", tmp_path / "run"
     tiny_llama.write(

@@ -177,6 +177,7 @@ def check_same(found, expected):
                 assert got[name] == x, name
 
 
+@pytest.mark.nightly
 def test_tokens_do_not_depend_on_mesh_and_layout(tmp_path):
     options = ["--explain", str(ALL)]
     _, whole, numbers = explained_step(tmp_path / "a", *options)

@@ -35,6 +35,7 @@ LEARNS = {  # after so many updates
 }
 
 
+@pytest.mark.every(2)  # the pages train each of them a little, by day too
 @pytest.mark.parametrize("example", LEARNS)
 def test_an_example_learns_on_any_mesh(example):
     train, updates, learns = LEARNS[example]

@@ -63,7 +63,7 @@ def test_workers_draw_from_one_seed(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.nightly), "2"])
 def test_a_run_by_day_says_how_many_cases_it_left_out(tmp_path, workers):
     """Four of six cases have a new value; -k chooses before anything is left out."""
     (tmp_path / "test_table.py").write_text(OF_DAY_AND_NIGHT)

@@ -84,6 +84,7 @@ def bare(function, given):
     return None
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", SURFACE)
 def test_no_error_is_bare(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a text is a path too
