@@ -294,10 +294,10 @@ def _numerics(args: argparse.Namespace, longest: int) -> dict[str, Any]:
     """The fields of a config that say how sampler and trainer round, for sequences of at most so
     many tokens.
     """
-    found: dict[str, Any] = {"logits_dtype": args.logits_dtype}
+    fields: dict[str, Any] = {"logits_dtype": args.logits_dtype}
     if args.same_bits:
-        found["slots"] = max(longest, CHECKED)
-    return found
+        fields["slots"] = max(longest, CHECKED)
+    return fields
 
 
 def supervised(run: Run, args: argparse.Namespace) -> None:

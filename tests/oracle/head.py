@@ -32,10 +32,18 @@ class OracleHead:
     def columns(self) -> int:
         return np.shape(self.kernel)[1] if self.vocab_size is None else self.vocab_size
 
+    def read_kernel(self) -> Array:
+        """The kernel as it is multiplied."""
+        return np.asarray(self.kernel, np.float64)
+
+    def read_hidden(self, hidden: Array) -> Array:
+        """Hidden states as the kernel multiplies them."""
+        return np.asarray(hidden, np.float64)
+
     def product(self, hidden: Array) -> Array:
         """`[n, vocab_size]`: scale * (h @ kernel + bias + LoRA), before the soft-cap."""
         h, v = np.asarray(hidden, np.float64), self.columns
-        x = h @ np.asarray(self.kernel, np.float64)[:, :v]
+        x = self.read_hidden(hidden) @ self.read_kernel()[:, :v]
         if self.bias is not None:
             x = x + np.asarray(self.bias, np.float64)[:v]
         if self.a is not None:
@@ -103,9 +111,9 @@ def product_gradient(hidden: Array, head: OracleHead, dz: Array, temperature: An
 def through_products(hidden: Array, head: OracleHead, dx: Array) -> tuple[Array, HeadGradient]:
     """From d / dx to d / d(hidden) and d / d(kernel, bias, a, b)."""
     h, v = np.asarray(hidden, np.float64), head.columns
-    kernel = np.asarray(head.kernel, np.float64)
+    kernel = head.read_kernel()
     dh, d_kernel = dx @ kernel[:, :v].T, np.zeros_like(kernel)
-    d_kernel[:, :v] = h.T @ dx
+    d_kernel[:, :v] = head.read_hidden(hidden).T @ dx
     d_bias = d_a = d_b = None
     if head.bias is not None:
         d_bias = np.zeros(kernel.shape[1])

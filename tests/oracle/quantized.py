@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .head import HeadGradient, OracleHead, product_gradient
+from .head import HeadGradient, OracleHead, product_gradient, through_products
 from .samples import Array
 
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}
@@ -95,36 +95,9 @@ class QuantizedHead(OracleHead):
             return np.asarray(hidden, np.float64)
         return rounded(hidden, 1, self.dtype, block=self.block, largest=self.largest)
 
-    def product(self, hidden: Array) -> Array:
-        h, v = np.asarray(hidden, np.float64), self.columns
-        x = self.read_hidden(hidden) @ self.read_kernel()[:, :v]
-        if self.bias is not None:
-            x = x + np.asarray(self.bias, np.float64)[:v]
-        if self.a is not None:
-            x = (
-                x
-                + self.lora_scale
-                * (h @ np.asarray(self.a, np.float64))
-                @ np.asarray(self.b, np.float64)[:, :v]
-            )
-        return self.scale * x
-
 
 def head_gradient(
     hidden: Array, head: QuantizedHead, dz: Array, temperature: Any = 1.0
 ) -> tuple[Array, HeadGradient]:
     """From d / dz to d / d(hidden) and d / d(kernel, bias, a, b), as if read(x) had slope 1."""
-    dx, v = product_gradient(hidden, head, dz, temperature), head.columns
-    h, kernel = np.asarray(hidden, np.float64), head.read_kernel()
-    dh, d_kernel = dx @ kernel[:, :v].T, np.zeros_like(kernel)
-    d_kernel[:, :v] = head.read_hidden(hidden).T @ dx
-    d_bias = d_a = d_b = None
-    if head.bias is not None:
-        d_bias = np.zeros(kernel.shape[1])
-        d_bias[:v] = dx.sum(0)
-    if head.a is not None:
-        a, b = np.asarray(head.a, np.float64), np.asarray(head.b, np.float64)
-        d_low = head.lora_scale * dx @ b[:, :v].T
-        dh, d_a, d_b = dh + d_low @ a.T, h.T @ d_low, np.zeros_like(b)
-        d_b[:, :v] = head.lora_scale * (h @ a).T @ dx
-    return dh, HeadGradient(d_kernel, d_bias, d_a, d_b)
+    return through_products(hidden, head, product_gradient(hidden, head, dz, temperature))
