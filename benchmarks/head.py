@@ -23,7 +23,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from jaxppo.sharding import Audit, audit
 MIB = 2**20
 CHIPS = ("v6e:4x4", "v5p:2x2x4")
 MESHES = ("tp=16", "cp=16,tp=1", "fsdp=4,tp=4", "fsdp=16")
+GROUPS = ("entropy", "log-probs", "values", "part", "policy loss", "policy loss, part")
 FORM = "Times on a TPU or a GPU"  # the name of .github/ISSUE_TEMPLATE/timing.yml
 Records = list[dict[str, Any]]
 Programs = dict[tuple[str, str], Any]  # the key is (group, name)
@@ -55,15 +56,21 @@ SWEPT = {  # the versions in the plots, by (group, name)
 }
 
 
-def measured(case: Case, rounds: int, only: dict[str, str] | None = None) -> Records:
-    """Times the versions of a case in turns, or `only` some of them (name: group); returns a
-    record of each.
+def measured(
+    case: Case,
+    rounds: int,
+    only: dict[str, str] | None = None,
+    groups: Sequence[str] = GROUPS,
+) -> Records:
+    """Times the versions of a case in turns, or `only` some of them (name: group), or those of
+    some groups and the bare products; returns a record of each.
     """
     data = draw(case)
     grouped = versions.groups(case)
     if only is None:
         grouped["log-probs"] |= peers.jax_peers(case)
-        others = peers.torch_seconds(case, data, rounds)
+        grouped = {group: grouped[group] for group in ("floor", *groups)}
+        others = peers.torch_seconds(case, data, rounds, groups)
         return timed(case, data, compiled_of(grouped, data), rounds, others)
     chosen = {
         g: {n: s for n, s in steps.items() if only.get(n) == g} for g, steps in grouped.items()
@@ -91,9 +98,13 @@ def compiled_of(grouped: dict[str, dict[str, versions.Step]], data: Any) -> Prog
 
 
 def timed(
-    case: Case, data: Any, programs: Programs, rounds: int, others: dict[str, float] | None = None
+    case: Case,
+    data: Any,
+    programs: Programs,
+    rounds: int,
+    others: dict[tuple[str, str], peers.Measured] | None = None,
 ) -> Records:
-    """A record of each program, and of each of the others (seconds).
+    """A record of each program, and of each of the others, which took so long.
 
     What does not fit the memory has no time.
     """
@@ -109,9 +120,12 @@ def timed(
             gradients = compiled(data)[1]
             record["difference"] = difference(gradients, expected.setdefault(group, gradients))
         runs[f"{group}/{name}"] = functools.partial(compiled, data)
-    others = others or {}
-    records += [{"group": "entropy", "version": name, "temporaries_mib": None} for name in others]
-    seconds = {f"entropy/{name}": took for name, took in others.items()} | in_turns(runs, rounds)
+    seconds = in_turns(runs, rounds)
+    for (group, name), other in (others or {}).items():
+        size = other.temporary_bytes
+        mib = None if size is None else size / MIB
+        records.append({"group": group, "version": name, "temporaries_mib": mib})
+        seconds[f"{group}/{name}"] = other.seconds
     floor = seconds[f"floor/{versions.FLOOR}"]
     reached = peaks(rounds) if jax.default_backend() == "gpu" else None
     for record in records:
@@ -274,8 +288,9 @@ def here_part(args: argparse.Namespace) -> Records:
     small = Case(args.tokens, HeadSizes(args.hidden_size, args.vocab_size), args.dtype, args.share)
     jaxppo_facts([])
     records: Records = []
-    for case in (small,) if jax.default_backend() == "cpu" else PUBLISHED:
-        found = measured(case, args.rounds)
+    chosen = [case for case in PUBLISHED if case.tokens in args.here_tokens]
+    for case in (small,) if jax.default_backend() == "cpu" else chosen:
+        found = measured(case, args.rounds, groups=args.groups)
         show(_title(case), found)
         records += [
             {"tokens": case.tokens, **dataclasses.asdict(case.sizes), **record} for record in found
@@ -449,6 +464,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="on each data and context shard",
     )
     add("--here", action="store_true", help="the part here alone")
+    add("--groups", nargs="+", choices=GROUPS, default=GROUPS, help="of versions, in part here")
+    published = [case.tokens for case in PUBLISHED]
+    add(
+        "--here-tokens",
+        type=int,
+        nargs="+",
+        choices=published,
+        default=published,
+        help="the published sizes that part here times on an accelerator",
+    )
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(arguments)
     if args.parts is None:

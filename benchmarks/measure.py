@@ -6,10 +6,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+
+Key = TypeVar("Key")  # of a run
 
 
 def compile_step(step: Callable[[Any], Any], data: Any) -> Any:
@@ -32,13 +34,13 @@ def fits(compiled: Any, share: float = 0.9) -> bool:
     return limit is None or held <= share * limit
 
 
-def in_turns(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def in_turns(runs: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, float]:
     """The median seconds of each run. A round has each run once, in a random order.
 
     A run changes caches and memory pages for the next one, so no run may always follow the same
     other one.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    seconds: dict[Key, list[float]] = {name: [] for name in runs}
     order = random.Random(0)
     for turn in range(-1, rounds):  # the first round warms up
         for name in order.sample(list(runs), len(runs)):

@@ -1,10 +1,10 @@
-"""Other projects' heads, if they can be imported: tokamax, Tunix, PyTorch."""
+"""Other projects' heads, if they can be imported: tokamax, Tunix, PyTorch, Liger, cut-cross-entropy."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -54,9 +54,29 @@ def _gradients(loss: Callable[..., jax.Array]) -> Step:
     )
 
 
-def torch_seconds(case: Case, data: Any, rounds: int) -> dict[str, float]:
-    """The median seconds of PyTorch's versions; afterwards the GPU's memory is JAX's."""
-    found = in_turns(torch_peers(case, data), rounds)
+Run = Callable[[], Any]
+
+
+class Measured(NamedTuple):
+    """What a version of another framework takes."""
+
+    seconds: float  # the median
+    temporary_bytes: int | None  # beside results, on a GPU
+
+
+def torch_seconds(
+    case: Case, data: Any, rounds: int, groups: Sequence[str]
+) -> dict[tuple[str, str], Measured]:
+    """What PyTorch's versions of these groups take, by (group, name); afterwards the GPU's memory
+    is JAX's.
+    """
+    runs = {key: run for key, run in torch_peers(case, data).items() if key[0] in groups}
+    found = {}
+    peak_bytes = {}
+    if runs and jax.default_backend() == "gpu":
+        runs, peak_bytes = _that_fit(runs)
+    for key, seconds in in_turns(runs, rounds).items():
+        found[key] = Measured(seconds, peak_bytes.get(key))
     if found and jax.default_backend() == "gpu":
         import torch
 
@@ -64,8 +84,8 @@ def torch_seconds(case: Case, data: Any, rounds: int) -> dict[str, float]:
     return found
 
 
-def torch_peers(case: Case, data: Any) -> dict[str, Callable[[], Any]]:
-    """Plain PyTorch, eager and compiled, on the same data and kind of device.
+def torch_peers(case: Case, data: Any) -> dict[tuple[str, str], Run]:
+    """PyTorch's versions by (group, name), on the same data and kind of device.
 
     Each call waits until it is done.
     """
@@ -79,39 +99,83 @@ def torch_peers(case: Case, data: Any) -> dict[str, Callable[[], Any]]:
     device = "cuda" if on_gpu else "cpu"
     dtype = getattr(torch, case.dtype)
 
-    def to(x):
-        return torch.from_numpy(np.array(x[0] if x.ndim == 3 else x, np.float32)).to(device, dtype)
+    def to(array: jax.Array) -> Any:
+        array = array[0] if array.ndim == 3 else array
+        return torch.from_numpy(np.array(array, np.float32)).to(device, dtype)
 
-    hidden, kernel = to(data["hidden"]).requires_grad_(), to(data["kernel"]).requires_grad_()
-    targets = torch.from_numpy(np.array(data["targets"][0], np.int64)).to(device)
-    g, e = (torch.from_numpy(np.array(data[name][0])).to(device) for name in ("g", "e"))
+    def per_token(array: jax.Array) -> Any:
+        return torch.from_numpy(np.array(array[0])).to(device)
 
-    def loss(hidden: Any, kernel: Any) -> Any:
-        z = (hidden @ (kernel.T if case.sizes.tied else kernel)).float()
-        log_p = torch.log_softmax(z, dim=-1)
+    hidden = to(data["hidden"]).requires_grad_()
+    kernel = to(data["kernel"] if case.sizes.tied else data["kernel"].T)  # [V, H], as in PyTorch
+    kernel = kernel.contiguous().requires_grad_()
+    targets = per_token(data["targets"]).long()
+    g, e = per_token(data["g"]), per_token(data["e"])
+
+    def log_softmax() -> Any:
+        return torch.log_softmax((hidden @ kernel.T).float(), dim=-1)
+
+    def with_entropy() -> Any:
+        log_p = log_softmax()
         log_probs = log_p.gather(1, targets[:, None])[:, 0]
         return (g * log_probs - e * (log_p.exp() * log_p).sum(-1)).sum()
 
-    def runner(loss: Any) -> Callable[[], Any]:
+    def mean_log_prob() -> Any:
+        return torch.nn.functional.nll_loss(log_softmax(), targets)
+
+    losses = {
+        ("entropy", "torch, eager"): with_entropy,
+        ("entropy", "torch.compile"): torch.compile(with_entropy),
+        ("log-probs", "torch.compile"): torch.compile(mean_log_prob),
+    }
+    if on_gpu and installed("liger_kernel"):
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        liger = LigerFusedLinearCrossEntropyLoss()
+        losses["log-probs", "Liger"] = lambda: liger(kernel, hidden, targets)
+    if on_gpu and installed("cut_cross_entropy"):
+        from cut_cross_entropy import linear_cross_entropy
+
+        def cut(**options: Any) -> Callable[[], Any]:
+            return lambda: linear_cross_entropy(hidden, kernel, targets, **options)
+
+        losses["log-probs", "cut-cross-entropy"] = cut(filter_eps=None)
+        losses["log-probs", "cut-cross-entropy, small gradients left out"] = cut()
+
+    def runner(loss: Callable[[], Any]) -> Run:
         def run() -> Any:
-            gradients = torch.autograd.grad(loss(hidden, kernel), (hidden, kernel))
+            gradients = torch.autograd.grad(loss(), (hidden, kernel))
             if on_gpu:
                 torch.cuda.synchronize()
             return gradients
 
         return run
 
-    found = {"torch, eager": runner(loss), "torch.compile": runner(torch.compile(loss))}
-    return {name: run for name, run in found.items() if _runs(run)} if on_gpu else found
+    return {key: runner(loss) for key, loss in losses.items()}
 
 
-def _runs(run: Callable[[], Any]) -> bool:
-    """Runs it once; False if the GPU's memory is too small."""
+def _that_fit(
+    runs: dict[tuple[str, str], Run],
+) -> tuple[dict[tuple[str, str], Run], dict[tuple[str, str], int]]:
+    """The versions that run on this GPU, and the bytes that each takes beside its results.
+
+    What does not run is said.
+    """
     import torch
 
-    try:
-        run()
-    except torch.cuda.OutOfMemoryError:
+    fitting = {}
+    peak_bytes = {}
+    for key, run in runs.items():
+        try:
+            run()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            results = run()
+            peak = torch.cuda.max_memory_allocated() - before
+            peak_bytes[key] = peak - sum(array.nbytes for array in results)
+            fitting[key] = run
+        except Exception as error:  # compilers of kernels raise many kinds
+            print(f"{key[1]} does not run here: {str(error).splitlines()[0]}")
+        results = None
         torch.cuda.empty_cache()
-        return False
-    return True
+    return fitting, peak_bytes

@@ -124,6 +124,37 @@ def test_gpu_figures_are_those_of_the_results():
     assert [(ms, gib or "0.00") for ms, gib in found] == expected
 
 
+OF_H200 = {  # the words of a row, in order, and the version that it is of
+    "the three bare products": ("floor", "three matmuls"),
+    "PPO with an entropy bonus, plain JAX": ("policy loss", "plain"),
+    "the same, one pass": ("policy loss", "jaxppo, one pass"),
+    "the same, two passes, kept logits": ("policy loss", "jaxppo, kept logits"),
+    "the same, two passes": ("policy loss", "jaxppo, two passes"),
+    "20% of the tokens carry loss, plain JAX": ("policy loss, part", "plain, all tokens"),
+    "log-probs and entropy, `log_probs_from_hidden`": ("entropy", "jaxppo"),
+    "the same, `torch.compile`": ("entropy", "torch.compile"),
+    "log-probs alone, `log_probs_from_hidden`": ("log-probs", "jaxppo"),
+    "the same, `torch.compile`, bf16 logits": ("log-probs", "torch.compile"),
+    "the same, Liger 0.8.5": ("log-probs", "Liger"),
+    "log-probs without gradients, `log_probs_from_hidden`": ("values", "jaxppo"),
+}
+
+
+def test_figures_of_an_h200_are_those_of_the_results():
+    """The milliseconds on the page of measurements, from `python -m benchmarks.head --here`."""
+    records = json.loads((DOCS.parent / "benchmarks/results/h200.json").read_text())["records"]
+    took = {(r["tokens"], r["group"], r["version"]): round(1000 * r["seconds"]) for r in records}
+    section = (DOCS / "measurements.md").read_text().split("## On an H200")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")] for line in section.splitlines()]
+    found = {}
+    for row in rows:
+        found.setdefault(row[1] if len(row) > 6 else "", row)
+    for words, version in OF_H200.items():
+        _, _, short, _, long, *_ = found[words]
+        assert short == str(took[8192, *version]), words
+        assert long == str(took.get((32768, *version), "")), words
+
+
 def test_figures_of_two_tools_are_those_of_the_results():
     """The milliseconds of all computing on the page of measurements, from
     `... benchmarks.head --parts static`.

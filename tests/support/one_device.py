@@ -2,8 +2,8 @@
 mesh has size 1.
 
 `python -m pytest -p tests.support.one_device tests/losses`, and of tests/head the files
-from_hidden, from_logits, ids, nucleus, log_probs_accuracy and same_bits. Other files may ask for
-several devices.
+from_hidden, from_logits, ids, kept, nucleus, quantized, statistics, log_probs_accuracy and
+same_bits. Other files may ask for several devices.
 """
 
 import re
@@ -26,6 +26,8 @@ OTHERS = {  # parts of tests' names, and why they do not run
     "test_mtp.py::test_micro_batches_add_up_to_the_step": DEVICES,
     "test_mtp.py::test_a_row_with_nothing_to_predict_gives_zero": DEVICES,
     "test_a_program_says_which_way_it_went_and_cannot_hang": DEVICES,
+    "test_quantized.py::test_in_a_shard_map": DEVICES,
+    "test_the_audit_tells_of_what_the_likeliest_send": DEVICES,
     "test_passes_stay_within_their_bytes": SIZES,
     "test_the_ratio_to_an_old_pass_of_the_same_policy_is_1[None-2097152": SIZES,
     "test_the_ratio_to_an_old_pass_of_the_same_policy_is_1[dp=2,cp=2,tp=2-2097152": SIZES,
