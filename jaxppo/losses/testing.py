@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,36 +92,37 @@ def assert_token_loss(
     of = as_token_loss(loss)
     batch = checked(batch, reader="assert_token_loss")
     case = _Case(loss, of, batch, rtol, atol)
-    if of.of_head:
-        check(
-            "stats",
-            "some",
-            stats is None,
-            "None for a loss of log-probs, which random hidden states give",
-        )
-        states: tuple[Any, ...] = _states(case, vocab_size, seed)
-        stats = jax.jit(lambda *x: case.stats_of(None, *x))(*states)
-    else:
+    from_stats = jax.jit(functools.partial(case.from_stats, None))
+    # another `seen` may show the loss the statistics that stand without loss
+    hidden_by_mask = type(of).seen is TokenLoss.seen
+    if not of.of_head:
         stats = needed("stats", stats, f"the statistics that {of} reads")
-    value = _finite(case, stats)
-    if of.of_head:
-        if of.token_local:
-            _assert_local(case, stats)
-        expected = jax.jit(lambda *x: case.two_steps(None, *x))(*states)
-        got = jax.jit(lambda *x: case.from_hidden(None, batch, *x))(*states)
-        testing.assert_trees_close(
-            got, expected, rtol, atol, f"{name_of(of)} from hidden states, against statistics,"
-        )
-        _assert_blind(case, states, case.from_hidden, "hidden states")
-        fn: Callable[..., Any] = case.from_hidden
-    else:
-        states, fn = (stats,), case.from_stats
-    if type(of).seen is TokenLoss.seen:  # another one may show the loss what stands without loss
-        _assert_blind(case, (stats,), case.from_stats, "statistics")
-    tried = _meshes(batch, meshes)
-    testing.assert_mesh_invariant(
-        lambda p, *x: fn(p, batch, *x), *states, meshes=tried, rtol=rtol, atol=atol
+        expected = from_stats(batch, stats)
+        value = _finite(case, stats, expected)
+        if hidden_by_mask:
+            _assert_blind(case, from_stats, (stats,), expected, "statistics")
+        _assert_on_meshes(case, case.from_stats, (stats,), expected, meshes)
+        return value
+    check(
+        "stats",
+        "some",
+        stats is None,
+        "None for a loss of log-probs, which random hidden states give",
     )
+    states = _states(case, vocab_size, seed)
+    stats, two_steps = jax.jit(case.two_steps)(batch, *states)
+    of_stats = from_stats(batch, stats)
+    value = _finite(case, stats, of_stats)
+    if of.token_local:
+        _assert_local(case, stats)
+    from_hidden = jax.jit(functools.partial(case.from_hidden, None))
+    expected = from_hidden(batch, *states)
+    where = f"{name_of(of)} from hidden states, against statistics,"
+    testing.assert_trees_close(expected, two_steps, rtol, atol, where)
+    _assert_blind(case, from_hidden, states, expected, "hidden states")
+    if hidden_by_mask:
+        _assert_blind(case, from_stats, (stats,), of_stats, "statistics")
+    _assert_on_meshes(case, case.from_hidden, states, expected, meshes)
     return value
 
 
@@ -134,15 +136,12 @@ class _Case:
     rtol: float
     atol: float
 
-    def stats_of(self, parallel: Any, hidden: Array, kernel: Array) -> Any:
+    def stats_of(self, batch: RolloutBatch, hidden: Array, kernel: Array) -> Any:
         asks = self.of.asks
-        batch = self.batch
         ids = None if asks.ids is None else jnp.asarray(batch.extras[asks.ids])
         options: Any = {"entropy": asks.entropy, "logit_stats": asks.logit_stats, "ids": ids}
         given = hidden, kernel, jnp.asarray(batch.targets)
-        return log_probs_from_hidden(
-            *given, where=batch.loss_mask > 0, parallel=parallel, **options
-        )
+        return log_probs_from_hidden(*given, where=batch.loss_mask > 0, **options)
 
     def from_stats(self, parallel: Any, batch: RolloutBatch, stats: Any) -> Any:
         """The loss, and its gradients by the statistics that are floats."""
@@ -159,14 +158,15 @@ class _Case:
 
         return jax.value_and_grad(fn, (0, 1))(hidden, kernel)
 
-    def two_steps(self, parallel: Any, hidden: Array, kernel: Array) -> Any:
-        """What `from_hidden` gives, by statistics."""
+    def two_steps(self, batch: RolloutBatch, hidden: Array, kernel: Array) -> tuple[Any, Any]:
+        """The statistics, and what `from_hidden` gives, by them."""
 
-        def fn(hidden: Array, kernel: Array) -> Array:
-            stats = self.stats_of(parallel, hidden, kernel)
-            return loss_from_stats(stats, self.batch, self.loss, parallel=parallel)[0]
+        def fn(hidden: Array, kernel: Array) -> tuple[Array, Any]:
+            stats = self.stats_of(batch, hidden, kernel)
+            return loss_from_stats(stats, batch, self.loss)[0], stats
 
-        return jax.value_and_grad(fn, (0, 1))(hidden, kernel)
+        (loss, stats), gradients = jax.value_and_grad(fn, (0, 1), has_aux=True)(hidden, kernel)
+        return stats, (loss, gradients)
 
 
 def _floats(tree: Any) -> tuple[Leaves, Any]:
@@ -202,14 +202,14 @@ def _states(
     )
 
 
-def _finite(case: _Case, stats: Any) -> float:
+def _finite(case: _Case, stats: Any, of_stats: Any) -> float:
     """The loss from statistics; raises where it is not finite, or moves no token: equal numbers
     would show nothing.
     """
     name = name_of(case.of)
-    _, metrics = jax.jit(lambda x: loss_from_stats(x, case.batch, case.loss))(stats)
-    value, slopes = jax.jit(lambda x: case.from_stats(None, case.batch, x))(stats)
+    value, slopes = of_stats
     if not np.isfinite(value):
+        _, metrics = jax.jit(lambda x: loss_from_stats(x, case.batch, case.loss))(stats)
         why = "; ".join(explain_broken_rules(metrics["broken_rules"].value))
         raise AssertionError(
             f"{name}: got the loss {value} for this batch, expected a finite one. {why}"
@@ -229,14 +229,16 @@ def _assert_local(case: _Case, stats: Any) -> None:
     places = np.argwhere(np.asarray(case.batch.loss_mask) > 0)
     places = places[:: -(-len(places) // MOST_MOVED)]
 
-    def losses(floats: Leaves) -> Float[Array, "R T"]:
-        return explain_tokens(_joined(floats, others), case.batch, case.loss).arrays["contribution"]
+    def losses(move: tuple[Array, Array]) -> Float[Array, "R T"]:
+        (row, position), by = move
+        moved = [x.at[row, position].add(by) for x in floats]
+        return explain_tokens(_joined(moved, others), case.batch, case.loss).arrays["contribution"]
 
-    def moved(place: Array) -> Float[Array, "R T"]:
-        return losses([x.at[place[0], place[1]].add(-0.1) for x in floats])
-
-    usual, found = jax.jit(lambda: (losses(floats), jax.lax.map(moved, jnp.asarray(places))))()
-    differences = np.abs(np.asarray(found) - np.asarray(usual))
+    # the first is not moved
+    moves = np.concatenate([places[:1], places]), np.full(1 + len(places), -0.1, np.float32)
+    moves[1][0] = 0
+    usual, *found = np.asarray(jax.jit(functools.partial(jax.lax.map, losses))(moves))
+    differences = np.abs(np.asarray(found) - usual)
     differences[np.arange(len(places)), places[:, 0], places[:, 1]] = 0
     if differences.max() > case.atol * np.abs(usual).max():
         which, *of = (int(i) for i in np.unravel_index(differences.argmax(), differences.shape))
@@ -248,7 +250,9 @@ def _assert_local(case: _Case, stats: Any) -> None:
         )
 
 
-def _assert_blind(case: _Case, given: tuple[Any, ...], fn: Callable[..., Any], what: str) -> None:
+def _assert_blind(
+    case: _Case, fn: Callable[..., Any], given: tuple[Any, ...], expected: Any, what: str
+) -> None:
     """The loss with garbage where the loss mask is 0."""
     on = np.asarray(case.batch.loss_mask) > 0
     shape = on.shape
@@ -264,11 +268,23 @@ def _assert_blind(case: _Case, given: tuple[Any, ...], fn: Callable[..., Any], w
     arrays = {name: spoilt(getattr(case.batch, name)) for name in PER_TOKEN_VALUES}
     extras = {name: spoilt(x) for name, x in case.batch.extras.items()}
     batch = dataclasses.replace(case.batch, **arrays, extras=extras)
-    expected = jax.jit(lambda *x: fn(None, case.batch, *x))(*given)
     of_tokens, *others = given  # a head has no tokens
-    got = jax.jit(lambda *x: fn(None, batch, *x))(jax.tree.map(spoilt, of_tokens), *others)
+    got = fn(batch, jax.tree.map(spoilt, of_tokens), *others)
     where = f"{name_of(case.of)} from {what} with NaN where the loss mask is 0"
     testing.assert_trees_close(got, expected, case.rtol, case.atol, where)
+
+
+def _assert_on_meshes(
+    case: _Case,
+    fn: Callable[..., Any],
+    given: tuple[Any, ...],
+    expected: Any,
+    meshes: Sequence[str | ParallelMesh] | None,
+) -> None:
+    for mesh in _meshes(case.batch, meshes):
+        parallel = make_parallel_mesh(mesh) if isinstance(mesh, str) else mesh
+        found = jax.jit(functools.partial(fn, parallel))(case.batch, *given)
+        testing.assert_trees_close(found, expected, case.rtol, case.atol, f"mesh {mesh}")
 
 
 def _meshes(batch: RolloutBatch, meshes: Sequence[str | ParallelMesh] | None) -> list[Any]:
