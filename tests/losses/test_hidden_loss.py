@@ -48,7 +48,7 @@ from jaxppo import (
 from jaxppo.policy_losses import BY_NAME, ClipCov, PolicyLoss, by_name
 from sharding import make_parallel_mesh
 from sharding.audit import audit
-from sharding.audit.program import hang_risks
+from sharding.audit.program import hang_risks, notes
 from sharding.testing import assert_mesh_invariant, assert_trees_close, factorings
 
 
@@ -134,11 +134,8 @@ def test_one_pass_on_an_explicit_mesh_with_many_blocks_and_options():
 
     explicit = make_parallel_mesh("dp=2,cp=2,tp=2", explicit=True)
     with tiles_of("groups"):
-        assert (
-            audit(lambda h, k: fn(None, h, k), HIDDEN, KERNEL.T)
-            .notes[0]
-            .endswith("groups of 48 tokens")
-        )
+        traced = jax.jit(functools.partial(fn, None)).trace(HIDDEN, KERNEL.T)
+        assert notes(traced.jaxpr)[0].endswith("groups of 48 tokens")
         one = assert_mesh_invariant(fn, HIDDEN, KERNEL.T, meshes=[explicit], rtol=2e-5, atol=3e-6)
     two = jax.jit(lambda h, k: step(None, h, k, batch, bonus_and_kl(), TWO_PASSES, **options))(
         HIDDEN, KERNEL.T
@@ -163,14 +160,17 @@ class Squared(PolicyLoss):
 def test_a_loss_of_the_users_own_with_traced_hyperparameters(mesh):
     parallel = mesh and make_parallel_mesh(mesh)
 
-    def at(strength, entropy_coef, budget):
+    @functools.partial(jax.jit, static_argnames="budget")
+    def at(hidden, kernel, strength, entropy_coef, budget):
         config = PolicyLossConfig(Squared(strength), entropy_coef=entropy_coef)
-        return step(parallel, HIDDEN, KERNEL, config=config, memory=budget)
+        return step(parallel, hidden, kernel, config=config, memory=budget)
 
-    run = jax.jit(at, static_argnums=2)
-    assert_trees_close(run(2.0, 0.1, ONE_PASS), run(2.0, 0.1, TWO_PASSES), 1e-5, 2e-6)
-    plain = step(None, HIDDEN, KERNEL, config=PolicyLossConfig(Squared(2.0), entropy_coef=0.1))
-    assert_trees_close(run(2.0, 0.1, ONE_PASS), plain, 1e-5, 2e-6)
+    run = functools.partial(at, HIDDEN, KERNEL)
+    one = run(2.0, 0.1, ONE_PASS)
+    assert_trees_close(one, run(2.0, 0.1, TWO_PASSES), 1e-5, 2e-6)
+    config = PolicyLossConfig(Squared(2.0), entropy_coef=0.1)
+    plain = jax.jit(functools.partial(step, None, config=config))
+    assert_trees_close(one, plain(HIDDEN, KERNEL), 1e-5, 2e-6)
     assert_trees_close(run(0.0, 0.0, ONE_PASS)[2][:2], (0 * HIDDEN, 0 * KERNEL))
 
 
@@ -240,14 +240,13 @@ def test_sft_in_one_pass(aggregation):
             hidden, kernel, BATCH, SFT(aggregation=aggregation), memory=ONE_PASS
         )
 
-    def run(loss):
-        (value, found), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(HIDDEN, KERNEL)
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(loss, hidden, kernel):
+        (value, found), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, kernel)
         return value, finalize_metrics(found), gradients
 
-    assert_trees_close(
-        jax.jit(run, static_argnums=0)(one), jax.jit(run, static_argnums=0)(two), 1e-5, 2e-6
-    )
-    assert "one pass" in audit(jax.grad(lambda h: one(h, KERNEL)[0]), HIDDEN).notes[0]
+    assert_trees_close(run(one, HIDDEN, KERNEL), run(two, HIDDEN, KERNEL), 1e-5, 2e-6)
+    assert "one pass" in notes(run.trace(one, HIDDEN, KERNEL).jaxpr)[0]
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
@@ -270,10 +269,9 @@ def test_masked_positions_hold_anything(mesh):
         **{n: nan(getattr(BATCH, n)) for n in names},
     )
     for budget in (ONE_PASS, TWO_PASSES):
-        run = jax.jit(
-            lambda h, b, budget=budget: step(parallel, h, KERNEL, b, bonus_and_kl(), budget)
-        )
-        clean, dirty = run(HIDDEN, clean_batch), run(hidden, batch)
+        options = {"config": bonus_and_kl(), "memory": budget}
+        run = jax.jit(functools.partial(step, parallel, **options))
+        clean, dirty = run(HIDDEN, KERNEL, clean_batch), run(hidden, KERNEL, batch)
         assert_trees_close(dirty, clean, 0, 0)  # to the bit: 0 * NaN anywhere would show
 
 
@@ -297,10 +295,11 @@ def test_a_program_says_which_way_it_went_and_cannot_hang():
 
     hidden, kernel = put(HIDDEN, mesh.hidden_spec), put(KERNEL[:, :1000], mesh.kernel_spec())
     batch = dataclasses.replace(BATCH, targets=jnp.minimum(BATCH.targets, 999))
-    one, two = (
-        audit(lambda h, k, b=b: step(mesh, h, k, batch, None, b), hidden, kernel)
-        for b in (ONE_PASS, TWO_PASSES)
-    )
+    programs = [
+        jax.jit(functools.partial(step, mesh, batch=batch, memory=budget))
+        for budget in (ONE_PASS, TWO_PASSES)
+    ]
+    one, two = (audit(program, hidden, kernel) for program in programs)
     assert one.notes == ("one pass, 128 tokens x 500 columns",)
     assert two.notes == (
         "two passes: one pass does not fit the memory",
@@ -309,20 +308,13 @@ def test_a_program_says_which_way_it_went_and_cannot_hang():
     )
     # three products instead of four; the last of nine blocks of columns overlaps the one before it
     assert one.flops.high == pytest.approx(0.75 * two.flops.high, rel=0.02)
-    for budget in (ONE_PASS, TWO_PASSES):
-        assert (
-            hang_risks(
-                jax.make_jaxpr(lambda h, k, b=budget: step(mesh, h, k, batch, None, b))(
-                    hidden, kernel
-                )
-            )
-            == []
-        )
+    for program in programs:
+        assert hang_risks(program.trace(hidden, kernel).jaxpr) == []
     mesh = make_parallel_mesh("fsdp=4,tp=2")
     kernel = jax.device_put(KERNEL[:, :1000], mesh.sharding(mesh.kernel_spec()))
     hidden = jax.device_put(HIDDEN, mesh.sharding(mesh.hidden_spec))
-    gathered = audit(lambda h, k: step(mesh, h, k, batch), hidden, kernel)
-    assert gathered.notes == ("one pass, 128 tokens x 500 columns",)
+    gathered = jax.jit(functools.partial(step, mesh, batch=batch)).trace(hidden, kernel)
+    assert notes(gathered.jaxpr) == ("one pass, 128 tokens x 500 columns",)
 
 
 @pytest.mark.every(2)
@@ -381,16 +373,19 @@ def test_passes_stay_within_their_bytes(passes, tokens, features, columns, mib):
 def test_a_frozen_head_leaves_nothing_of_its_gradient():
     config = PolicyLossConfig(PPO(clip_high=0.28))
 
-    def loss(hidden):
+    @jax.jit
+    @jax.value_and_grad
+    def loss_and_gradient(hidden):
         return policy_loss_from_hidden(
             hidden, KERNEL, BATCH, config, memory=ONE_PASS, follow_mask=False
         )[0]
 
-    found = audit(jax.value_and_grad(loss), HIDDEN)
+    found = audit(loss_and_gradient, HIDDEN)
     # the logits and dhidden
     assert compiled_flops(found.text) == pytest.approx(2 * 2 * R * T * H * V, rel=0.05)
-    expected = step(None, HIDDEN, KERNEL, temperature=1.0)[2][0]
-    assert_trees_close(jax.jit(jax.grad(loss))(HIDDEN), expected, 1e-5, 2e-6)
+    of_both = jax.jit(functools.partial(step, None, temperature=1.0))
+    expected = of_both(HIDDEN, KERNEL)[2][0]
+    assert_trees_close(loss_and_gradient(HIDDEN)[1], expected, 1e-5, 2e-6)
 
 
 def test_bad_input():

@@ -3,6 +3,7 @@ divergence.
 """
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import get_args
@@ -45,18 +46,24 @@ def top_k(z, k):
     return ids.astype(np.int32), np.take_along_axis(log_p, ids, axis=-1).astype(np.float32)
 
 
+@functools.partial(jax.jit, static_argnames=("divergence", "beta", "tail"))
+def values_and_gradient(log_p, log_q, **options):
+    """The divergence of each token, and the gradient of their sum."""
+
+    def of_tokens(x):
+        return distillation.top_k_divergence(x, log_q, **options)
+
+    values, gradient = jax.vjp(of_tokens, log_p)
+    return values, gradient(jnp.ones_like(values))[0]
+
+
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_the_oracle(kind, tail):
     z, teacher = RNG.normal(size=(2, 50, V)) * 2
     ids, log_q = top_k(teacher, K)
     log_p = np.take_along_axis(log_softmax(z), ids, axis=-1).astype(np.float32)
-    options = {"divergence": kind, "beta": 0.3, "tail": tail}
-
-    def fn(x):
-        return distillation.top_k_divergence(x, log_q, **options)
-
-    found, gradient = jax.jit(lambda x: (fn(x), jax.grad(lambda x: fn(x).sum())(x)))(log_p)
+    found, gradient = values_and_gradient(log_p, log_q, divergence=kind, beta=0.3, tail=tail)
     for t in range(50):
         value, by_log_p = other_losses.top_k_divergence(log_p[t], log_q[t], kind, 0.3, tail)
         np.testing.assert_allclose(found[t], value, rtol=2e-5, atol=2e-6)
@@ -76,7 +83,7 @@ def test_it_is_never_negative(kind, tail):
     for k in (1, K, V):
         ids, log_q = top_k(z + far, k)
         log_p = np.take_along_axis(log_softmax(z), ids, axis=-1).astype(np.float32)
-        found = distillation.top_k_divergence(log_p, log_q, divergence=kind, beta=0.3, tail=tail)
+        found, _ = values_and_gradient(log_p, log_q, divergence=kind, beta=0.3, tail=tail)
         assert np.isfinite(found).all()
         assert found.min() >= 0
         if tail == "bucket" and kind in ("forward_kl", "reverse_kl", "jensen_shannon"):
@@ -167,12 +174,9 @@ def test_all_ids_are_the_full_divergence(kind):
     ]
     expected["mixed_kl"] = 0.3 * expected["forward_kl"] + 0.7 * expected["reverse_kl"]
     for tail in TAILS:
-
-        def fn(x):
-            return distillation.top_k_divergence(x, log_q, divergence=kind, beta=0.3, tail=tail)  # noqa: B023
-
-        np.testing.assert_allclose(fn(log_p), expected[kind], rtol=2e-5, atol=1e-5)
-        assert np.isfinite(jax.grad(lambda x: fn(x).sum())(log_p)).all()
+        found, gradient = values_and_gradient(log_p, log_q, divergence=kind, beta=0.3, tail=tail)
+        np.testing.assert_allclose(found, expected[kind], rtol=2e-5, atol=1e-5)
+        assert np.isfinite(gradient).all()
 
 
 def test_the_mixture_is_not_continuous_at_its_ends():
@@ -247,11 +251,11 @@ def test_what_nemo_computed(record):
     )
     log_q = log_q - np.log(np.exp(log_q).sum(-1, keepdims=True))
 
-    def loss(x):
-        given = {"divergence": kind, "beta": options["mixed_kl_weight"], "tail": tail}
-        return distillation.top_k_divergence(x, log_q, **given).sum() / record["tokens"]
-
-    value, gradient = jax.value_and_grad(loss)(log_p)
+    found, gradient = values_and_gradient(
+        log_p, log_q, divergence=kind, beta=options["mixed_kl_weight"], tail=tail
+    )
+    value = found.sum() / record["tokens"]
+    gradient = np.asarray(gradient) / record["tokens"]
     np.testing.assert_allclose(value, record["loss"], rtol=2e-5, atol=1e-6)
     theirs = np.asarray(record["gradient"])
     if tail == "renormalise":
@@ -371,6 +375,16 @@ def test_the_loss_on_any_mesh(way, mesh, kind, tail):
     np.testing.assert_allclose(found, [expected, *masses, 0], rtol=1e-5)
 
 
+@functools.cache
+def of_config(loss, parallel):
+    """The loss, its metrics, and gradients by the hidden states and the kernel, compiled once."""
+
+    def run(hidden, kernel, batch):
+        return loss_from_hidden(hidden, kernel, batch, loss, parallel=parallel)
+
+    return quick_jit(jax.value_and_grad(run, (0, 1), has_aux=True))
+
+
 @pytest.mark.parametrize("mesh", [None, MIXED])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_token_that_the_teacher_does_not_know(bad, mesh):
@@ -384,12 +398,7 @@ def test_a_token_that_the_teacher_does_not_know(bad, mesh):
     without = dataclasses.replace(batch, loss_mask=batch.loss_mask.at[place].set(0))
 
     def of(batch, log_q, loss):
-        def run(hidden, kernel):
-            return loss_from_hidden(
-                hidden, kernel, taught(batch, ids, log_q), loss, parallel=parallel
-            )
-
-        return quick_jit(jax.value_and_grad(run, (0, 1), has_aux=True))(hidden, kernel)
+        return of_config(loss, parallel)(hidden, kernel, taught(batch, ids, log_q))
 
     (loss, found), gradients = of(batch, spoilt, TopKDistillation(unusable=Unusable("weight_0")))
     (expected, _), of_others = of(without, log_q, TopKDistillation(aggregation="token_sum"))
@@ -545,8 +554,6 @@ def test_a_traced_share_of_0_leaves_a_divergence_out(beta, same):
         return distillation.top_k_divergence(x, log_q, divergence="mixed_kl", beta=beta)
 
     found = jax.jit(jax.value_and_grad(of))(log_p, beta)
-    expected = jax.value_and_grad(
-        lambda x: distillation.top_k_divergence(x, log_q, divergence=same)
-    )(log_p)
+    expected = values_and_gradient(log_p, log_q, divergence=same)
     assert np.isfinite(expected[0])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, expected)
