@@ -114,16 +114,24 @@ def policy_head(columns=V, **options):
     return Head(kernel, bias, LoRA(jnp.asarray(A), b, 0.5), **options)
 
 
-def everything(objective, parallel, hidden, kernel, policy, batch, ids, columns=V, **options):
-    def fn(h, w):
-        given = h, w, policy, policy_head(columns), batch, Draft(objective=objective, coef=COEF)
+@functools.partial(jax.jit, static_argnames=("objective", "parallel", "columns"))
+def everything(hidden, kernel, policy, batch, ids, *, objective, parallel=None, columns=V):
+    """The loss, its gradients and metrics, and those of `draft_metrics`."""
+    call = {"parallel": parallel, "temperature": TEMPERATURE, "draft_ids": ids}
+
+    def fn(hidden, kernel):
         return draft_loss(
-            *given, parallel=parallel, temperature=TEMPERATURE, draft_ids=ids, **options
+            hidden,
+            kernel,
+            policy,
+            policy_head(columns),
+            batch,
+            Draft(objective=objective, coef=COEF),
+            **call,
         )
 
     (loss, found), gradients = jax.value_and_grad(fn, (0, 1), has_aux=True)(hidden, kernel)
-    of = {"parallel": parallel, "temperature": TEMPERATURE, "draft_ids": ids, **options}
-    metrics = draft_metrics(hidden, kernel, policy, policy_head(columns), batch, **of)
+    metrics = draft_metrics(hidden, kernel, policy, policy_head(columns), batch, **call)
     return loss, gradients, finalize_metrics(found), finalize_metrics(metrics)
 
 
@@ -146,10 +154,7 @@ def test_the_oracle(objective):
     """Padding and positions without loss may hold anything."""
     hidden = np.where(np.asarray(BATCH.segment_ids)[None, :, :, None] > 0, HIDDEN, np.nan)
     policy = np.where(MASK[..., None] > 0, POLICY, np.nan)
-    check(
-        objective,
-        jax.jit(functools.partial(everything, objective, None))(hidden, KERNEL, policy, BATCH, IDS),
-    )
+    check(objective, everything(hidden, KERNEL, policy, BATCH, IDS, objective=objective))
 
 
 MESHES = [
@@ -180,10 +185,9 @@ def test_on_a_mesh(objective, mesh, layout, sizes):
         return np.take_along_axis(x, order[..., None], 1)
 
     hidden = np.stack([place(x) for x in HIDDEN])
-    run = jax.jit(functools.partial(everything, objective, parallel, columns=columns))
-    loss, (of_hidden, of_kernel), *found = run(
-        hidden, kernel, place(POLICY), to_physical(BATCH), ids
-    )
+    given = hidden, kernel, place(POLICY), to_physical(BATCH), ids
+    options = {"objective": objective, "parallel": parallel, "columns": columns}
+    loss, (of_hidden, of_kernel), *found = everything(*given, **options)
     back = np.stack(
         [np.take_along_axis(np.asarray(x), np.argsort(order, 1)[..., None], 1) for x in of_hidden]
     )
@@ -226,7 +230,7 @@ def test_fsdp_positions_and_explicit_axes():
         loss = Draft(objective="likelihood")
         return draft_loss(h, w, POLICY, POLICY_KERNEL, BATCH, loss, draft_ids=IDS[:14])[0]
 
-    expected, (_, wanted) = jax.value_and_grad(alone, (0, 1))(HIDDEN, KERNEL[:, :14])
+    expected, (_, wanted) = jax.jit(jax.value_and_grad(alone, (0, 1)))(HIDDEN, KERNEL[:, :14])
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     np.testing.assert_allclose(np.asarray(of_kernel)[:, :14], wanted, rtol=1e-4, atol=1e-6)
 
@@ -296,10 +300,19 @@ def test_acceptance_is_that_of_rejection_sampling():
         np.ones((1, 4, 1), np.float32),
         np.log(p)[None],
     )
-    found = draft_metrics(*(np.float32(x) for x in states), batch, draft_ids=ids)[
+    found = jax.jit(draft_metrics)(*map(np.float32, states), batch, draft_ids=ids)[
         "draft_1_acceptance"
     ]
     assert abs(accepted.mean() - float(found.value)) < 4 * accepted.std() / np.sqrt(n)
+
+
+@jax.jit
+def with_traced_ids(ids):
+    """The loss, and the metrics of both functions."""
+    given = HIDDEN, KERNEL, POLICY, POLICY_KERNEL, BATCH
+    loss, found = draft_loss(*given, draft_ids=ids)
+    metrics = draft_metrics(*given, draft_ids=ids)
+    return loss, finalize_metrics(found), finalize_metrics(metrics)
 
 
 @pytest.mark.parametrize(
@@ -324,16 +337,10 @@ def test_bad_ids(ids, message):
             call(*given, draft_ids=ids)
     # bad by its values alone
     if isinstance(ids, np.ndarray) and ids.shape == (16,) and ids.dtype == np.int32:
-        loss, found = jax.jit(lambda ids: draft_loss(*given, draft_ids=ids))(ids)
+        loss, of_loss, metrics = with_traced_ids(ids)
         assert np.isnan(loss)
-        assert "draft_ids" in " ".join(
-            explain_broken_rules(finalize_metrics(found)["draft_1_broken_rules"])
-        )
-        assert np.isnan(
-            jax.jit(lambda ids: draft_metrics(*given, draft_ids=ids))(ids)[
-                "draft_1_acceptance"
-            ].value
-        )
+        assert "draft_ids" in " ".join(explain_broken_rules(of_loss["draft_1_broken_rules"]))
+        assert np.isnan(metrics["draft_1_acceptance"])
 
 
 def test_ids_of_a_checkpoint_and_of_counts():
@@ -361,10 +368,13 @@ def test_targets_as_columns(mesh):
     found = draft_targets(batch, IDS, V, parallel=parallel)
     there = np.isin(batch.targets, IDS)
     np.testing.assert_array_equal(found.loss_mask, np.where(there, MASK, 0))
+
+    @jax.jit
+    def with_traced_ids(ids):
+        return draft_targets(batch, ids, V, parallel=parallel)
+
     for at in (V, -1, IDS[4]):  # under jit a bad id is found as NaN
-        bad = jax.jit(lambda ids: draft_targets(batch, ids, V, parallel=parallel))(
-            np.where(IDS[3] == IDS, at, IDS)
-        )
+        bad = with_traced_ids(np.where(IDS[3] == IDS, at, IDS))
         assert np.isnan(bad.loss_mask).all()
     on = there & (np.asarray(BATCH.segment_ids) > 0)
     np.testing.assert_array_equal(IDS[np.asarray(found.targets)][on], batch.targets[on])

@@ -104,7 +104,8 @@ def test_kernels_sharded_over_fsdp_and_bf16(sequence_parallel):
     as_f32 = [
         jax.tree.map(lambda x: x.astype(jnp.float32), states) for states in (student, teacher)
     ]
-    expected, exact = weighted(lambda s: reference_divergence(s, as_f32[1], where=MASK))(as_f32[0])
+    exact_loss = weighted(lambda s: reference_divergence(s, as_f32[1], where=MASK))
+    expected, exact = jax.jit(exact_loss)(as_f32[0])
     assert_trees_close(found, expected, rtol=1e-5, atol=2e-6)
     assert all(g.dtype == jnp.bfloat16 for g in jax.tree.leaves(gradients))
     # A bf16 model's logit gradient is rounded to bf16 before its products, 2^-9 of each term.
@@ -129,7 +130,8 @@ def test_hidden_states_of_which_only_the_students_are_sharded_by_position():
     as_f32 = [
         jax.tree.map(lambda x: x.astype(jnp.float32), states) for states in (student, teacher)
     ]
-    expected, exact = weighted(lambda s: reference_divergence(s, as_f32[1], where=MASK))(as_f32[0])
+    exact_loss = weighted(lambda s: reference_divergence(s, as_f32[1], where=MASK))
+    expected, exact = jax.jit(exact_loss)(as_f32[0])
     assert_trees_close(found, expected, rtol=1e-5, atol=2e-6)
     assert_trees_close(
         jax.tree.map(lambda g: g.astype(jnp.float32), gradients), exact, rtol=2**-7, atol=2**-8
@@ -239,10 +241,10 @@ def test_no_loop_over_the_tokens_of_a_device_gathers_a_kernel(of):
         states = (hidden, Head(kernel)), (hidden, Head(kernels[1]))
         return (reference_divergence(*states, where=where) * weights).sum()
 
-    found = jax.value_and_grad(on_devices, (0, 1))
-    assert hang_risks(jax.make_jaxpr(found)(hidden, kernels[0])) == []
-    expected = jax.value_and_grad(written_out, (0, 1))(hidden, kernels[0])
-    assert_trees_close(jax.jit(found)(hidden, kernels[0]), expected, rtol=1e-5, atol=2e-5)
+    found = jax.jit(jax.value_and_grad(on_devices, (0, 1)))
+    assert hang_risks(found.trace(hidden, kernels[0]).jaxpr) == []
+    expected = jax.jit(jax.value_and_grad(written_out, (0, 1)))(hidden, kernels[0])
+    assert_trees_close(found(hidden, kernels[0]), expected, rtol=1e-5, atol=2e-5)
 
 
 def test_padded_columns_and_a_frozen_head():
@@ -383,6 +385,8 @@ def test_distillation_loss_is_the_mean_over_loss_tokens():
     student, teacher = heads(97)
     ids, sample = jnp.ones((R, T), int), jnp.zeros((R, 1), int)
     batch = RolloutBatch(ids, ids, ids, ids, jnp.asarray(MASK, jnp.float32), sample)
+    written_out = jax.jit(lambda s, t: reference_divergence(s, t, "forward_kl", where=MASK))
+    expected = np.asarray(written_out(student, teacher))[MASK].mean()
     for mesh in (None, make_parallel_mesh(MESHES[0])):
         run = jax.jit(
             lambda s, t, b, p=mesh: distillation_loss(
@@ -390,9 +394,6 @@ def test_distillation_loss_is_the_mean_over_loss_tokens():
             )
         )
         loss, metrics = run(student, teacher, batch)
-        expected = np.asarray(reference_divergence(student, teacher, "forward_kl", where=MASK))[
-            MASK
-        ].mean()
         np.testing.assert_allclose([loss, metrics["divergence"].value], expected, rtol=1e-5)
 
 
@@ -502,6 +503,7 @@ def test_distillation_through_advantages_in_expectation():
     batch = RolloutBatch(ids, ids, ids, 0 * ids, jnp.ones((1, 5)), ids, real_last_targets=True)
     weights = jnp.asarray(p, jnp.float32)[None]
 
+    @jax.jit
     def gradient(of_tokens):
         step = dataclasses.replace(batch, advantages=of_tokens, loss_weights=weights)
         config = PolicyLossConfig(Reinforce(), aggregation="token_sum", ratio_to="current")

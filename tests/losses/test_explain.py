@@ -60,25 +60,36 @@ def batch_on(mesh, layout, seed=4):
     return with_garbage(batch, np.nan), parallel
 
 
-def explained(config, mesh, layout):
-    """The explanation, the loss and its gradient by log-probs, and the batch."""
+def given_to(config, mesh, layout):
+    """The statistics, the batch with the tokens that the config selects, and the mesh."""
     batch, parallel = batch_on(mesh, layout)
     if isinstance(config, PolicyLossConfig):
         batch = with_selected(batch, selected_of(batch, config, parallel))
     stats = TokenStats(jnp.asarray(batch.returns), jnp.asarray(batch.values), entropy_mode="bonus")
-    (loss, _), gradient = jax.value_and_grad(loss_from_stats, has_aux=True)(
-        stats, batch, config, parallel=parallel
-    )
-    return (
-        explain_tokens(stats, batch, config, parallel=parallel),
-        loss,
-        gradient.log_probs,
-        batch,
-        parallel,
-    )
+    return stats, batch, parallel
 
 
-def check_sum(found, loss, gradient):
+def explained(config, mesh=None, layout="contiguous"):
+    """The explanation, and the batch."""
+    stats, batch, parallel = given_to(config, mesh, layout)
+    return explain_tokens(stats, batch, config, parallel=parallel), batch
+
+
+def check_sum(config, mesh, layout):
+    *given, parallel = given_to(config, mesh, layout)
+
+    @jax.jit
+    def both(stats, batch):
+        """The explanation, the loss, and its gradient by statistics."""
+
+        def loss_of(stats):
+            return loss_from_stats(stats, batch, config, parallel=parallel)[0]
+
+        found = explain_tokens(stats, batch, config, parallel=parallel)
+        return found, *jax.value_and_grad(loss_of)(stats)
+
+    found, loss, slopes = both(*given)
+    gradient = slopes.log_probs
     assert np.isfinite(loss)
     contributions = np.asarray(found.arrays["contribution"], np.float64)
     np.testing.assert_allclose(
@@ -96,8 +107,7 @@ def check_sum(found, loss, gradient):
 @pytest.mark.parametrize("name", LOSSES)
 def test_contributions_of_every_policy_loss_sum_to_it(name, aggregation, off_policy, mesh, layout):
     options = {} if off_policy is None else {"off_policy": off_policy}
-    found, loss, gradient, *_ = explained(config_of(name, aggregation, **options), mesh, layout)
-    check_sum(found, loss, gradient)
+    check_sum(config_of(name, aggregation, **options), mesh, layout)
 
 
 @pytest.mark.parametrize(("mesh", "layout"), MESHES)
@@ -105,7 +115,7 @@ def test_contributions_of_every_policy_loss_sum_to_it(name, aggregation, off_pol
     "loss", [SFT(aggregation="rollout_mean"), ReferenceKL("k2")], ids=lambda x: type(x).__name__
 )
 def test_contributions_of_other_losses_sum_to_them(loss, mesh, layout):
-    check_sum(*explained(loss, mesh, layout)[:3])
+    check_sum(loss, mesh, layout)
 
 
 @pytest.mark.parametrize(("mesh", "layout"), MESHES)
@@ -181,7 +191,7 @@ def test_each_rule_of_a_correction_is_named(mesh, layout):
     outside bounds.
     """
     config = PolicyLossConfig(PPO(0.2, 0.28), off_policy=CORRECTION)
-    found, _, _, batch, _ = explained(config, mesh, layout)
+    found, batch = explained(config, mesh, layout)
     arrays = {
         n: by_sample(getattr(batch, n), batch).astype(np.float64)
         for n in ("old_log_probs", "rollout_log_probs")
@@ -209,14 +219,14 @@ def test_each_rule_of_a_correction_is_named(mesh, layout):
 def test_a_rejection_of_any_statistic_is_a_reason(statistic):
     low = -1.0 if statistic.endswith("diff") else 0.0
     off = OffPolicyConfig(rejections=(Rejection(statistic, low, low + 1e-9),))
-    found = explained(PolicyLossConfig(PPO(), off_policy=off), None, "contiguous")[0]
+    found, _ = explained(PolicyLossConfig(PPO(), off_policy=off))
     assert f"rejected by {statistic} of old/rollout" in {
         x for row in found.reason_names() for x in row
     }
 
 
 def test_a_penalty_moves_a_token_that_is_clipped():
-    found = explained(PolicyLossConfig(PPO(0.2, 0.28), kl=KL(0.1)), None, "contiguous")[0]
+    found, _ = explained(PolicyLossConfig(PPO(0.2, 0.28), kl=KL(0.1)))
     names = np.array(found.reason_names())
     assert np.all(
         np.asarray(found.arrays["gradient"])[np.char.startswith(names.astype(str), "clipped")] != 0

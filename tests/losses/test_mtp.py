@@ -144,24 +144,23 @@ def test_micro_batches_add_up_to_the_step(aggregation):
     batch = dataclasses.replace(
         jax.tree.map(physical, BATCH), context_layout="zigzag", context_shards=2
     )
-    hidden = HIDDEN[:, :, order]
+    states = HIDDEN[:, :, order].reshape(K, 2, R // 2, T, H)
+    stacked = jax.tree.map(lambda x: x.reshape(2, R // 2, *x.shape[1:]), batch)
+    parts = Normalizer.of(MTP(K, aggregation=aggregation), stacked, parallel=parallel)
 
     @jax.jit
-    def accumulated(hidden, kernel, batch):
-        stacked = jax.tree.map(lambda x: x.reshape(2, R // 2, *x.shape[1:]), batch)
-        parts = Normalizer.of(MTP(K, aggregation=aggregation), stacked, parallel=parallel)
-        total = 0.0
-        for i in range(2):
-            part, normalizers = jax.tree.map(lambda x, i=i: x[i], (stacked, parts))
-            states = hidden.reshape(K, 2, R // 2, T, H)[:, i]
-            options = {"normalizers": normalizers, "parallel": parallel}
-            total += mtp_loss(states, kernel, part, MTP(aggregation=aggregation), **options)[0]
-        return total
+    def loss_of(hidden, batch, normalizers):
+        options = {"normalizers": normalizers, "parallel": parallel}
+        return mtp_loss(hidden, KERNEL, batch, MTP(aggregation=aggregation), **options)[0]
 
+    total = 0.0
+    for i in range(2):
+        part = jax.tree.map(lambda x, i=i: np.asarray(x)[i], (stacked, parts))
+        total += loss_of(states[:, i], *part)
     whole, _ = jax.jit(functools.partial(mtp_loss, loss=MTP(K, aggregation=aggregation)))(
         HIDDEN, KERNEL, BATCH
     )
-    np.testing.assert_allclose(accumulated(hidden, KERNEL, batch), whole, rtol=1e-6)
+    np.testing.assert_allclose(total, whole, rtol=1e-6)
 
 
 def test_a_head_for_each_depth():

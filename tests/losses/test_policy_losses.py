@@ -86,35 +86,46 @@ def test_gradient_is_that_of_f64_differences(name, options):
         def total(x):
             return jnp.sum(call(name, x, old, advantages, **options)[0] * weights)
 
-        with mock.patch.object(lax, "stop_gradient", constants):
+        def record(x):
             total(x)
-            differences = np.zeros(MASK.shape)
-            for place in zip(*np.nonzero(MASK), strict=True):
-                ends = []
-                for step in (1e-6, -1e-6):
-                    constants.place = 0
-                    ends.append(float(total(x.at[place].add(step))))
-                differences[place] = (ends[0] - ends[1]) / 2e-6
-        gradient = jax.grad(total)(x)
+            return constants.recorded
+
+        with mock.patch.object(lax, "stop_gradient", constants):
+            constants.recorded = jax.jit(record)(x)
+            constants.place = 0
+            with_constants = jax.jit(total).lower(x).compile()
+        differences = np.zeros(MASK.shape)
+        for place in zip(*np.nonzero(MASK), strict=True):
+            ends = []
+            for step in (1e-6, -1e-6):
+                moved = np.array(x)
+                moved[place] += step
+                ends.append(float(with_constants(moved)))
+            differences[place] = (ends[0] - ends[1]) / 2e-6
+        gradient = jax.jit(jax.grad(total))(x)
     assert np.abs(differences).max() > 0.1
     np.testing.assert_allclose(gradient, differences, rtol=1e-6, atol=1e-8)
     x, old, advantages = arguments(jnp.float32)
     weights = np.asarray(weights, np.float32)
-    np.testing.assert_allclose(jax.grad(total)(x), differences, rtol=2e-5, atol=2e-6)
+    gradient = jax.jit(jax.grad(total))(x)
+    np.testing.assert_allclose(gradient, differences, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.every(5)
 @pytest.mark.parametrize("name", LOSSES)
 def test_any_log_ratio_is_finite(name):
     """exp(100) is inf in f32, and inf * 0 a NaN gradient: the ratio is exp of at most 20."""
+    _, old, _ = arguments(jnp.float32)
+
+    @jax.jit
+    @jax.value_and_grad
+    def value_and_gradient(x, advantages):
+        return jnp.sum(call(name, x, old, advantages)[0])
+
     for ratio in (100.0, -100.0, 1e4, -1e4):
-        _, old, _ = arguments(jnp.float32)
+        x = np.where(MASK > 0, old + ratio, 0)
         for sign in (1.0, -1.0):
-
-            def fn(x, old=old, sign=sign):
-                return jnp.sum(call(name, x, old, jnp.full(MASK.shape, sign))[0])
-
-            value, gradient = jax.value_and_grad(fn)(jnp.where(MASK > 0, old + ratio, 0))
+            value, gradient = value_and_gradient(x, np.full(MASK.shape, sign, np.float32))
             assert np.isfinite(value), (ratio, sign)
             assert np.all(np.isfinite(gradient)), (ratio, sign)
 
@@ -180,7 +191,7 @@ def test_gspo_gradients_differ_where_masks_are_uneven():
         def weighted(log_probs, fn=fn):
             return jnp.sum(fn(log_probs, old, jnp.ones(MASK.shape))[0] * weights)
 
-        gradients[how] = jax.grad(weighted)(log_probs)
+        gradients[how] = jax.jit(jax.grad(weighted))(log_probs)
     first = (SEGMENTS[0] == 1) & (MASK[0] > 0)
     s = np.exp(np.mean((log_probs - old)[0][first]))
     np.testing.assert_allclose(gradients["sequence"][0][first], -s * (0 + 2) / 2, rtol=1e-5)
@@ -213,6 +224,17 @@ def test_a_loss_of_the_users_own():
     assert not PolicyTokenLoss(config).token_local
 
 
+def values_and_slopes(fn, x):
+    """The losses that fn(x) gives beside its indicators, the gradient of their sum, and these."""
+
+    def total(x):
+        losses, indicators = fn(x)
+        return losses.sum(), (losses, indicators)
+
+    (_, (losses, indicators)), slopes = jax.jit(jax.value_and_grad(total, has_aux=True))(x)
+    return losses, slopes, indicators
+
+
 def test_a_token_that_the_probability_mask_drops_is_pulled_still_and_the_cap_keeps_the_gradient():
     """By hand: p - q is 0.4, -0.4, 0.1 and 2e-5; the last ratio is 3, capped at 2."""
     p, q = np.array([0.5, 0.1, 0.2, 3e-5]), np.array([0.1, 0.5, 0.1, 1e-5])
@@ -220,13 +242,13 @@ def test_a_token_that_the_probability_mask_drops_is_pulled_still_and_the_cap_kee
     loss = ProbabilityMask(0.3, 0.3, ratio_cap=2.0, pull=0.5)
 
     def values(x):
-        return loss(x, jnp.asarray(np.log(q), jnp.float32), jnp.asarray(a, jnp.float32))
+        return loss(x, np.float32(np.log(q)), np.float32(a))
 
-    x = jnp.asarray(np.log(p), jnp.float32)
+    losses, slopes, indicators = values_and_slopes(values, np.float32(np.log(p)))
     kept = np.array([0.0, 0.0, 2.0, -2.0])
-    np.testing.assert_allclose(values(x)[0], kept + 0.5 * d**2, rtol=1e-5)
-    np.testing.assert_allclose(jax.grad(lambda x: values(x)[0].sum())(x), kept + d, rtol=1e-5)
-    np.testing.assert_array_equal(values(x)[1]["clip_fraction"], [1, 1, 0, 0])
+    np.testing.assert_allclose(losses, kept + 0.5 * d**2, rtol=1e-5)
+    np.testing.assert_allclose(slopes, kept + d, rtol=1e-5)
+    np.testing.assert_array_equal(indicators["clip_fraction"], [1, 1, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -242,10 +264,10 @@ def test_topr_and_up_grpo_by_hand(a, topr, up):
         loss = getattr(presets, name)().loss
 
         def values(x, loss=loss):
-            return loss(x, old, jnp.full(4, a), mask=None, segments=None)[0]
+            return loss(x, old, jnp.full(4, a), mask=None, segments=None)
 
-        np.testing.assert_allclose(values(x), expected, rtol=2e-4)
-        by = jax.grad(lambda x, values=values: values(x).sum())(x)
+        losses, by, _ = values_and_slopes(values, x)
+        np.testing.assert_allclose(losses, expected, rtol=2e-4)
         np.testing.assert_allclose(by, -np.ones(4) if a > 0 else slopes[name], rtol=1e-5)
 
 
@@ -264,15 +286,11 @@ def test_flipped_weights_by_hand():
             x, jnp.full(7, np.float32(np.log(0.1))), a
         )
 
-    at = jnp.asarray(x, jnp.float32)
-    np.testing.assert_allclose(
-        values(at)[0], [-1.6, -4, -5 * x[2], 3, 1.5, 2.5 * x[5], 0], rtol=1e-5
-    )
-    np.testing.assert_allclose(
-        jax.grad(lambda x: values(x)[0].sum())(at), [0, -4, -5, 3, 0, 2.5, 0], rtol=1e-5
-    )
-    np.testing.assert_array_equal(values(at)[1]["clip_fraction"], [1, 0, 0, 0, 1, 0, 0])
-    np.testing.assert_array_equal(values(at)[1]["heavy_fraction"], [0, 0, 1, 0, 0, 1, 0])
+    losses, slopes, indicators = values_and_slopes(values, np.float32(x))
+    np.testing.assert_allclose(losses, [-1.6, -4, -5 * x[2], 3, 1.5, 2.5 * x[5], 0], rtol=1e-5)
+    np.testing.assert_allclose(slopes, [0, -4, -5, 3, 0, 2.5, 0], rtol=1e-5)
+    np.testing.assert_array_equal(indicators["clip_fraction"], [1, 0, 0, 0, 1, 0, 0])
+    np.testing.assert_array_equal(indicators["heavy_fraction"], [0, 0, 1, 0, 0, 1, 0])
 
 
 def test_the_unified_mask_asks_for_the_sign_of_the_advantage():
@@ -300,5 +318,5 @@ def test_the_gradient_of_a_gate_that_is_nearly_one():
     def loss(log_probs):
         return SAPO(tau_positive=1.0)(log_probs, *given, mask=None, segments=None)[0].sum()
 
-    found = jax.grad(loss)(jnp.log(jnp.asarray(ratios, jnp.float32)))
+    found = jax.jit(jax.grad(loss))(np.float32(np.log(ratios)))
     np.testing.assert_allclose(found, -4 * ratios * p * q, rtol=1e-5)

@@ -143,7 +143,17 @@ def expected_of(name):
     return result, {"table": STEP.by_table(by_hidden), "kernel": by_head.kernel}
 
 
-def check(name, loss, metrics, gradients):
+def loss_and_gradients(fn):
+    """The compiled loss, the numbers of its metrics, and its gradients."""
+
+    def run(*given):
+        (loss, metrics), gradients = jax.value_and_grad(fn, has_aux=True)(*given)
+        return loss, finalize_metrics(metrics), gradients
+
+    return quick_jit(run)
+
+
+def check(name, loss, found, gradients):
     result, slopes = expected_of(name)
     assert abs(result.loss) > 1e-3
     np.testing.assert_allclose(loss, result.loss, rtol=2e-5, atol=1e-6)
@@ -151,7 +161,6 @@ def check(name, loss, metrics, gradients):
         np.testing.assert_allclose(
             gradients[which], want, rtol=1e-4, atol=4e-6 * np.abs(want).max(), err_msg=which
         )
-    found = finalize_metrics(metrics)
     assert found["broken_rules"] == 0
     assert {*found} - {"broken_rules"} == {*result.metrics}
     for metric, want in result.metrics.items():
@@ -171,9 +180,7 @@ def test_losses_metrics_and_gradients(name, mesh, layout):
     def fn(params, trees, numbers):
         return shared_loss(params, trees, numbers, CONFIGS[name], parallel)
 
-    run = quick_jit(jax.value_and_grad(fn, has_aux=True))
-    (loss, metrics), gradients = run(STEP.params, trees, numbers)
-    check(name, loss, metrics, gradients)
+    check(name, *loss_and_gradients(fn)(STEP.params, trees, numbers))
 
 
 @pytest.mark.every(3)
@@ -189,8 +196,7 @@ def test_the_batch_that_is_packed_whole_has_the_same(name):
         stats = log_probs_from_hidden(*given, where=plain.loss_mask > 0, entropy="bonus")
         return policy_loss(stats, plain, of_jaxppo(CONFIGS[name]))
 
-    (loss, metrics), gradients = quick_jit(jax.value_and_grad(fn, has_aux=True))(STEP.params)
-    check(name, loss, metrics, gradients)
+    check(name, *loss_and_gradients(fn)(STEP.params))
 
 
 @pytest.mark.every(2)
@@ -215,12 +221,12 @@ def test_micro_batches(name, mesh):
                 params, micro_batch[0], micro_batch[1], config, parallel, micro_batch[2]
             )
 
-        return accumulate_gradients(of_micro_batch, (trees, numbers, normalizer))(params)
+        step = accumulate_gradients(of_micro_batch, (trees, numbers, normalizer))
+        (loss, metrics), gradients = step(params)
+        return loss, finalize_metrics(metrics), gradients
 
-    (loss, metrics), gradients = quick_jit(fn)(
-        jax.tree.map(jnp.asarray, STEP.params), trees, numbers
-    )
-    check(name, loss, metrics, gradients)
+    params = jax.tree.map(jnp.asarray, STEP.params)
+    check(name, *quick_jit(fn)(params, trees, numbers))
 
 
 PAIR = [
@@ -241,22 +247,27 @@ def test_a_clip_makes_summed_advantages_another_loss(garbage):
     """
     trees = trees_of(PAIR, row_length=8)
 
-    def fn(log_probs):
-        return policy_loss(trees.to_batch(TokenStats(log_probs)), trees.batch, PolicyLossConfig())[
-            0
-        ]
+    @jax.jit
+    @jax.value_and_grad
+    def loss_and_gradient(log_probs):
+        own = trees.to_batch(TokenStats(log_probs))
+        return policy_loss(own, trees.batch, PolicyLossConfig())[0]
 
     log_probs = np.where(trees.rows.loss_mask > 0, LOG_PROBS, np.float32(garbage))
-    loss, gradient = jax.value_and_grad(fn)(log_probs)
+    loss, gradient = loss_and_gradient(log_probs)
     ratio = np.exp(0.5)
     np.testing.assert_allclose(loss, (ratio - 1.2) / 6, rtol=1e-6)
     np.testing.assert_allclose(6 * gradient, [[0, ratio, 0, -1, 0, 1, 0, 0]], rtol=1e-6, atol=1e-6)
 
     summed = [dataclasses.replace(PAIR[0], advantages=[0.0, 0.0, 1.0])]
     alone = RolloutBatch.from_samples(summed, row_length=5)
-    slope = jax.grad(lambda x: policy_loss(TokenStats(x), alone, PolicyLossConfig())[0])(
-        LOG_PROBS[:, :5]
-    )
+
+    @jax.jit
+    @jax.grad
+    def slope_of(log_probs):
+        return policy_loss(TokenStats(log_probs), alone, PolicyLossConfig())[0]
+
+    slope = slope_of(LOG_PROBS[:, :5])
     assert not np.asarray(slope)[0, 1:3].any()
 
 
@@ -348,19 +359,15 @@ def test_what_the_head_reads_by_token(layout):
             params["table"][of_plain], params["kernel"], plain, TopKDistillation()
         )
 
-    (loss, metrics), gradients = quick_jit(jax.value_and_grad(shared, has_aux=True))(
-        STEP.params, trees
-    )
-    (wanted, numbers), slopes = quick_jit(jax.value_and_grad(whole, has_aux=True))(STEP.params)
-    assert finalize_metrics(metrics)["broken_rules"] == 0
+    loss, metrics, gradients = loss_and_gradients(shared)(STEP.params, trees)
+    wanted, numbers, slopes = loss_and_gradients(whole)(STEP.params)
+    assert metrics["broken_rules"] == 0
     np.testing.assert_allclose(loss, wanted, rtol=2e-5)
     for name, want in slopes.items():
         size = float(np.abs(want).max())
         np.testing.assert_allclose(gradients[name], want, rtol=1e-4, atol=4e-6 * size, err_msg=name)
-    for name, value in finalize_metrics(numbers).items():
-        np.testing.assert_allclose(
-            finalize_metrics(metrics)[name], value, rtol=2e-5, atol=2e-6, err_msg=name
-        )
+    for name, value in numbers.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
 def test_what_crosses_the_network():
