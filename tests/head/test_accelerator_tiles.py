@@ -98,11 +98,12 @@ def test_one_pass(mesh, way):
     def run(h, k):
         return step(parallel, h, k, config=config, **{"memory": None, **options})
 
+    program = jax.jit(run)
     with tiles_of(device):
-        got = jax.jit(run)(HIDDEN, KERNEL)
-        assert hang_risks(jax.make_jaxpr(run)(HIDDEN, KERNEL)) == []
+        got = program(HIDDEN, KERNEL)
+        assert hang_risks(program.trace(HIDDEN, KERNEL).jaxpr) == []
         if mesh is None:
-            assert note in audit(run, HIDDEN, KERNEL).notes
+            assert note in audit(program, HIDDEN, KERNEL).notes
     assert_trees_close(got, on_one_cpu(), rtol=2e-5, atol=3e-6)
 
 
@@ -181,9 +182,10 @@ def check_beside_float64(device, layout, mesh, T, options, tiles, dtype="float32
 
     hidden, kernel = (np.asarray(jnp.asarray(x, dtype), np.float32) for x in (hidden, kernel))
     given = jnp.asarray(hidden, dtype), jnp.asarray(kernel if layout == "hv" else kernel.T, dtype)
+    gradients = jax.jit(jax.grad(loss, (0, 1)))
     with tiles_of(device):
-        notes = audit(jax.grad(loss, (0, 1)), *given, mesh=parallel and parallel.mesh).notes
-        found = jax.jit(jax.grad(loss, (0, 1)))(*given)
+        notes = audit(gradients, *given, mesh=parallel and parallel.mesh).notes
+        found = gradients(*given)
     assert any(re.fullmatch(tiles, note) for note in notes), notes
     h, k = hidden.astype(np.float64).reshape(-1, H), kernel.astype(np.float64)
     z = h @ k
@@ -235,23 +237,32 @@ def test_products_behind_the_loop_are_of_the_chunks_that_count():
             assert_trees_close(got, expected, rtol=2e-5, atol=3e-6, context=f"{count} tokens")
 
 
+def with_adapters(parallel, layout, **options):
+    """The gradients of the kernel and its adapters."""
+    kernel = KERNEL if layout == "hv" else KERNEL.T
+
+    @jax.jit
+    def run(kernel, lora):
+        config = bonus_and_kl()
+        return step(parallel, HIDDEN, kernel, config=config, lora=lora, layout=layout, **options)
+
+    return run(kernel, ADAPTERS)
+
+
+@functools.cache
+def with_adapters_on_one_cpu(layout):
+    return with_adapters(None, layout)
+
+
 @pytest.mark.every(3)
 @pytest.mark.parametrize("mesh", [None, "mixed"])
 @pytest.mark.parametrize("layout", ["hv", "vh"])
 @pytest.mark.parametrize("way", ["all tokens", "the tokens that count", "groups"])
 def test_one_pass_with_adapters(way, layout, mesh):
     options, device, _ = WAYS[way]
-    config, parallel = bonus_and_kl(), mesh_of(mesh)
-    kernel = KERNEL if layout == "hv" else KERNEL.T
-
-    def run(p, k, lora, **how):
-        return step(p, HIDDEN, k, config=config, lora=lora, layout=layout, **how)
-
-    expected = jax.jit(lambda k, lora: run(None, k, lora))(kernel, ADAPTERS)
     with tiles_of(device):
-        got = jax.jit(lambda k, lora: run(parallel, k, lora, **{"memory": None, **options}))(
-            kernel, ADAPTERS
-        )
+        got = with_adapters(mesh_of(mesh), layout, **{"memory": None, **options})
+    expected = with_adapters_on_one_cpu(layout)
     assert_trees_close(got, expected, rtol=2e-5, atol=3e-6)
 
 
@@ -281,7 +292,9 @@ def test_a_kernel_that_varies_before_a_scan_is_summed_once_a_step(device):
         )
 
     specs = (mesh.hidden_spec, mesh.kernel_spec(), batch.specs(mesh))
-    step = jax.shard_map(local, mesh=mesh.mesh, in_specs=specs, out_specs=mesh.kernel_spec())
+    step = jax.jit(
+        jax.shard_map(local, mesh=mesh.mesh, in_specs=specs, out_specs=mesh.kernel_spec())
+    )
 
     def put(x, spec):
         return jax.device_put(x, mesh.sharding(spec))
@@ -289,13 +302,31 @@ def test_a_kernel_that_varies_before_a_scan_is_summed_once_a_step(device):
     arrays = jax.tree.map(put, (HIDDEN, kernel, batch), specs)
     with tiles_of(device):
         found = audit(step, *arrays)
-        got = jax.jit(step)(*arrays)
+        got = step(*arrays)
     of_kernel = [
         c for c in found.collectives if c.bytes >= 4 * 16 * 100 and set(c.axes) & {"dp", "cp"}
     ]
     assert [c.in_loop for c in of_kernel] == [False]
     alone = jax.grad(lambda k: policy_loss_from_hidden(HIDDEN, k, batch, config)[0])
     assert_trees_close(got, 3 * jax.jit(alone)(kernel), rtol=2e-5, atol=1e-5)
+
+
+@functools.cache
+def gradients_of_one_row(device, mesh):
+    """A compiled function of hidden states, a kernel and a batch, which are one row."""
+    parallel = mesh and make_parallel_mesh(mesh)
+
+    def loss(hidden, kernel, batch):
+        config = PolicyLossConfig()
+        return policy_loss_from_hidden(hidden, kernel, batch, config, parallel=parallel)[0]
+
+    gradients = jax.jit(jax.grad(loss, (0, 1)))
+
+    def run(*arrays):
+        with tiles_of(device):
+            return gradients(*arrays)
+
+    return run
 
 
 @pytest.mark.parametrize("count", [1, 90, 130])
@@ -312,16 +343,6 @@ def test_gradients_of_rows_behind_the_last_written_chunk(count):
         ids, ids, ids * 0 + 1, jnp.arange(N)[None], mask, ids[:, :1] * 0, advantages=ones
     )
     batch = dataclasses.replace(batch, old_log_probs=-5 * ones, real_last_targets=True)
-
-    def gradients(parallel):
-        def loss(hidden, kernel):
-            return policy_loss_from_hidden(
-                hidden, kernel, batch, PolicyLossConfig(), parallel=parallel
-            )[0]
-
-        return jax.jit(jax.grad(loss, (0, 1)))(hidden, kernel)
-
-    expected = gradients(None)
-    with tiles_of("wide"):
-        found = gradients(make_parallel_mesh("tp=8"))
+    expected = gradients_of_one_row("cpu", None)(hidden, kernel, batch)
+    found = gradients_of_one_row("wide", "tp=8")(hidden, kernel, batch)
     assert_trees_close(found, expected, **TOLERANCES)

@@ -29,6 +29,7 @@ from sharding.testing import assert_trees_close
 
 PARALLEL = make_parallel_mesh("dp=2,cp=2,tp=2")
 OVER = ("dp", "cp")
+TOKENS = 256  # of a row
 WHOLE = 2 * 4 * UNIT  # the columns of which each of four devices sums a share in two halves
 
 
@@ -73,8 +74,9 @@ def check(fn, x, dtype="bfloat16"):
     np.testing.assert_array_equal(found, x.sum(axis=0).astype(dtype).astype(np.float32))
 
 
-def ops(fn, x):
-    return {c.op for c in audit(fn, x, mesh=PARALLEL.mesh).collectives}
+def ops(fn, *args, mesh=PARALLEL.mesh):
+    """The kinds of collectives of a compiled function."""
+    return {c.op for c in audit(fn, *args, mesh=mesh).collectives}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -145,7 +147,7 @@ def test_shares_of_any_number_of_devices(devices, ring):
 
     fn = jax.jit(jax.shard_map(per_shard, mesh=mesh, in_specs=P("cp"), out_specs=P("cp")))
     check(fn, x)
-    assert {c.op for c in audit(fn, x, mesh=mesh).collectives} == {"collective-permute"}
+    assert ops(fn, x, mesh=mesh) == {"collective-permute"}
 
 
 @pytest.mark.parametrize("over", [("dp", "cp"), ("cp",)])
@@ -171,22 +173,23 @@ def test_a_head(layout, way, mesh, monkeypatch):
     2^-7 apart at most.
     """
     parallel = make_parallel_mesh(mesh)
-    keys = jax.random.split(jax.random.key(0), 3)
-    hidden = jax.random.normal(keys[0], (8, 1024, 512), jnp.bfloat16)
-    kernel = (jax.random.normal(keys[1], (512, 4096)) / 22).astype(jnp.bfloat16)
-    kernel = kernel if layout == "hv" else kernel.T
-    targets = jax.random.randint(keys[2], hidden.shape[:2], 0, 4096)
-    place = jnp.broadcast_to(jnp.arange(1024), targets.shape)
-    mask, advantages = (place % 3 > 0).astype(jnp.float32), (place % 5 - 2).astype(jnp.float32)
+    rng = np.random.default_rng(0)
+    # features and columns enough for rings; a device has several chunks of 128 tokens
+    hidden = jnp.asarray(rng.normal(size=(8, TOKENS, 512)), jnp.bfloat16)
+    kernel = rng.normal(size=(512, 4096)) / 22
+    kernel = jnp.asarray(kernel if layout == "hv" else kernel.T, jnp.bfloat16)
+    targets = rng.integers(0, 4096, (8, TOKENS), dtype=np.int32)
+    place = np.tile(np.arange(TOKENS, dtype=np.int32), (8, 1))
+    mask = (place % 3 > 0).astype(np.float32)
     batch = RolloutBatch(
         targets,
         targets,
-        jnp.ones_like(targets),
+        np.ones_like(targets),
         place,
         mask,
-        jnp.arange(8)[:, None],
+        np.arange(8, dtype=np.int32)[:, None],
         real_last_targets=True,
-        advantages=advantages,
+        advantages=(place % 5 - 2).astype(np.float32),
         old_log_probs=-8 - mask,
         context_shards=parallel.context_size,
     )
@@ -200,23 +203,32 @@ def test_a_head(layout, way, mesh, monkeypatch):
         found = log_probs_from_hidden(
             hidden, head, batch.targets, parallel=parallel, entropy="bonus"
         )
-        return (found.log_probs * jnp.arange(1024.0)[None] + found.entropy).sum()
+        return (found.log_probs * jnp.arange(TOKENS, dtype=jnp.float32)[None] + found.entropy).sum()
 
-    gradients = jax.grad(loss, 0 if way == "frozen" else (0, 1))
-    roomy = dataclasses.replace(DEVICES["wide"], chunk_tokens=512, block_width=2048)
-    with tiles_of("wide"):
-        monkeypatch.setitem(profiles.PROFILES, "wide", roomy)
-        around = jax.jit(gradients)(hidden, kernel)
-        found = {c.op for c in audit(gradients, hidden, kernel, mesh=parallel.mesh).collectives}
-        monkeypatch.setitem(profiles.PROFILES, "wide", dataclasses.replace(roomy, ring=0))
-        jax.clear_caches()
-        at_once = jax.jit(gradients)(hidden, kernel)
-        without = {c.op for c in audit(gradients, hidden, kernel, mesh=parallel.mesh).collectives}
+    wrt = 0 if way == "frozen" else (0, 1)
+
+    def with_ring(ring):
+        """The gradients, and the kinds of collectives of their program."""
+        profile = dataclasses.replace(
+            DEVICES["wide"], chunk_tokens=128, block_width=2048, ring=ring
+        )
+        monkeypatch.setitem(profiles.PROFILES, "wide", profile)
+        gradients = jax.jit(jax.grad(loss, wrt))
+        with tiles_of("wide"):
+            found = ops(gradients, hidden, kernel, mesh=parallel.mesh)
+            return gradients(hidden, kernel), found
+
+    around, found = with_ring(4)
+    jax.clear_caches()
+    at_once, without = with_ring(0)
     # dhidden is summed over the tensor axis, dkernel over the others; eight devices are a ring for
     # shares alone
     rings = parallel.tensor_size > 1 or way != "frozen"
     assert ("collective-permute" in found - without) == rings
-    assert all(jnp.isfinite(x).all() and x.any() for x in jax.tree.leaves(around))
+    for x in jax.tree.leaves(around):
+        x = np.asarray(x, np.float32)
+        assert np.isfinite(x).all()
+        assert x.any()
     assert_trees_close(around, at_once, rtol=2**-7, atol=1e-6)
 
 
