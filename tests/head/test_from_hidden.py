@@ -2,6 +2,7 @@
 option.
 """
 
+import functools
 import itertools
 
 import jax
@@ -174,12 +175,17 @@ def test_a_device_without_a_token_that_counts_does_no_product():
     np.testing.assert_array_equal(np.delete(found["hidden"], 4, axis=0), 0)
 
 
+@functools.cache
+def with_padded_columns(mesh):
+    """A compiled function of the arrays of a head whose columns from 97 on are padding."""
+    options = {"entropy": "bonus", "vocab_size": 97}
+    return jax.jit(lambda a: with_gradients(call_head, meshes([mesh])[0], a, **options))
+
+
 @pytest.mark.parametrize("mesh", [None, MIXED, "tp=8"])
 def test_padded_columns_hold_anything(mesh):
     arrays = head_arrays(104, last=97)
-    run = jax.jit(
-        lambda a: with_gradients(call_head, meshes([mesh])[0], a, entropy="bonus", vocab_size=97)
-    )
+    run = with_padded_columns(mesh)
     clean = run(arrays)
     for name in ("kernel", "bias"):
         np.testing.assert_array_equal(clean[1][name][..., 97:], 0)
@@ -192,9 +198,7 @@ def test_padded_columns_hold_anything(mesh):
 def test_a_target_outside_the_vocabulary_is_nan(mesh):
     """Its log-prob and gradient are NaN; its entropy and every other token are as they were."""
     arrays = head_arrays(104, last=97)
-    run = jax.jit(
-        lambda a: with_gradients(call_head, meshes([mesh])[0], a, entropy="bonus", vocab_size=97)
-    )
+    run = with_padded_columns(mesh)
     clean, clean_gradients = run(arrays)
     others = np.ones((R, T), bool)
     others[4, 3] = False

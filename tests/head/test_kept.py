@@ -241,8 +241,9 @@ def test_three_products_instead_of_four():
     }
     product = 2 * R * T * H * 1024
 
+    @functools.cache
     def program(wrt, **options):
-        return audit(jax.grad(lambda w: loss_of(arrays, **options)(w)), {n: arrays[n] for n in wrt})
+        return audit(jax.grad(loss_of(arrays, **options)), {n: arrays[n] for n in wrt})
 
     for wrt, kept, again in (
         (("hidden", "kernel"), 3, 4),
@@ -283,16 +284,18 @@ def test_losses_of_whole_sequences_keep_logits_by_default():
     calls may be many.
     """
     kept = "kept logits, 512 tokens x 1003 columns"
-    found = audit(
-        lambda h, k: step(None, h, k, config=PolicyLossConfig(GSPO()), memory=None), HIDDEN, KERNEL
-    )
-    assert found.notes == ("two passes: the loss of a token depends on others", kept)
+
+    def of_loss(hidden, kernel):
+        return step(None, hidden, kernel, config=PolicyLossConfig(GSPO()), memory=None)
+
+    found = notes(jax.make_jaxpr(of_loss)(HIDDEN, KERNEL))
+    assert found == ("two passes: the loss of a token depends on others", kept)
 
     def notes_with(**options):
         def total(hidden, kernel):
             return log_probs_from_hidden(hidden, kernel, BATCH.targets, **options).log_probs.sum()
 
-        return audit(jax.grad(total, (0, 1)), HIDDEN, KERNEL).notes
+        return notes(jax.make_jaxpr(jax.grad(total, (0, 1)))(HIDDEN, KERNEL))
 
     assert [note.split(",")[0] for note in notes_with()] == ["forward", "gradients"]
     assert [note.split(",")[0] for note in notes_with(memory=2**20)] == ["forward", "gradients"]

@@ -385,9 +385,11 @@ def test_ways(way, rule, mesh):
     expected = jax.jit(jax.value_and_grad(lambda h, k: policy_loss(h, k, config), (0, 1)))(*read)
     options = {"parallel": meshes(mesh)[0], **options}
     with tiles_of(device):
-        run = jax.value_and_grad(lambda h, k: policy_loss(h, k, config, rule, **options), (0, 1))
-        found = notes(jax.make_jaxpr(run)(HIDDEN, KERNEL))
-        got = jax.jit(run)(HIDDEN, KERNEL)
+        run = jax.jit(
+            jax.value_and_grad(lambda h, k: policy_loss(h, k, config, rule, **options), (0, 1))
+        )
+        found = notes(run.trace(HIDDEN, KERNEL).jaxpr)
+        got = run(HIDDEN, KERNEL)
     assert ("groups of" in str(found)) == (way == "groups")
     assert ("kept logits" in str(found)) == (way == "kept logits")
     assert ("one pass," in str(found)) == (way in ("one pass", "groups"))

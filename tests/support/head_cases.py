@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 
 import jax
@@ -151,16 +152,24 @@ def with_gradients(call, parallel, arrays, wrt=PARAMETERS, **options):
     return stats, gradients
 
 
+@functools.cache
+def reference_program(call, wrt, options):
+    """`with_gradients` of the reference, compiled once for cases whose numbers or meshes alone
+    differ.
+    """
+    return jax.jit(lambda arrays: with_gradients(call, "reference", arrays, wrt, **dict(options)))
+
+
 def truth(call, arrays, wrt=PARAMETERS, **options):
     """`with_gradients` of the reference in float64."""
-    options = {k: v for k, v in options.items() if k not in OF_THE_WORK}
+    of_the_values = {k: v for k, v in options.items() if k not in OF_THE_WORK}
+    program = reference_program(call, wrt, tuple(sorted(of_the_values.items())))
     with jax.enable_x64(True):
         wide = {
             k: jnp.asarray(np.asarray(x, np.float64) if x.dtype.kind in "fV" else x)
             for k, x in arrays.items()
         }
-        found = jax.jit(lambda a: with_gradients(call, "reference", a, wrt, **options))(wide)
-        return jax.tree.map(np.asarray, found)
+        return jax.tree.map(np.asarray, program(wide))
 
 
 def logit_rounding(arrays, options):
