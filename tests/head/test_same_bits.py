@@ -32,10 +32,11 @@ DTYPES = ["float32", "bfloat16"]
 
 
 def arrays(dtype, tokens, seed=0):
-    keys = jax.random.split(jax.random.key(seed), 3)
-    hidden = jax.random.normal(keys[0], (tokens, H)).astype(dtype)
-    kernel = (jax.random.normal(keys[1], (H, V)) / H**0.5).astype(dtype)
-    return hidden, kernel, jax.random.randint(keys[2], (tokens,), 0, V)
+    """Hidden states, a kernel and targets, of numpy: its indexing compiles nothing."""
+    rng = np.random.default_rng(seed)
+    hidden = rng.normal(size=(tokens, H)).astype(jnp.dtype(dtype))
+    kernel = (rng.normal(size=(H, V)) / H**0.5).astype(jnp.dtype(dtype))
+    return hidden, kernel, rng.integers(0, V, tokens, dtype=np.int32)
 
 
 @partial(jax.jit, static_argnums=4)
@@ -106,7 +107,7 @@ def test_a_decoding_step_is_one_of_packed_rows(dtype, parallel):
     hidden, kernel, targets = arrays(dtype, 480)
     parallel = parallel and make_parallel_mesh(parallel)
     by_row = parallel and dataclasses.replace(parallel, data=("dp", "cp"), context=None)
-    where = jnp.asarray(np.random.default_rng(2).random((4, 120)) < 0.7)
+    where = np.random.default_rng(2).random((4, 120)) < 0.7
     packed = stats(hidden.reshape(4, 120, H), kernel, targets.reshape(4, 120), where, parallel)
     by_step = hidden.reshape(40, 12, H).swapaxes(0, 1), targets.reshape(40, 12).T
 
@@ -130,7 +131,7 @@ def test_a_decoding_step_is_one_of_packed_rows(dtype, parallel):
     for whole, step, one in zip(packed, decoded, alone, strict=True):
         found = np.roll(np.asarray(step), -1, axis=1).T.reshape(4, 120)
         np.testing.assert_array_equal(found[where], whole[where])
-        first = np.asarray(where).reshape(-1)[:40]
+        first = where.reshape(-1)[:40]
         np.testing.assert_array_equal(one[first, 0], whole.reshape(-1)[:40][first])
 
 
@@ -165,13 +166,13 @@ def test_every_field_of_a_head_has_a_case():
 
 
 def head_with(kernel, bias=False, lora=None, layout="hv", **fields):
-    keys = jax.random.split(jax.random.key(7), 3)
-    fields["bias"] = jax.random.normal(keys[0], (V,)).astype(kernel.dtype) if bias else None
-    shapes = ((H, lora), (lora, V)) if lora else ()
-    adapters = [
-        jax.random.normal(k, s).astype(kernel.dtype) for k, s in zip(keys[1:], shapes, strict=False)
-    ]
-    fields["lora"] = LoRA(*adapters, scale=0.5) if lora else None
+    rng = np.random.default_rng(7)
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(kernel.dtype)
+
+    fields["bias"] = normal(V) if bias else None
+    fields["lora"] = LoRA(normal(H, lora), normal(lora, V), scale=0.5) if lora else None
     return Head(kernel if layout == "hv" else kernel.T, layout=layout, **fields)
 
 
@@ -210,7 +211,8 @@ def test_heads_with_every_field(name, dtype, parallel):
     )
 
     def get(*args, **how):
-        return (lambda x: np.stack([x.log_probs, x.entropy], -1))(call(*args, **how))
+        found = call(*args, **how)
+        return np.stack([found.log_probs, found.entropy], -1)
 
     expected = get(hidden.reshape(8, 100, H), head, targets.reshape(8, 100)).reshape(800, 2)
     assert np.isfinite(expected).all()
@@ -218,9 +220,9 @@ def test_heads_with_every_field(name, dtype, parallel):
     few = [((1, 1), 1.0), ((1, 7), 1.0)] * 10 if parallel is None else [((2, 12), 1.0)]
     for shape, share in (*few, ((2, 300), 0.4)):
         chosen = rng.integers(0, 800, shape)
-        where = jnp.ones(shape, bool) if share is None else jnp.asarray(rng.random(shape) < share)
+        where = rng.random(shape) < share
         got = get(hidden[chosen], head, targets[chosen], where=where)
-        changed = (got != expected[chosen]).any(-1) & np.asarray(where)
+        changed = (got != expected[chosen]).any(-1) & where
         assert not changed.any(), (shape, int(changed.sum()))
 
 
@@ -252,20 +254,19 @@ def test_the_ratio_to_an_old_pass_of_the_same_policy_is_1(mesh, memory, dtype):
     old = jax.jit(lambda h, k: log_probs_from_hidden(h, k, targets[::-1], **options).log_probs)(
         hidden[::-1], kernel
     )
-    ids = jnp.ones((4, 160), jnp.int32)
-    mask = (
-        (jax.random.uniform(jax.random.key(3), (4, 160)) < 0.7).astype(jnp.float32).at[:, -1].set(0)
-    )
-    positions = jnp.broadcast_to(jnp.arange(160), (4, 160))
+    ids = np.ones((4, 160), np.int32)
+    mask = (np.random.default_rng(3).random((4, 160)) < 0.7).astype(np.float32)
+    mask[:, -1] = 0
+    positions = np.broadcast_to(np.arange(160, dtype=np.int32), (4, 160))
     batch = RolloutBatch(
         ids,
         targets,
         ids,
         positions,
         mask,
-        jnp.arange(4)[:, None],
+        np.arange(4, dtype=np.int32)[:, None],
         advantages=mask,
-        old_log_probs=old[::-1],
+        old_log_probs=np.asarray(old)[::-1],
     )
     config = PolicyLossConfig(PPO())
 
