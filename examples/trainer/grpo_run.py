@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import shutil
 import sys
 import time
@@ -109,9 +110,7 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
     graphdef, params, frozen = _learning(args, config, parallel, graphdef, params)
     lengths = task.prompt_length, task.response_length
     sampler = make_sampler(graphdef, config, parallel, *lengths, task.tokenizer.ends, task.common)
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate, b2=0.95)
-    )
+    optimizer = _optimizer(args.learning_rate)
     learner = Learner(
         graphdef, config, parallel, loss, optimizer, args.updates, min(args.explain, batch_size)
     )
@@ -128,6 +127,12 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
     if resume is not None:
         run.load(None if resume == NEWEST else resume)
     return run
+
+
+@functools.cache
+def _optimizer(learning_rate: float) -> optax.GradientTransformation:
+    """Made once for each rate, so that learners of one process can be equal."""
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, b2=0.95))
 
 
 def _identity(args: argparse.Namespace, config: Config, frozen: nnx.State | None) -> dict[str, Any]:
@@ -231,12 +236,13 @@ def _adapted(
 
 def fingerprint(params: nnx.State) -> int:
     """A sum over the bits of all parameters, the same on every mesh."""
+    return int(_sum_of_bits(params))
 
-    def total(params: nnx.State) -> jax.Array:
-        bits = (jax.lax.bitcast_convert_type(x, jnp.uint32).sum() for x in jax.tree.leaves(params))
-        return jnp.stack(list(bits)).sum()
 
-    return int(jax.jit(total)(params))
+@jax.jit
+def _sum_of_bits(params: nnx.State) -> jax.Array:
+    bits = [jax.lax.bitcast_convert_type(x, jnp.uint32).sum() for x in jax.tree.leaves(params)]
+    return jnp.stack(bits).sum()
 
 
 def _check_no_run(folder: Path) -> None:

@@ -86,12 +86,12 @@ def _variables(params: Any, frozen: Any) -> tuple[Any, ...]:
     return (params, frozen)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Learner:
     """Loss and optimiser on a mesh. `updates` is how often each batch of rollouts is used.
 
     `explain` is how many samples of each step are returned with what the loss does with their
-    tokens.
+    tokens. Equal learners share their compiled steps.
     """
 
     graphdef: nnx.GraphDef
@@ -111,15 +111,16 @@ class Learner:
           frozen: the others, which are not copied.
         """
 
-        def make(params: nnx.State) -> TrainState:
-            key = jax.random.key_data(jax.random.key(seed))
-            copy = None if self.loss.kl is None else jax.tree.map(lambda x: x.copy(), params)
-            return TrainState(
-                params, self.optimizer.init(params), copy, key, jnp.zeros((), jnp.int32)
-            )
+        return dataclasses.replace(self._start(params, seed), frozen=frozen)
 
-        made = jax.jit(make, out_shardings=self.shardings(jax.eval_shape(make, params)))(params)
-        return dataclasses.replace(made, frozen=frozen)
+    @partial(jax.jit, static_argnums=(0, 2))
+    def _start(self, params: nnx.State, seed: int) -> TrainState:
+        key = jax.random.key_data(jax.random.key(seed))
+        reference = None
+        if self.loss.kl is not None:
+            reference = jax.tree.map(jnp.copy, params)
+        moments = self.optimizer.init(params)
+        return self._pin(TrainState(params, moments, reference, key, jnp.zeros((), jnp.int32)))
 
     def shardings(self, state: TrainState) -> TrainState:
         """The NamedSharding of each array of the state: that of its parameter for a moment, else

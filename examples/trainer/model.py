@@ -5,7 +5,8 @@ over the tensor axis.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -191,9 +192,25 @@ def create_model(
             f" {config.heads} heads"
         )
 
-    def create():
+    graphdef, make_params = _creation(config, parallel, seed)
+    return graphdef, make_params()
+
+
+@functools.cache
+def _creation(
+    config: ModelConfig, parallel: ParallelMesh, seed: int
+) -> tuple[nnx.GraphDef, Callable[[], nnx.State]]:
+    """The model's structure, and a compiled function that makes its parameters.
+
+    Made once, so that runs of one process have equal structures, and share programs.
+    """
+
+    def create() -> tuple[nnx.GraphDef, nnx.State]:
         return nnx.split(Decoder(config, parallel, nnx.Rngs(seed)))
+
+    def params() -> nnx.State:
+        return create()[1]
 
     graphdef, abstract = jax.eval_shape(create)
     shardings = jax.tree.map(parallel.sharding, nnx.get_partition_spec(abstract))
-    return graphdef, jax.jit(lambda: create()[1], out_shardings=shardings)()
+    return graphdef, jax.jit(params, out_shardings=shardings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,14 @@ def read_config(folder: Path) -> PublishedConfig:
     return LlamaConfig.read(folder)
 
 
+@functools.cache
 def describe_model(
     config: PublishedConfig, parallel: ParallelMesh
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """The model's structure and its parameters' shapes; no array is made."""
+    """The model's structure and its parameters' shapes; no array is made.
+
+    Made once, so that runs of one process have equal structures, and share programs.
+    """
 
     def make() -> tuple[nnx.GraphDef, nnx.State]:
         rngs = nnx.Rngs(0)

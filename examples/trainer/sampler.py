@@ -5,7 +5,8 @@ as training.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,17 +56,18 @@ def rows_spec(parallel: ParallelMesh) -> P:
     return P(parallel.data + parallel.context or None)
 
 
+@functools.cache
 def make_sampler(
     graphdef: nnx.GraphDef,
     config: Config,
     parallel: ParallelMesh,
     prompt_length: int,
     response_length: int,
-    ends: Sequence[int] = (Tokenizer.end,),
+    ends: tuple[int, ...] = (Tokenizer.end,),
     common: int = 0,
 ) -> Sampler:
     """`sample(variables, prompts [B, P], lengths [B], key, temperature, copies) -> Responses`,
-    jitted.
+    jitted; the same function for the same arguments.
 
     Each prompt has `copies` responses, which follow one another: it is read once, and its keys and
     values are copied. The first `common` tokens are the same in all prompts, and are read once for

@@ -40,6 +40,45 @@ def started(folder, *options):
     return run, args
 
 
+@pytest.fixture
+def compiled():
+    """Names of the programs compiled so far, whether or not a cache had them."""
+    found = []
+
+    def listener(name, *_, **__):
+        return found.append(name) if "backend_compile" in name else None
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def test_a_run_compiles_nothing_after_its_first_step(tmp_path, compiled):
+    jax.clear_caches()  # another test may have compiled what later steps need
+    run, args = started(tmp_path)
+    grpo_step(run, args)
+    compiled.clear()
+    lengths = set()
+    pack = run.pack
+    run.pack = lambda samples: (lengths.add(sum(len(s.tokens) for s in samples)), pack(samples))[1]
+    for _ in range(3):
+        grpo_step(run, args)
+    assert len(lengths) > 1
+    assert compiled == []
+
+
+def test_runs_of_one_process_share_their_programs(tmp_path, compiled):
+    run, args = started(tmp_path / "first")
+    grpo_step(run, args)
+    compiled.clear()
+    again, args = started(tmp_path / "second")
+    grpo_step(again, args)
+    assert again.learner == run.learner
+    assert compiled == []
+    other = parse([*TINY, "--out", str(tmp_path / "third"), "--learning-rate", "0.02"])
+    assert set_up(other).learner != run.learner
+
+
 def spoil(batch):
     """The batch with one infinite reward."""
     rewards = np.array(batch.rewards)
@@ -138,32 +177,6 @@ def test_what_stands_out(tmp_path):
 
 
 # No transfer or compilation that was not asked for
-
-
-@pytest.fixture
-def compiled():
-    """Names of the programs compiled so far, whether or not a cache had them."""
-    found = []
-
-    def listener(name, *_, **__):
-        return found.append(name) if "backend_compile" in name else None
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(listener)
-
-
-def test_a_run_compiles_nothing_after_its_first_step(tmp_path, compiled):
-    run, args = started(tmp_path)
-    grpo_step(run, args)
-    compiled.clear()
-    lengths = set()
-    pack = run.pack
-    run.pack = lambda samples: (lengths.add(sum(len(s.tokens) for s in samples)), pack(samples))[1]
-    for _ in range(3):
-        grpo_step(run, args)
-    assert len(lengths) > 1
-    assert compiled == []
 
 
 def test_as_many_programs_as_buckets(compiled):

@@ -252,7 +252,8 @@ def test_no_more_than_there_are(tmp_path):
 
 
 def test_none_are_explained_if_nobody_asks(tmp_path):
-    options = [*RUN, "--explain", "0", "--steps", "1", "--out", str(tmp_path)]
+    options = [*RUN, "--explain", "0", "--sft-steps", "0", "--updates", "1"]
+    options += ["--steps", "1", "--out", str(tmp_path)]
     assert train(options) == 0
     assert not (tmp_path / "tokens.jsonl").exists()
     assert set_up(parse([*options, "--resume"])).learner.explain == 0
