@@ -289,13 +289,13 @@ def test_dequantised_logits_have_the_numbers_of_a_head_of_8_bits(dtype):
         old_log_probs=-3 * ones,
     )
     for ours, plain in zip(
-        step.forward(hidden, kernel, batch),
-        step.dequantized_forward(hidden, kernel, batch),
+        jax.jit(step.forward)(hidden, kernel, batch),
+        jax.jit(step.dequantized_forward)(hidden, kernel, batch),
         strict=True,
     ):
         np.testing.assert_allclose(ours, plain, atol=1e-4)  # of logits up to 25, in f32
     of_head, of_logits = (
-        jax.grad(loss, (0, 1))(hidden, kernel, batch)
+        jax.jit(jax.grad(loss, (0, 1)))(hidden, kernel, batch)
         for loss in (step.one_pass, step.dequantized_loss)
     )
     for a, b in zip(of_head, of_logits, strict=True):

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import importlib
 import inspect
 import os
@@ -163,11 +164,33 @@ def test_names_may_be_used_first_in_a_trace():
     assert done.returncode == 0, done.stderr
 
 
+# What each import loads beyond those before it.
+ADDED = """
+import sys
+
+def packages():
+    return {name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names
+
+import jax, jaxtyping, numpy
+needed = packages()
+import sharding
+of_sharding = packages()
+from jaxppo import *
+print(*of_sharding - needed)
+print(*packages() - needed)
+"""
+
+
+@functools.cache
+def added():
+    """The packages that sharding loads beyond what both need, and those of all of jaxppo too."""
+    done = python(ADDED, ROOT)
+    assert done.returncode == 0, done.stderr
+    return [{*line.split()} for line in done.stdout.splitlines()]
+
+
 def test_sharding_knows_nothing_of_jaxppo():
-    done = python(
-        "import sharding, sys; print([m for m in sys.modules if m.startswith('jaxppo')])", ROOT
-    )
-    assert done.stdout == "[]\n", done.stderr
+    assert added()[0] == {"sharding"}
 
 
 def test_all_is_the_table_of_contents():
@@ -220,10 +243,4 @@ def test_paths_that_pages_write_can_be_imported():
 
 def test_it_imports_what_it_asks_for_and_no_framework():
     """Where flax, optax and the like are installed, too."""
-    names = "print(*{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names)"
-    needed = python(f"import jax, jaxtyping, numpy, sys; {names}", ROOT)
-    done = python(f"from jaxppo import *; import sys; {names}", ROOT)
-    assert set(done.stdout.split()) - set(needed.stdout.split()) == {
-        "jaxppo",
-        "sharding",
-    }, done.stderr
+    assert added()[1] == {"jaxppo", "sharding"}

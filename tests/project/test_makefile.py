@@ -23,26 +23,29 @@ MISSING = {
 }
 
 
+def make(target, environment, real):
+    command = ["make", target, f"VENV={environment}", f"PYTHON={sys.executable}", f"REAL={real}"]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | ALONE, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """The folder of an environment that `make train` began, and how that run ended."""
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    return folder, make("train", folder, folder.parent / "real")
+
+
 @pytest.mark.parametrize("target", MISSING)
-def test_without_a_package_index_make_says_what_is_missing(tmp_path, target):
+def test_without_a_package_index_make_says_what_is_missing(environment, target):
     """From an empty folder for the first target; for the second one with an environment that is
     set up.
     """
-    folder = tmp_path / "venv"
+    folder, found = environment
+    assert (folder / "bin" / "python").exists()
     if target == "train-real":
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         (folder / ".ready").touch()
-    command = [
-        "make",
-        target,
-        f"VENV={folder}",
-        f"PYTHON={sys.executable}",
-        f"REAL={tmp_path / 'real'}",
-    ]
-    found = subprocess.run(
-        command, cwd=ROOT, env=os.environ | ALONE, capture_output=True, text=True
-    )
+        found = make(target, folder, folder.parent / "real")
     assert found.returncode == 2
     assert MISSING[target] in found.stderr
     assert "Traceback" not in found.stderr
-    assert not (tmp_path / "real").exists()
+    assert not (folder.parent / "real").exists()

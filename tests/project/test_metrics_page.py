@@ -2,6 +2,7 @@
 function by function.
 """
 
+import functools
 import re
 from pathlib import Path
 
@@ -41,9 +42,15 @@ def sample(i):
     return Sample([1, 2, *range(3, 3 + n)], 2, **log_probs, **values, **ids)
 
 
+@functools.cache
 def packed(**sizes):
     batch = RolloutBatch.from_samples([sample(i) for i in range(8)], row_length=10, **sizes)
     return jax.tree.map(jnp.asarray, batch)
+
+
+@functools.cache
+def whole_step():
+    return Normalizer.of(CONFIG, packed(micro_batches=2))
 
 
 def hidden(batch):
@@ -144,16 +151,18 @@ def test_every_name_of_the_table_is_called():
 def test_what_a_function_takes(name):
     """A batch that is a whole step, the stack, and one micro-batch inside of
     `accumulate_gradients`.
+
+    Traced alone: what a function takes is a question of shapes.
     """
     call, takes = CALLS[name], TAKES[name]
-    call(packed(), None)
+    jax.eval_shape(call, packed(), None)
     stack = packed(micro_batches=2)
-    whole = Normalizer.of(CONFIG, stack)
+    whole = whole_step()
     if takes == "one micro-batch":
         with pytest.raises(ValueError, match=r"expected \[R, T"):
-            call(stack, whole)
+            jax.eval_shape(call, stack, whole)
     else:
-        call(stack, whole)
+        jax.eval_shape(call, stack, whole)
 
     def loss_fn(x, part):
         call(*part)
@@ -165,9 +174,9 @@ def test_what_a_function_takes(name):
             ValueError,
             match="got one micro-batch inside accumulate_gradients, expected the whole step",
         ):
-            step(jnp.ones(()))
+            jax.eval_shape(step, jnp.ones(()))
     else:
-        step(jnp.ones(()))
+        jax.eval_shape(step, jnp.ones(()))
 
 
 def test_the_page_merges_means_of_uneven_micro_batches():

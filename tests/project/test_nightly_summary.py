@@ -47,9 +47,9 @@ def test_night(): pass
 """
 
 
-def run(folder, paths, *options):
+def run(folder, paths, *options, workers=2):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", *options, str(folder)]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), *options, str(folder)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
@@ -63,23 +63,24 @@ def test_workers_draw_from_one_seed(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.nightly), "2"])
+@pytest.mark.parametrize(
+    "workers",
+    [pytest.param(0, marks=pytest.mark.nightly), 1, pytest.param(2, marks=pytest.mark.nightly)],
+)
 def test_a_run_by_day_says_how_many_cases_it_left_out(tmp_path, workers):
     """Four of six cases have a new value; -k chooses before anything is left out."""
     (tmp_path / "test_table.py").write_text(OF_DAY_AND_NIGHT)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = nightly\n")
     paths = [ROOT / "tests", ROOT / "tests" / "support"]
-    done = run(tmp_path, paths, "-p", "conftest", "-n", workers)
+    done = run(tmp_path, paths, "-p", "conftest", workers=workers)
     assert "4 of 7 cases ran; --nightly runs the others too" in done.stdout, (
         done.stdout + done.stderr
     )
-    if workers == "0":
-        chosen = run(tmp_path, paths, "-p", "conftest", "-n", "0", "-k", "not night")
+    if workers == 0:
+        chosen = run(tmp_path, paths, "-p", "conftest", "-k", "not night", workers=0)
         assert "4 of 6 cases ran" in chosen.stdout
-        assert (
-            "ran; --nightly"
-            not in run(tmp_path, paths, "-p", "conftest", "-n", "0", "--nightly").stdout
-        )
+        every_case = run(tmp_path, paths, "-p", "conftest", "--nightly", workers=0)
+        assert "ran; --nightly" not in every_case.stdout
 
 
 def test_programs_are_let_go_where_there_are_many(monkeypatch):

@@ -4,6 +4,7 @@ inactive by default.
 
 from pathlib import Path
 
+import jax
 import pytest
 
 pytest_plugins = ["pytester"]
@@ -142,22 +143,29 @@ def test_the_configuration_says_it_too_and_the_sample_is_pairwise(pytester, inne
     result = inner("--collect-only", "-q")
     cases = [line for line in result.outlines if "dp=" in line]
 
+    def here(*options):
+        """Cases only, in this process, whose devices are enough and have started."""
+        assert jax.device_count() == 8
+        options = (
+            "--collect-only",
+            "-q",
+            "-p",
+            "pytest_jaxppo",
+            "-p",
+            "no:cacheprovider",
+            *options,
+        )
+        return pytester.runpytest_inprocess(*options)
+
     def pairs(case):
         traits = [x if isinstance(x, str) else x > 1 for x in sizes(case)]
         return {(i, j, traits[i], traits[j]) for i in range(4) for j in range(i)}
 
-    every = [
-        line
-        for line in inner("--collect-only", "-q", "--mesh-cases", "all").outlines
-        if "dp=" in line
-    ]
+    every = [line for line in here("--mesh-cases", "all").outlines if "dp=" in line]
     assert len(every) == 28
     assert set.union(*map(pairs, cases)) == set.union(*map(pairs, every))
     assert len(cases) < 10
-    assert (
-        "dp=1,cp=1,tp=2-contiguous"
-        in inner("--collect-only", "-q", "--emulated-devices", "2").stdout.str()
-    )
+    assert "dp=1,cp=1,tp=2-contiguous" in here("--emulated-devices", "2").stdout.str()
 
 
 @pytest.mark.nightly
