@@ -82,13 +82,15 @@ class Policy(eqx.Module):
         return self.norm(x + self.down(jax.nn.gelu(self.up(x))))
 
 
-def placed(model: Policy, parallel: ParallelMesh) -> Policy:
-    """Weights `[out, in]` over the mesh as a head's kernel, vectors on each device."""
+def shardings_of(tree: Any, parallel: ParallelMesh) -> Any:
+    """Weights `[out, in]`, and their moments, over the mesh as a head's kernel; vectors on each
+    device.
+    """
 
-    def spec(x):
-        return parallel.kernel_spec("vh") if x.ndim == 2 else P(None)
+    def sharding(x):
+        return parallel.sharding(parallel.kernel_spec("vh") if x.ndim == 2 else P())
 
-    return jax.tree.map(lambda x: jax.device_put(x, parallel.sharding(spec(x))), model)
+    return jax.tree.map(sharding, tree)
 
 
 def hidden_states(model: Policy, tokens: jax.Array, parallel: ParallelMesh) -> jax.Array:
@@ -123,7 +125,10 @@ def step(
 
     (_, found), gradients = eqx.filter_value_and_grad(loss_fn, has_aux=True)(model)
     updates, optimizer = tx.update(gradients, optimizer, model)
-    return eqx.apply_updates(model, updates), optimizer, finalize_metrics(found)
+    # as they came: else vectors would be spread over the mesh, and the next step compiled again
+    state = eqx.apply_updates(model, updates), optimizer
+    model, optimizer = jax.lax.with_sharding_constraint(state, shardings_of(state, parallel))
+    return model, optimizer, finalize_metrics(found)
 
 
 def train(
@@ -132,7 +137,8 @@ def train(
     """The trained model, and the loss before each update."""
     tx = optax.adam(1e-2)
     with jax.set_mesh(parallel.mesh):
-        model = placed(Policy(tied=tied, key=jax.random.key(0)), parallel)
+        model = Policy(tied=tied, key=jax.random.key(0))
+        model = jax.device_put(model, shardings_of(model, parallel))
         optimizer = tx.init(eqx.filter(model, eqx.is_array))
         losses = []
         for i in range(steps):
