@@ -2,6 +2,8 @@
 --lora-targets ask.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,12 +31,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-def models(folder, mesh, lora=LORA):
+@functools.cache
+def models(folder, mesh):
     """The mesh, the model of the folder and that with adapters: structures and parameters."""
     parallel = make_parallel_mesh(mesh, context_layout="zigzag")
     config = read_config(folder)
     graphdef, params = load_model(folder, config, parallel)
-    adapted, adapters = add_adapters(graphdef, params, config, lora, parallel, seed=0)
+    adapted, adapters = add_adapters(graphdef, params, config, LORA, parallel, seed=0)
     return parallel, (graphdef, params), (adapted, adapters)
 
 

@@ -31,7 +31,7 @@ from sharding.testing import factorings
 SAMPLES = forked(0).samples
 LENGTH = 160
 SMALL = ModelConfig(
-    vocab_size=V, max_length=64, width=16, layers=2, heads=8, head_dim=4, mlp_width=32
+    vocab_size=V, max_length=64, width=16, layers=1, heads=8, head_dim=4, mlp_width=32
 )
 KINDS = {"ppo": config_of("ppo"), "gspo": config_of("gspo", "rollout_mean")}
 

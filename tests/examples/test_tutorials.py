@@ -2,6 +2,7 @@
 one.
 """
 
+import functools
 from functools import partial
 
 import jax
@@ -50,19 +51,26 @@ def test_an_example_learns_on_any_mesh(example):
     assert all(metrics["broken_rules"] == 0 for metrics in one)
 
 
+@functools.cache
+def mixture_on_a_mesh():
+    """The mesh, whose layout moves tokens, and the metrics of two updates on it."""
+    mesh = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag")
+    return mesh, [*moe.train(mesh, updates=2)]
+
+
 def test_the_balance_of_experts_is_that_of_the_whole_step():
     """In f64, over all tokens of the step.
 
     A mean of the micro-batches' balances is 1.3185 for 1.2859.
     """
-    mesh = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
-    state = jax.jit(partial(moe.create, mesh))()
-    batches = moe.rollouts(mesh, state["model"], 0)
-    _, metrics = jax.jit(partial(moe.update, mesh))(state, batches)
+    mesh, (metrics, _) = mixture_on_a_mesh()
+    model = jax.jit(partial(moe.create, mesh))()["model"]
+    batches = moe.rollouts(mesh, model, 0)
+    forward = jax.jit(moe.forward)
     used, score = [], []
     for k in range(4):
         batch = jax.tree.map(lambda x, k=k: x[k], batches)
-        _, own, scores = jax.jit(moe.forward)(state["model"], batch)
+        _, own, scores = forward(model, batch)
         read = np.asarray(batch.segment_ids) > 0
         used.append(np.eye(moe.EXPERTS)[np.asarray(own)[read][:, 0]].mean(1))
         score.append(np.asarray(scores, np.float64)[read])
@@ -81,9 +89,8 @@ def test_replay_closes_the_gap_between_sampler_and_trainer():
     """On a mesh whose layout moves tokens: rows of experts that went to other tokens would leave
     the gap.
     """
-    for metrics in moe.train(
-        make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag"), updates=2
-    ):
+    _, steps = mixture_on_a_mesh()
+    for metrics in steps:
         assert metrics["choices_differ"] > 0.01
         assert metrics["log_prob_gap"] > 1e-4
         assert metrics["log_prob_gap_replayed"] < 2e-6
