@@ -189,14 +189,17 @@ def test_a_query_of_more_keys_than_slots_is_nan():
     Padding has no such limit.
     """
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(2, 40, 2, 4)), jnp.float32) for _ in range(3))
-    paths = Paths(
-        jnp.tile(jnp.arange(40) < 19, (2, 1)).astype(jnp.int32),
-        jnp.tile(jnp.arange(40) % 19, (2, 1)),
-    )
-    in_order = ordered_attention(paths, paths, 16, make_parallel_mesh("dp=2,tp=4"))
-    found = np.asarray(jax.jit(in_order)(q, k, v))
-    whole = jax.jit(attention)(q, k, v, paths, paths)
+    q, k, v = rng.normal(size=(3, 2, 40, 2, 4)).astype(np.float32)
+    places = np.tile(np.arange(40, dtype=np.int32), (2, 1))
+    paths = Paths((places < 19).astype(np.int32), places % 19)
+    mesh = make_parallel_mesh("dp=2,tp=4")
+
+    @jax.jit
+    def in_order(q, k, v, paths):
+        return ordered_attention(paths, paths, 16, mesh)(q, k, v)
+
+    found = np.asarray(in_order(q, k, v, paths))
+    whole = np.asarray(jax.jit(attention)(q, k, v, paths, paths))
     assert np.isnan(found[:, 16:19]).all()
     np.testing.assert_allclose(found[:, :16], whole[:, :16], rtol=0, atol=1e-6)
     assert np.isfinite(found[:, 19:]).all()
