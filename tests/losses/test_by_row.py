@@ -3,6 +3,7 @@ from hidden states.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -56,22 +57,35 @@ def batch_of(mesh, rows=4):
     return dataclasses.replace(batch, extras=extras), owners, parallel
 
 
+@functools.partial(jax.jit, static_argnames=("client", "parallel"))
+def of_one(x, batch, numbers, *, client, parallel):
+    """The loss of this client with these numbers, and the gradient."""
+    loss = CLIENTS[client]
+    if client == "ppo":
+        of = dataclasses.replace(loss.loss, clip_low=numbers["low"], clip_high=numbers["high"])
+        loss = dataclasses.replace(loss, loss=of)
+    elif client == "sapo":
+        loss = dataclasses.replace(loss, loss=SAPO(numbers["tau"]))
+
+    def fn(x):
+        return loss_from_stats(TokenStats(x), batch, loss, parallel=parallel)[0]
+
+    return jax.value_and_grad(fn)(x)
+
+
 def alone(x, batch, owners, parallel):
     """The sum of each sample's loss with the numbers of its own, and the gradient."""
-
-    def one(x, i):
-        mine = dataclasses.replace(
-            batch, loss_mask=np.where(owners == i, batch.loss_mask, 0), extras={}
-        )
-        loss, k = list(CLIENTS.values())[i % 5], i % 3
-        if i % 5 == 0:
-            of = dataclasses.replace(loss.loss, clip_low=float(LOW[k]), clip_high=float(HIGH[k]))
-            loss = dataclasses.replace(loss, loss=of)
-        elif i % 5 == 2:
-            loss = dataclasses.replace(loss, loss=SAPO(float(TAU[k])))
-        return loss_from_stats(TokenStats(x), mine, loss, parallel=parallel)[0]
-
-    return jax.value_and_grad(lambda x: sum(one(x, i) for i in range(12) if i % 5 < 4))(x)
+    found = []
+    for i in range(12):
+        if i % 5 == 4:
+            continue
+        mask = np.where(owners == i, batch.loss_mask, 0)
+        mine = dataclasses.replace(batch, loss_mask=mask, extras={})
+        numbers = {"low": LOW[i % 3], "high": HIGH[i % 3], "tau": TAU[i % 3]}
+        client = [*CLIENTS][i % 5]
+        found.append(of_one(x, mine, numbers, client=client, parallel=parallel))
+    losses, gradients = zip(*found, strict=True)
+    return np.sum(losses, axis=0), np.sum(gradients, axis=0)
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])

@@ -6,6 +6,7 @@ others impossible.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ from jaxppo.losses.covariance import covariance_mask
 from jaxppo.losses.explain import by_sample
 from jaxppo.losses.policy_tokens import PolicyTokenLoss
 from jaxppo.policy_losses import KLCov
-from sharding.audit import audit
+from sharding.audit.program import notes
 
 H, V = 6, 40
 GONE = (3, 7, 8, 30)  # columns of bias -inf
@@ -272,11 +273,16 @@ SYSTEMS = {  # the loss and its slopes by the log-probs, by hand; ratios are 2 w
 }
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def loss_and_gradient(stats, batch, config):
+    return jax.value_and_grad(policy_loss, has_aux=True)(stats, batch, config)
+
+
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_rule_of_a_system(system):
     worth, count = SYSTEMS[system]
     config = PolicyLossConfig(FREE, ratio_to="rollout", unusable=Unusable.of(system))
-    (loss, found), gradient = jax.value_and_grad(policy_loss, has_aux=True)(THREE, three(), config)
+    (loss, found), gradient = loss_and_gradient(THREE, three(), config)
     np.testing.assert_allclose(loss, -sum(worth) / count, rtol=1e-6)
     np.testing.assert_allclose(gradient.log_probs[0], [-w / count for w in worth] + [0], rtol=1e-6)
     assert float(found["unusable_tokens"].value) == 1
@@ -303,9 +309,7 @@ def test_penalties_that_are_kept_or_not(rule, expected):
     config = PolicyLossConfig(
         FREE, kl=KL(0.25, "k1"), entropy_coef=0.1, ratio_to="rollout", unusable=rule
     )
-    (loss, found), gradient = jax.value_and_grad(policy_loss, has_aux=True)(
-        THREE, three(ref_log_probs=refs), config
-    )
+    (loss, found), gradient = loss_and_gradient(THREE, three(ref_log_probs=refs), config)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     count = 2 if rule == OUT else 3
     penalised = float(rule.penalties == "in")
@@ -379,10 +383,11 @@ def test_the_denominators_of_a_step_whose_parts_lack_tokens(aggregation):
         stats = TokenStats(jnp.where(batch.loss_mask > 0, -1.0, 0.0) + shift)
         return policy_loss(stats, batch, config, normalizer=normalizer)
 
-    (loss, found), slope = jax.value_and_grad(loss_fn, has_aux=True)(jnp.float32(0), (whole, None))
+    compiled = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
+    (loss, found), slope = compiled(jnp.float32(0), (whole, None))
     np.testing.assert_allclose([loss, slope], expected, rtol=1e-6)
     parts = RolloutBatch.from_samples(samples, row_length=4, rows=1, micro_batches=3)
-    step = accumulate_gradients(loss_fn, (parts, Normalizer.of(config, parts)))
+    step = jax.jit(accumulate_gradients(loss_fn, (parts, Normalizer.of(config, parts))))
     (loss, in_parts), slope = step(jnp.float32(0))
     np.testing.assert_allclose([loss, slope], expected, rtol=1e-6)
     assert float(found["unusable_tokens"].value) == float(in_parts["unusable_tokens"].value) == 3
@@ -439,7 +444,7 @@ def test_what_else_is_broken_still_is(rule):
     ]
     batch = RolloutBatch.from_samples(samples, row_length=4)
     config = PolicyLossConfig(kl=KL(0.1), unusable=rule)
-    log_probs = jnp.full((1, 4), -1.0)
+    log_probs = jnp.full((1, 4), -1.0, jnp.float32)  # of no weak type, as those of the batch
     nan, inf, low = (log_probs.at[0, 1].set(x) for x in (jnp.nan, jnp.inf, -jnp.inf))
     unsound = dataclasses.replace(batch, ref_log_probs=low)
     above = dataclasses.replace(batch, old_log_probs=log_probs.at[0, 1].set(0.5))
@@ -458,7 +463,7 @@ def test_a_step_of_impossible_tokens_alone_is_zero(rule):
     batch = batch_of(STEP, SAMPLES, place_of("statistics"))
     stats = TokenStats(jnp.full(batch.loss_mask.shape, -jnp.inf), jnp.ones(batch.loss_mask.shape))
     config = PolicyLossConfig(entropy_coef=0.1, unusable=rule)
-    (loss, found), gradient = jax.value_and_grad(policy_loss, has_aux=True)(stats, batch, config)
+    (loss, found), gradient = loss_and_gradient(stats, batch, config)
     assert float(loss) == 0
     assert not any(np.any(x) for x in jax.tree.leaves(gradient))
     assert float(found["unusable_tokens"].value) == batch.loss_mask.sum()
@@ -471,7 +476,7 @@ def test_a_step_of_which_the_sampler_knows_nothing(rule):
     config = PolicyLossConfig(
         ratio_to="rollout", aggregation="sequence_mean_token_mean", unusable=rule
     )
-    (loss, found), gradient = jax.value_and_grad(policy_loss, has_aux=True)(THREE, batch, config)
+    (loss, found), gradient = loss_and_gradient(THREE, batch, config)
     worth = np.array([1.0, 4.0, 3.0, 0.0]) * (rule.policy == "ratio_1")
     np.testing.assert_allclose(loss, -worth.sum() / 3, rtol=1e-6)
     np.testing.assert_allclose(gradient.log_probs[0], -worth / 3, rtol=1e-6)
@@ -616,5 +621,5 @@ def test_an_option_of_the_rule_beside_it():
 def test_the_paths_are_what_they_say():
     config = of_jaxppo(CONFIG | {"unusable": RULES["weight_0"]})
     for path in ("one pass", "two passes"):
-        notes = audit(program(config, path, place_of(path)), *given_to(path)).notes
-        assert notes[0].startswith(path), notes
+        traced = jax.make_jaxpr(program(config, path, place_of(path)))(*given_to(path))
+        assert notes(traced)[0].startswith(path)
