@@ -30,7 +30,7 @@ from jaxppo import (
 )
 from jaxppo.losses.distillation import distillation_loss, divergence_from_hidden
 from jaxppo.losses.mtp import mtp_loss
-from sharding import audit
+from sharding.audit.program import notes as notes_in
 from sharding.testing import assert_trees_close
 
 R, T, H, G, V = 8, 16, 8, 16, 24
@@ -284,12 +284,16 @@ def test_the_audit_notes_what_is_brought(explicit):
     def loss(h, k, spec):
         return policy_loss_from_hidden(h, k, BATCH, CONFIG, parallel=parallel, hidden_spec=spec)[0]
 
+    def notes_of(hidden, spec):
+        return notes_in(jax.make_jaxpr(jax.grad(partial(loss, spec=spec)))(hidden, KERNEL))
+
     hidden = jax.device_put(HIDDEN, parallel.sharding(TURNED))
-    notes = audit(jax.grad(partial(loss, spec=TURNED)), hidden, KERNEL).notes
-    assert any("hidden states brought from" in line and "'fsdp', 'dp'" in line for line in notes)
+    assert any(
+        "hidden states brought from" in line and "'fsdp', 'dp'" in line
+        for line in notes_of(hidden, TURNED)
+    )
     for spec in (None, parallel.hidden_spec, P(("dp", "fsdp"))):
-        notes = audit(jax.grad(partial(loss, spec=spec)), HIDDEN, KERNEL).notes
-        assert not any("brought" in line for line in notes)
+        assert not any("brought" in line for line in notes_of(HIDDEN, spec))
 
 
 @pytest.mark.parametrize("explicit", [False, True])
