@@ -5,6 +5,7 @@ have.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,7 @@ DTYPES = {  # the dtypes of some of the batch's arrays, of hidden states, and of
 }
 
 
+@functools.cache
 def given(mesh: str | None, dtypes: str) -> Given:
     parallel = mesh and make_parallel_mesh(mesh, context_layout="zigzag")
     batch = RolloutBatch.from_samples(SAMPLES, row_length=T, rows=R, parallel=parallel)
@@ -148,9 +150,16 @@ def given(mesh: str | None, dtypes: str) -> Given:
 
 
 def slope(call: Callable[..., Any], x: Any) -> Any:
-    """Loss, metrics and gradient of call(x), which returns (loss, metrics)."""
-    (loss, found), gradient = jax.value_and_grad(call, has_aux=True)(x)
-    return loss, finalize_metrics(found), gradient
+    """Loss, metrics and gradient of call(x), which returns (loss, metrics); one program, where a
+    call outside of jit would compile each of its operations.
+    """
+
+    @jax.jit
+    def step(x: Any) -> Any:
+        (loss, found), gradient = jax.value_and_grad(call, has_aux=True)(x)
+        return loss, finalize_metrics(found), gradient
+
+    return step(x)
 
 
 def of_head(g: Given, call: Callable[..., Any]) -> Any:
@@ -180,10 +189,12 @@ def in_micro_batches(g: Given) -> Any:
         on = {"normalizer": normalizer, **g.on}
         return jaxppo.policy_loss_from_hidden(hidden, kernel, batch, config, temperature=0.7, **on)
 
-    (total, found), gradient = jaxppo.accumulate_gradients(loss, (batch, normalizer, hidden))(
-        g.head.kernel
-    )
-    return total, finalize_metrics(found), gradient
+    @jax.jit
+    def step(kernel: Any, parts: Any) -> Any:
+        (total, found), gradient = jaxppo.accumulate_gradients(loss, parts)(kernel)
+        return total, finalize_metrics(found), gradient
+
+    return step(g.head.kernel, (batch, normalizer, hidden))
 
 
 def padded(g: Given) -> Any:
