@@ -8,11 +8,13 @@ are those of peft. `b` starts at 0, so that the first step has the model as it w
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -91,21 +93,46 @@ def add_adapters(
         adapter.
     """
 
-    def with_adapters(params: nnx.State) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-        model = nnx.merge(graphdef, params)
-        rngs = nnx.Rngs(seed)
-        for layer in list(model.layers)[config.layers - lora.layers :]:
-            for path, module in list(nnx.iter_modules(layer)):
-                if isinstance(module, Projection) and path[-1] in lora.targets:
-                    _check_rank(lora.rank, path[-1], min(module.kernel.shape))
-                    module.adapter = Adapter(module, lora, parallel, rngs)
-        return nnx.split(model, nnx.LoRAParam, ...)
+    def adapt(params: nnx.State) -> tuple[nnx.GraphDef, nnx.State]:
+        return _adapt(params, graphdef, config, lora, parallel, seed)
 
-    adapted, abstract, _ = jax.eval_shape(with_adapters, params)
-    shardings = jax.tree.map(parallel.sharding, nnx.get_partition_spec(abstract))
-    return adapted, jax.jit(lambda params: with_adapters(params)[1], out_shardings=shardings)(
-        params
-    )
+    adapted, _ = jax.eval_shape(adapt, params)
+    return adapted, _adapters(params, graphdef, config, lora, parallel, seed)
+
+
+def _adapt(
+    params: nnx.State,
+    graphdef: nnx.GraphDef,
+    config: Config,
+    lora: LoraConfig,
+    parallel: ParallelMesh,
+    seed: int,
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """The structure of the model with adapters, and their parameters alone."""
+    model = nnx.merge(graphdef, params)
+    rngs = nnx.Rngs(seed)
+    for layer in list(model.layers)[config.layers - lora.layers :]:
+        for path, module in list(nnx.iter_modules(layer)):
+            if isinstance(module, Projection) and path[-1] in lora.targets:
+                _check_rank(lora.rank, path[-1], min(module.kernel.shape))
+                module.adapter = Adapter(module, lora, parallel, rngs)
+    adapted, adapters, _ = nnx.split(model, nnx.LoRAParam, ...)
+    return adapted, adapters
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _adapters(
+    params: nnx.State,
+    graphdef: nnx.GraphDef,
+    config: Config,
+    lora: LoraConfig,
+    parallel: ParallelMesh,
+    seed: int,
+) -> nnx.State:
+    """The adapters' parameters on the mesh; runs of one process share the program."""
+    _, adapters = _adapt(params, graphdef, config, lora, parallel, seed)
+    shardings = jax.tree.map(parallel.sharding, nnx.get_partition_spec(adapters))
+    return lax.with_sharding_constraint(adapters, shardings)
 
 
 def _check_rank(rank: int, name: Any, side: int) -> None:
