@@ -142,16 +142,20 @@ FIELDS = {
 BOUNDS = (0.05, 0.2, 2.0), (0.4, 0.7, 0.9)  # the largest seq_mean_k2, the least ratio of token_k1
 
 
-def corrected(k):
-    """The config with the numbers of client k."""
+def numbers_of(k):
+    """The numbers of client k: of the fields, and the two bounds of rejections."""
+    return {name: numbers[k] for name, numbers in FIELDS.items()}, BOUNDS[0][k], BOUNDS[1][k]
+
+
+def corrected(numbers, level="token"):
+    """The config with the numbers of a client."""
+    fields, highest_k2, lowest_k1 = numbers
     rejections = (
-        Rejection("seq_mean_k2", high=BOUNDS[0][k]),
-        Rejection("token_k1", BOUNDS[1][k], 9.0),
+        Rejection("seq_mean_k2", high=highest_k2),
+        Rejection("token_k1", lowest_k1, 9.0),
     )
-    of = {name: numbers[k] for name, numbers in FIELDS.items()}
-    return PolicyLossConfig(
-        off_policy=dataclasses.replace(OFF_POLICY, rejections=rejections, **of), aggregation=SUM
-    )
+    off_policy = dataclasses.replace(OFF_POLICY, weights=level, rejections=rejections, **fields)
+    return PolicyLossConfig(off_policy=off_policy, aggregation=SUM)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
@@ -175,15 +179,20 @@ def test_numbers_of_a_correction(mesh, level):
     parts = by_row({"ppo": config}, "client", {"ppo": {name: name for name in of}})
     x = jnp.asarray(batch.old_log_probs) * 0.8
 
-    def alone(x, i):
-        mine = dataclasses.replace(
-            batch, loss_mask=np.where(owners == i, batch.loss_mask, 0), extras={}
-        )
-        one = corrected(i % 3)
-        one = dataclasses.replace(
-            one, off_policy=dataclasses.replace(one.off_policy, weights=level)
-        )
-        return loss_from_stats(TokenStats(x), mine, one, parallel=parallel)[0]
+    @jax.jit
+    def alone(x, batch, numbers):
+        def fn(x):
+            config = corrected(numbers, level)
+            return loss_from_stats(TokenStats(x), batch, config, parallel=parallel)[0]
+
+        return jax.value_and_grad(fn)(x)
+
+    each = []
+    for i in range(12):
+        mask = np.where(owners == i, batch.loss_mask, 0)
+        mine = dataclasses.replace(batch, loss_mask=mask, extras={})
+        each.append(alone(x, mine, numbers_of(i % 3)))
+    expected, wanted = (np.sum(found, axis=0) for found in zip(*each, strict=True))
 
     together = jax.jit(
         jax.value_and_grad(
@@ -191,7 +200,6 @@ def test_numbers_of_a_correction(mesh, level):
         )
     )
     loss, gradient = together(x)
-    expected, wanted = jax.value_and_grad(lambda x: sum(alone(x, i) for i in range(12)))(x)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-6)
     assert 0 < np.count_nonzero(gradient) < on.sum()  # some tokens are left out
@@ -223,7 +231,9 @@ def test_a_number_that_is_not_finite_is_found():
         ),
         (lambda: by_row({"a": "ppo"}, "client"), "loss: got str"),
         (
-            lambda: by_row({"a": corrected(0)}, "c", {"a": {"off_policy.rejections.2.high": "x"}}),
+            lambda: by_row(
+                {"a": corrected(numbers_of(0))}, "c", {"a": {"off_policy.rejections.2.high": "x"}}
+            ),
             "numbers: got 'off_p",
         ),
         (
