@@ -35,22 +35,21 @@ def summed(
     """The sum over the axes `names` of terms with this length of a dimension, rounded after the
     sum.
 
-    Whole shares go around a ring of at most so many devices. Collectives sum the rest, or else all
-    in so many pieces:
-    the product of one is computed beside the sum of another. Without a sum there is one piece: XLA
-    for GPUs would copy several.
+    Whole shares go around a ring, unless `ring` is 0. Collectives sum the rest, or else all in so
+    many pieces: the product of one is computed beside the sum of another. Without a sum there is
+    one piece: XLA for GPUs would copy several.
     """
     devices = lax.axis_size(names)
     sums = []
     done = 0
     if not names:
         pieces = 1
-    elif 1 < devices <= ring:
-        whole = 2 * devices * UNIT
+    elif ring and devices > 1:
+        whole = UNIT * parts_around(devices, ring)
         done = length // whole * whole
         pieces = 1  # for what is left
     if done:
-        share = ring_sum(term, dim, done, names)
+        share = sum_around(term, dim, done, names, ring)
         sums.append(
             lax.all_gather(rounded(share, dtype), names, axis=dim, tiled=True, to="invarying")
         )
@@ -69,21 +68,35 @@ def scattered(
     """This device's share, as the axes `names` shard a dimension, of the sum over them and the axes
     `rest`.
 
-    Around at most `ring` devices the sum goes as in `ring_sum`, around more as in `wide_ring_sum`:
-    XLA for TPUs makes an all-reduce of a psum_scatter over 16. If `ring` is 0, or the length does
-    not divide, it is a psum_scatter.
+    It goes around a ring, or is a psum_scatter if `ring` is 0 or the length does not divide.
     """
     devices = lax.axis_size(names)
     is_ring = ring > 0 and devices > 1 and names == in_order(names)
-    if is_ring and devices <= ring and length % (2 * devices) == 0:
-        share = ring_sum(term, dim, length, names)
-    elif is_ring and devices > ring and length % devices == 0:
-        share = wide_ring_sum(term, dim, length, names)
+    if is_ring and length % parts_around(devices, ring) == 0:
+        share = sum_around(term, dim, length, names, ring)
     else:
         share = lax.psum_scatter(term((0,), length), names, scatter_dimension=dim, tiled=True)
     if rest:
         share = lax.psum(share, rest)
     return rounded(share, dtype)
+
+
+def parts_around(devices: int, ring: int) -> int:
+    """In how many equal parts `sum_around` cuts a dimension."""
+    if devices <= ring:
+        return 2 * devices
+    return devices
+
+
+def sum_around(term: Term, dim: int, length: int, names: Names, ring: int) -> jax.Array:
+    """This device's share of the sum: around at most `ring` devices as in `ring_sum`, around more
+    as in `wide_ring_sum`.
+
+    XLA for TPUs makes an all-reduce of a psum_scatter over 16, and sums in f32 beside no product.
+    """
+    if lax.axis_size(names) <= ring:
+        return ring_sum(term, dim, length, names)
+    return wide_ring_sum(term, dim, length, names)
 
 
 def in_order(names: Any) -> Names:

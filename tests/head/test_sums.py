@@ -105,12 +105,25 @@ def test_all_devices_end_with_the_same_bits(dim, length):
         np.testing.assert_array_equal(other, first)
 
 
+@pytest.mark.parametrize("rest", [0, 300])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_more_devices_than_a_ring_takes(dim, rest):
+    """The wide ring sums whole shares, one collective what they leave."""
+    over = ("dp", "cp", "tp")
+    x = integers(along(dim, 2 * 8 * UNIT + rest, 30), 8)
+    fn = sum_of(dim, "bfloat16", over)
+    check(fn, x)
+    found = ops(fn, x)
+    assert "collective-permute" in found
+    assert ("all-reduce" in found) == bool(rest)
+
+
 @pytest.mark.parametrize("pieces", [1, 4])
-def test_more_devices_than_a_ring_takes(pieces):
+def test_a_sum_without_a_ring(pieces):
     """Collectives sum it piece by piece."""
     over = ("dp", "cp", "tp")
     x = integers((1000, 1000), 8)
-    fn = sum_of(1, "bfloat16", over, pieces=pieces)
+    fn = sum_of(1, "bfloat16", over, ring=0, pieces=pieces)
     check(fn, x)
     assert ops(fn, x) == {"all-reduce"}
 
@@ -221,8 +234,7 @@ def test_a_head(layout, way, mesh, monkeypatch):
     around, found = with_ring(4)
     jax.clear_caches()
     at_once, without = with_ring(0)
-    # dhidden is summed over the tensor axis, dkernel over the others; eight devices are a ring for
-    # shares alone
+    # dhidden is summed over the tensor axis, dkernel over the others
     rings = parallel.tensor_size > 1 or way != "frozen"
     assert ("collective-permute" in found - without) == rings
     for x in jax.tree.leaves(around):
