@@ -43,7 +43,8 @@ def measure(count: int, tokens: int) -> dict[str, float]:
         ids = rng.integers(0, 1000, tokens).astype(np.int32)
         return Sample(ids, response_start=prompt, advantages=fields[0], sample_id=i, **log_probs)
 
-    samples, held = [sample(i) for i in range(count)], []
+    samples = [sample(i) for i in range(count)]
+    held = []
     make = timed(lambda: held.append(RolloutBatch.from_samples(samples, row_length=4 * tokens)))
     check = timed(lambda: held[0].validate(1000))
     lengths = rng.integers(16, 4096, PACKED)

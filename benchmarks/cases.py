@@ -42,7 +42,9 @@ class Case:
     @property
     def least_bytes(self) -> int:
         """Hidden states, kernel and their gradients, each moved once."""
-        T, H, V = self.tokens, self.sizes.hidden_size, self.sizes.vocab_size
+        T = self.tokens
+        H = self.sizes.hidden_size
+        V = self.sizes.vocab_size
         return 2 * (T * H + H * V) * jnp.dtype(self.dtype).itemsize
 
 
@@ -60,7 +62,9 @@ def draw(case: Case, seed: int = 0) -> dict[str, Any]:
     `g` and `e` are the cotangents of log-probs and entropies. In `batch` every token is in the loss
     mask. In `part` only `case.counted` of them are, in runs of adjacent tokens as in responses.
     """
-    T, H, V = case.tokens, case.sizes.hidden_size, case.sizes.vocab_size
+    T = case.tokens
+    H = case.sizes.hidden_size
+    V = case.sizes.vocab_size
     rng = np.random.default_rng(seed)
     kernel_key, hidden_key = jax.random.split(jax.random.key(seed))
     targets = jnp.asarray(rng.integers(0, V, (1, T)), jnp.int32)
@@ -70,7 +74,8 @@ def draw(case: Case, seed: int = 0) -> dict[str, Any]:
     for run, length in zip(runs, each, strict=True):
         counted[0, run[len(run) - length :]] = 1
     advantages = jnp.asarray(rng.normal(size=(1, T)), jnp.float32)
-    zeros, one = jnp.zeros((1, T), jnp.int32), jnp.zeros((1, 1), jnp.int32)
+    zeros = jnp.zeros((1, T), jnp.int32)
+    one = jnp.zeros((1, 1), jnp.int32)
     batch = RolloutBatch(
         tokens=zeros,
         targets=targets,

@@ -17,7 +17,8 @@ import json
 import time
 from typing import Any
 
-HEAD, TOKENS = "qwen3-8b", 8192  # tokens on each device
+HEAD = "qwen3-8b"
+TOKENS = 8192  # tokens on each device
 
 
 def measure(topology: str, mesh: str, repeats: int, compiles: bool = True) -> dict[str, float]:
@@ -36,7 +37,8 @@ def measure(topology: str, mesh: str, repeats: int, compiles: bool = True) -> di
         "two passes": (step.two_passes, {}),
         "forward": (step.forward, {}),
     }
-    arguments, found = step.arguments, dict[str, float]()
+    arguments = step.arguments
+    found = dict[str, float]()
     for name, (loss, options) in ways.items():
         for _ in range(repeats):
             jax.clear_caches()

@@ -173,7 +173,8 @@ def main_part(args: argparse.Namespace) -> Records:
     took = {(r["group"], r["version"]): r["seconds"] for r in records}
     plain = min(r["over_floor"] for r in records if r["version"] in versions.PLAIN)
     print(f"\nover the three matmuls: fastest plain {plain:.3f}")
-    full, part = took["entropy", "jaxppo"], took["part", "jaxppo, where"]
+    full = took["entropy", "jaxppo"]
+    part = took["part", "jaxppo, where"]
     print(
         f"jaxppo: {full / took['floor', versions.FLOOR]:.3f}; with a mask of {args.share:.0%}"
         f" {part / full:.3f} of its time without, with one of all"
@@ -380,7 +381,8 @@ def of_a_fifth(cost: Audit, tokens: int) -> tuple[float, float]:
     assert cost.time is not None
     chunk = max(int(n) for note in cost.notes for n in re.findall(r"(\d+) tokens x", note))
     turns = math.ceil(tokens / 5 / chunk) / math.ceil(tokens / chunk)
-    nothing, everything = cost.time.least, cost.time
+    nothing = cost.time.least
+    everything = cost.time
     computing = nothing.compute + turns * (everything.compute - nothing.compute)
     return computing, nothing.collectives + turns * (everything.collectives - nothing.collectives)
 
@@ -389,7 +391,8 @@ def products_time(step: Step, count: int) -> float:
     """Estimated milliseconds of the first `count` products on a device: logits, the gradients of
     both factors.
     """
-    parallel, sizes = step.parallel, step.sizes
+    parallel = step.parallel
+    sizes = step.sizes
     columns = -(-sizes.vocab_size // parallel.tensor_size)
     shapes = [
         (step.tokens, sizes.hidden_size),

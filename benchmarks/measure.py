@@ -59,7 +59,8 @@ def difference(got: Any, expected: Any) -> float:
 
 def _difference(a: Any, b: Any) -> float:
     """On the device, since gradients of a head are gigabytes."""
-    a, b = jnp.asarray(a), jnp.asarray(b)
+    a = jnp.asarray(a)
+    b = jnp.asarray(b)
     apart = jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)).max()
     return float(apart / jnp.abs(b).max().astype(jnp.float32))
 
@@ -71,7 +72,8 @@ def peaks(rounds: int, size: int = 8192, elements: int = 2**28) -> dict[str, flo
     # products of ones take less power and time
     a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     x = jnp.ones(elements, jnp.float32)
-    product, copy = jax.jit(lambda a: a @ a), jax.jit(lambda x: x + 1)
+    product = jax.jit(lambda a: a @ a)
+    copy = jax.jit(lambda x: x + 1)
     seconds = in_turns({"product": lambda: product(a), "copy": lambda: copy(x)}, rounds)
     return {
         "flops_per_second": 2 * size**3 / seconds["product"],

@@ -110,7 +110,8 @@ def torch_peers(case: Case, data: Any) -> dict[tuple[str, str], Run]:
     kernel = to(data["kernel"] if case.sizes.tied else data["kernel"].T)  # [V, H], as in PyTorch
     kernel = kernel.contiguous().requires_grad_()
     targets = per_token(data["targets"]).long()
-    g, e = per_token(data["g"]), per_token(data["e"])
+    g = per_token(data["g"])
+    e = per_token(data["e"])
 
     def log_softmax() -> Any:
         return torch.log_softmax((hidden @ kernel.T).float(), dim=-1)

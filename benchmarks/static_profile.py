@@ -126,10 +126,8 @@ def profile_of(folder: Path) -> dict[str, int]:
     found = {}
     for path in folder.glob("*_static_llo_profile.textproto"):
         text = path.read_text()
-        name, cycles = (
-            re.search(r'hlo_op_name: "([^"]+)"', text),
-            re.search(r"estimated_cycles: (\d+)", text),
-        )
+        name = re.search(r'hlo_op_name: "([^"]+)"', text)
+        cycles = re.search(r"estimated_cycles: (\d+)", text)
         if name and cycles:  # a process that ended early may leave a file empty
             found[name[1]] = int(cycles[1])
     return found
@@ -166,10 +164,8 @@ def records(text: str, profile: Mapping[str, int], chip: Device) -> list[dict[st
     names = [
         x.name for x in instructions.values() if max(x.cycles or 0, known.get(x.name, 0)) > SMALL
     ]
-    estimated, static = (
-        without_each(module, names, chip),
-        without_each(profiled, profile.keys() & {*names}, chip),
-    )
+    estimated = without_each(module, names, chip)
+    static = without_each(profiled, profile.keys() & {*names}, chip)
     groups: dict[str, dict[str, Any]] = {}
     for name in names:
         what = label(instructions[name])

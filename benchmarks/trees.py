@@ -45,7 +45,8 @@ class Step:
 
     def samples(self) -> list[Sample]:
         """Samples whose prompts have nothing in common with those of other groups."""
-        rng, samples = np.random.default_rng(0), []
+        rng = np.random.default_rng(0)
+        samples = []
         for group in range(self.prompts):
             prompt = [group, *rng.integers(0, MODEL.vocab_size, self.prompt - 1)]
             for _ in range(self.copies):

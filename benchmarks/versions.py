@@ -62,7 +62,8 @@ def three_matmuls(case: Case) -> Step:
     kernel = "vh" if case.sizes.tied else "hv"
 
     def step(data: Any) -> Any:
-        hidden, weights = data["hidden"][0], data["kernel"]
+        hidden = data["hidden"][0]
+        weights = data["kernel"]
         z = f32(f"th,{kernel}->tv", hidden, weights).astype(hidden.dtype)
         return f32(f"tv,{kernel}->th", z, weights), f32(f"th,tv->{kernel}", hidden, z)
 
