@@ -101,7 +101,8 @@ def pytest_configure(config):
         "suppress_health_check": checks,
         "print_blob": True,
     }
-    found, shrunk = hypothesis.Phase.generate, hypothesis.Phase.shrink
+    found = hypothesis.Phase.generate
+    shrunk = hypothesis.Phase.shrink
     hypothesis.settings.register_profile(
         "slice", max_examples=40, derandomize=True, phases=[found], **common
     )
@@ -129,7 +130,8 @@ def by_day(items):
     met: set[tuple[str, str, str]] = set()  # (test, parameter, value) of the cases so far
     found = []
     for item in items:
-        test, every = item.nodeid.split("[")[0], item.get_closest_marker("every")
+        test = item.nodeid.split("[")[0]
+        every = item.get_closest_marker("every")
         out = bool(item.get_closest_marker("nightly") or (every and cases[test] % every.args[0]))
         cases[test] += 1
         if hasattr(item, "callspec") and not out:

@@ -38,10 +38,8 @@ def test_what_is_left_is_what_has_advantages(apart):
         *(dataclasses.replace(SAMPLES[0], group_id=3, reward=r) for r in (1.0, 1.0 + apart)),
     ]
     batch = RolloutBatch.from_samples(samples, row_length=24)
-    found, kept = (
-        np.asarray(advantages.grpo(batch.rewards, batch.group_ids)),
-        advantages.drop_equal_groups(samples),
-    )
+    found = np.asarray(advantages.grpo(batch.rewards, batch.group_ids))
+    kept = advantages.drop_equal_groups(samples)
     assert [found[batch.sample_ids == i].item() != 0 for i in range(len(samples))] == [
         s in kept for s in samples
     ]
@@ -100,7 +98,9 @@ CORRECTIONS = [
 @pytest.mark.parametrize("place", PLACES)
 def test_samples_that_a_correction_leaves_in(correction, place):
     """By the oracle's weights of tokens."""
-    config, where, drawn = CORRECTIONS[correction], PLACES[place], step_samples(STEP)
+    config = CORRECTIONS[correction]
+    where = PLACES[place]
+    drawn = step_samples(STEP)
     batch = batch_of(STEP, drawn, where)
     found = jax.jit(lambda b: advantages.accepted_samples(b, config, parallel=where.parallel))(
         batch
@@ -126,7 +126,9 @@ def test_samples_that_a_correction_leaves_in_beside_unusable_tokens(correction, 
     """By the oracle's weights: 0 or those of a ratio of 1, in the statistics of sequences or out
     of them.
     """
-    config, where, drawn = CORRECTIONS[correction], PLACES[place], step_samples(STEP, unusable=True)
+    config = CORRECTIONS[correction]
+    where = PLACES[place]
+    drawn = step_samples(STEP, unusable=True)
     batch = batch_of(STEP, drawn, where)
     options = dataclasses.asdict(config) | {"opsm_delta": None, "batch_normalize": False}
     of_loss = {"unusable": RULES[rule], "off_policy": options, "ratio_to": "old", "kl": None}
@@ -302,7 +304,8 @@ def test_equal_returns_leave_nothing_to_explain():
     """The variance of 97 equal numbers is 1e-21 in some programs: numbers of 1e20 without the
     bound.
     """
-    values, mask = jnp.linspace(-1, 1, 97)[None], jnp.ones((1, 97))
+    values = jnp.linspace(-1, 1, 97)[None]
+    mask = jnp.ones((1, 97))
     explained = jax.jit(
         lambda x: advantages.explained_variance(
             values, jnp.full((1, 97), x), jnp.ones((1, 97), bool)

@@ -114,7 +114,8 @@ def test_a_group_of_one(singletons):
 
 
 def test_bad_input():
-    rewards, ids = jnp.ones((2, 3)), jnp.zeros((2, 3), int)
+    rewards = jnp.ones((2, 3))
+    ids = jnp.zeros((2, 3), int)
     with pytest.raises(ValueError, match=r"group_ids: got shape \(2, 2\)"):
         advantages.grpo(rewards, ids[:, :2])
     with pytest.raises(TypeError, match="group_ids: got dtype float32, expected integers"):
@@ -136,7 +137,8 @@ def test_ids_of_any_integer_dtype(name, dtype):
     """Without the check, unsigned ids put all samples into one group, since -1 is their largest
     number.
     """
-    ids, rewards = np.arange(24).reshape(8, 3) // 5, RNG.normal(size=(8, 3)).astype(np.float32)
+    ids = np.arange(24).reshape(8, 3) // 5
+    rewards = RNG.normal(size=(8, 3)).astype(np.float32)
     call = CASES[name][0]
     np.testing.assert_array_equal(
         call(rewards, jnp.asarray(ids, dtype)), call(rewards, jnp.asarray(ids))
@@ -147,7 +149,8 @@ def test_maxrl_of_a_negative_mean():
     """SkyRL divides by a negative mean: in a group with rewards -1 and 0 it makes right answers
     less likely.
     """
-    rewards, ids = jnp.array([[0.0, -1.0, 1.0, 0.0, -2.0]]), jnp.array([[7, 7, 8, 8, -1]])
+    rewards = jnp.array([[0.0, -1.0, 1.0, 0.0, -2.0]])
+    ids = jnp.array([[7, 7, 8, 8, -1]])
     with pytest.raises(
         ValueError, match=r"rewards: got a negative mean, .* in group 7, expected finite rewards"
     ):
@@ -181,7 +184,8 @@ def test_maxrl_of_one_right_answer_in_a_thousand():
 def test_deviation_of_others_that_are_equal():
     """A difference of sums of squares leaves a deviation of 1e-4, and advantages of 1e4."""
     of_the_others = partial(advantages.rloo, scale_by_std=True)
-    rewards, ids = jnp.array([[1.0, 0.1, 0.1, 0.1, 0.1, 3.0]]), jnp.array([[7, 7, 7, 7, 7, 8]])
+    rewards = jnp.array([[1.0, 0.1, 0.1, 0.1, 0.1, 3.0]])
+    ids = jnp.array([[7, 7, 7, 7, 7, 8]])
     got = of_the_others(rewards, ids)
     assert got[0, 0] == rewards[0, 0] - rewards[0, 1]
     assert got[0, 5] == 0
@@ -199,7 +203,8 @@ def test_baselines_of_nemo(case):
     if that is above 0.
     """
     ids = jnp.unique(jnp.array(case["prompts"]), axis=0, return_inverse=True)[1].reshape(1, -1)
-    rewards, std = jnp.array([case["rewards"]]), np.array(case["std"])
+    rewards = jnp.array([case["rewards"]])
+    std = np.array(case["std"])
     centred = np.array(case["rewards"]) - np.array(case["baseline"])
     np.testing.assert_allclose(advantages.rloo(rewards, ids)[0], centred, atol=1e-6)
     scaled = np.where(std > 0, centred / (std + 1e-6), centred)
@@ -213,7 +218,8 @@ def test_samples_left_out_of_their_group():
     no advantage.
     """
     kept = jnp.array([[True, True, False, True]])
-    rewards, ids = jnp.array([[1.0, 0.0, 9.0, 0.5]]), jnp.array([[7, 7, 7, 7]])
+    rewards = jnp.array([[1.0, 0.0, 9.0, 0.5]])
+    ids = jnp.array([[7, 7, 7, 7]])
     for estimator in (
         advantages.grpo,
         advantages.rloo,
@@ -240,7 +246,8 @@ def test_samples_left_out_of_their_group():
     ],
 )
 def test_levels_by_hand(mean, std, leave_one_out, expected):
-    rewards, ids = jnp.array([[1.0, 0.0, 4.0, 2.0, 3.0]]), jnp.array([[7, 7, 8, 8, 9]])
+    rewards = jnp.array([[1.0, 0.0, 4.0, 2.0, 3.0]])
+    ids = jnp.array([[7, 7, 8, 8, 9]])
     got = advantages.standardize(rewards, ids, mean=mean, std=std, leave_one_out=leave_one_out)
     np.testing.assert_allclose(
         got[0], np.array(expected[0]) / (np.array(expected[1]) + 1e-5), rtol=2e-6
@@ -254,7 +261,8 @@ def test_leave_one_out_over_the_deviation_of_all():
     NeMo-RL's leave-one-out, with the deviation of the two others, gives 1 less 0.25 over 0.3536:
     2.12.
     """
-    rewards, ids = jnp.array([[1.0, 0.0, 0.5, 3.0]]), jnp.array([[7, 7, 7, 8]])
+    rewards = jnp.array([[1.0, 0.0, 0.5, 3.0]])
+    ids = jnp.array([[7, 7, 7, 8]])
     found = advantages.grpo(rewards, ids, leave_one_out=True, epsilon=0.0)
     np.testing.assert_allclose(found, [[1.5, -1.5, 0, 0]], atol=1e-6)
     plain = advantages.grpo(rewards, ids, leave_one_out=True, scale_by_std=False)
@@ -266,7 +274,8 @@ def test_leave_one_out_over_the_deviation_of_all():
 
 
 def test_bad_rewards_of_gdpo():
-    ids, one = jnp.array([[1, 2]]), jnp.ones((1, 2))
+    ids = jnp.array([[1, 2]])
+    one = jnp.ones((1, 2))
     batch = RolloutBatch(ids, ids, ids, ids, one, jnp.array([[0, 1]]))
     refused = {
         "rewards: got no reward, expected a list of arrays": {"rewards": []},

@@ -15,7 +15,8 @@ from sharding.testing import assert_trees_close
 BATCH, REWARDS = hard_batch()
 MASK = BATCH.loss_mask
 BATCH_64 = jax.tree.map(lambda x: np.asarray(x, np.float64), BATCH)
-REWARDS_64, MASK_64 = np.asarray(REWARDS, np.float64), np.asarray(MASK, np.float64)
+REWARDS_64 = np.asarray(REWARDS, np.float64)
+MASK_64 = np.asarray(MASK, np.float64)
 
 
 def serial_returns(gamma, masked):
@@ -31,18 +32,17 @@ def serial_returns(gamma, masked):
 
 
 def serial_gae(gamma, lam, value_lam):
-    advantage, returns = np.zeros(MASK.shape), np.zeros(MASK.shape)
+    advantage = np.zeros(MASK.shape)
+    returns = np.zeros(MASK.shape)
     for row, _, places in sequences(BATCH):
         running, target, next_value = 0.0, 0.0, 0.0
         for t in places[::-1]:
             if MASK_64[row, t]:
                 value = BATCH_64.values[row, t]
                 delta = REWARDS_64[row, t] + gamma * next_value - value
-                running, target, next_value = (
-                    delta + gamma * lam * running,
-                    delta + gamma * value_lam * target,
-                    value,
-                )
+                running = delta + gamma * lam * running
+                target = delta + gamma * value_lam * target
+                next_value = value
                 advantage[row, t], returns[row, t] = running, target + value
     return advantage, returns
 
@@ -285,7 +285,8 @@ def test_values_after_responses_that_were_cut(mesh, layout, options):
 
 
 def test_rows_that_lack_the_last_token_are_refused():
-    x, ids = jnp.ones((1, 3), jnp.int32), jnp.ones((1, 3), jnp.int32)
+    x = jnp.ones((1, 3), jnp.int32)
+    ids = jnp.ones((1, 3), jnp.int32)
     batch = RolloutBatch.from_target_aligned(x, x, ids, jnp.arange(3)[None], ids)
     with pytest.raises(ValueError, match="batch: got rows whose last position has a target"):
         advantages.last_values(jnp.ones((1, 3)), batch, batch.sample_ids == 0)

@@ -13,7 +13,8 @@ import pytest
 from jaxppo import RolloutBatch, Sample, TokenStats, advantages
 from sharding import make_parallel_mesh
 
-REWARDS, IDS = jnp.array([[1.0, 0.0, 0.5, 2.0, 0.0, 1.0]]), jnp.array([[7, 7, 7, 7, 8, 8]])
+REWARDS = jnp.array([[1.0, 0.0, 0.5, 2.0, 0.0, 1.0]])
+IDS = jnp.array([[7, 7, 7, 7, 8, 8]])
 IDS_OF_TOKENS = jnp.arange(1, 7)[None]
 BATCH = RolloutBatch(*[IDS_OF_TOKENS] * 3, 0 * IDS_OF_TOKENS, jnp.ones((1, 6)), jnp.arange(6)[None])
 LENGTHS = jnp.array([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
@@ -54,7 +55,8 @@ OF_TOKENS = {
 @pytest.mark.parametrize("name", OF_SAMPLES)
 def test_a_sample_without_a_reward_is_in_no_statistic(name):
     """An aborted sibling with a reward of -100 moved the others: dr_grpo gave 25.1 for -0.17."""
-    call, aborted = OF_SAMPLES[name], REWARDS.at[0, 1].set(jnp.nan)
+    call = OF_SAMPLES[name]
+    aborted = REWARDS.at[0, 1].set(jnp.nan)
     expected = call(REWARDS, IDS.at[0, 1].set(-1))
     np.testing.assert_array_equal(call(aborted, IDS), expected)
     assert expected[0, 1] == 0
@@ -136,7 +138,8 @@ def test_parts_that_differ(name):
         return OF_SAMPLES[name](r, g, **more)
 
     jitted = jax.jit(call)
-    rollouts, among = jnp.array([[0, 0, 1, 2, 3, 4]]), jnp.ones((1, 6), bool)
+    rollouts = jnp.array([[0, 0, 1, 2, 3, 4]])
+    among = jnp.ones((1, 6), bool)
     good = {"r": REWARDS.at[0, 1].set(1), "g": IDS, "rollout_ids": rollouts, "among": among}
     assert np.isfinite(jitted(**good)).all()
     wrong = {
@@ -181,7 +184,8 @@ def test_the_groups_of_a_batch_count_a_cut_rollout_once(name, stacked):
     sizes = {"rows": 2, "micro_batches": 2, "row_length": 3} if stacked else {"row_length": 12}
     batch = RolloutBatch.from_samples(CUT_SAMPLES, **sizes)
     estimator = jax.jit(lambda batch: getattr(advantages, name)(batch.rewards, **batch.groups))
-    got, ids = estimator(batch), np.asarray(batch.sample_ids)
+    got = estimator(batch)
+    ids = np.asarray(batch.sample_ids)
     assert got.shape == batch.rewards.shape
     of_first, of_others = BY_HAND[name]
     by_sample = dict(zip(ids[ids >= 0].tolist(), np.asarray(got)[ids >= 0], strict=True))
@@ -220,7 +224,8 @@ def test_estimators_that_take_the_batch_read_its_rollouts(jitted):
         return advantages.gdpo([batch.rewards], batch.group_ids, batch, whitened=None)
 
     (a, b), (c, d) = BY_HAND["dr_grpo"], BY_HAND["grpo"]
-    dr_grpo, grpo = np.repeat([a, a, b, b], 2), np.repeat([c, c, d, d], 2)
+    dr_grpo = np.repeat([a, a, b, b], 2)
+    grpo = np.repeat([c, c, d, d], 2)
     np.testing.assert_allclose(compiled(of_mean)(batch)[on_tokens], dr_grpo, rtol=1e-6)
     np.testing.assert_allclose(compiled(of_several)(batch)[on_tokens], grpo, rtol=1e-5)
 

@@ -59,7 +59,8 @@ def corrected(parallel, batch: RolloutBatch, x):
 
 def everything(parallel, b, x, hidden, kernel):
     """(per-token arrays, per-sample arrays, the rest) of all functions that take a mesh."""
-    on, mask = {"parallel": parallel}, b.loss_mask
+    on = {"parallel": parallel}
+    mask = b.loss_mask
     kl = {"kl": b.values, "kl_coef": 0.1}
     rewards = advantages.token_rewards(b.rewards, b, **kl, **on)
 
@@ -142,7 +143,8 @@ def test_explicit_mesh():
 @pytest.mark.nightly
 def test_inside_a_users_shard_map():
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
-    tokens, rows = parallel.tokens_spec, parallel.rows_spec
+    tokens = parallel.tokens_spec
+    rows = parallel.rows_spec
     in_specs = (BATCH.specs(parallel), tokens, parallel.hidden_spec, parallel.kernel_spec())
     _, _, rest = jax.eval_shape(lambda *a: everything(None, *a), *ARRAYS)
     rest_specs = {**jax.tree.map(lambda _: P(), rest), "dkernel": parallel.kernel_spec()}

@@ -84,7 +84,8 @@ def response_packing(case):
 
 
 def test_slime_value(slime_value, parallel):
-    case, ragged = slime_value, Ragged.of(slime_value)
+    case = slime_value
+    ragged = Ragged.of(slime_value)
     spread = {name: ragged.spread(case.inputs[name], np.nan) for name in ("old_values", "returns")}
     loss_mask = ragged.spread(case.inputs["loss_mask"])
     batch = ragged.packing.batch(loss_mask, values=spread["old_values"], returns=spread["returns"])
@@ -104,18 +105,18 @@ def test_slime_value(slime_value, parallel):
 
 
 def test_slime_sft(slime_sft, parallel):
-    case, ragged = slime_sft, Ragged.of(slime_sft)
-    batch, vocab = ragged.batch(case), case.inputs["logits"].shape[1]
+    case = slime_sft
+    ragged = Ragged.of(slime_sft)
+    batch = ragged.batch(case)
+    vocab = case.inputs["logits"].shape[1]
 
     # tp=2 shards have equal size
     def pad(x):
         return np.pad(x, ((0, 0), (0, 0), (0, vocab % 2)))
 
     def run(logits):
-        loss, normalizer = (
-            SFT(aggregation="sequence_mean_token_mean"),
-            per_sample_sums(batch, parallel),
-        )
+        loss = SFT(aggregation="sequence_mean_token_mean")
+        normalizer = per_sample_sums(batch, parallel)
         where = batch.loss_mask > 0
         stats = log_probs_from_logits(
             logits, batch.targets, parallel=parallel, where=where, vocab_size=vocab
@@ -221,7 +222,8 @@ def test_slime_whiten(slime_whiten, parallel):
     def shape(x):
         return np.pad(x, (0, 40 - x.size)).reshape(4, 10)
 
-    x, mask = shape(case.inputs["values"]), shape(case.inputs["mask"])
+    x = shape(case.inputs["values"])
+    mask = shape(case.inputs["mask"])
     whiten = functools.partial(
         advantages.whiten, shift_mean=case.config["shift_mean"], parallel=parallel
     )
@@ -231,7 +233,8 @@ def test_slime_whiten(slime_whiten, parallel):
 
 @pytest.mark.every(3)
 def test_verl_value(verl_value, parallel):
-    case, padded = verl_value, Padded.of(verl_value)
+    case = verl_value
+    padded = Padded.of(verl_value)
     batch = padded.batch(case, values=list(case.inputs["old_values"]))
 
     def run(values):
@@ -250,10 +253,12 @@ def test_verl_value(verl_value, parallel):
 
 @pytest.mark.every(3)
 def test_verl_gae(verl_gae, parallel):
-    case, padded = verl_gae, Padded.of(verl_gae)
+    case = verl_gae
+    padded = Padded.of(verl_gae)
     batch = padded.batch(case)
     options = {"gamma": case.config["gamma"], "lam": case.config["lam"], "parallel": parallel}
-    rewards, mask = padded.pack(case.inputs["rewards"]), batch.loss_mask
+    rewards = padded.pack(case.inputs["rewards"])
+    mask = batch.loss_mask
 
     @jax.jit
     def run(rewards, batch):
@@ -269,11 +274,9 @@ def test_verl_gae(verl_gae, parallel):
 
 def verl_estimate(name, case, batch, parallel):
     """Per-sample estimators by upstream's name, then per-token ones."""
-    rewards, groups, verl = (
-        batch.rewards,
-        batch.group_ids,
-        {"singletons": "reward", "parallel": parallel},
-    )
+    rewards = batch.rewards
+    groups = batch.group_ids
+    verl = {"singletons": "reward", "parallel": parallel}
     if name == "grpo":
         scale = case.config["norm_adv_by_std_in_grpo"]
         return advantages.grpo(rewards, groups, scale_by_std=scale, **verl)
@@ -299,7 +302,8 @@ def verl_estimate(name, case, batch, parallel):
 
 @pytest.mark.every(5)
 def test_verl_outcome_advantages(verl_outcome, parallel):
-    case, padded = verl_outcome, Padded.of(verl_outcome)
+    case = verl_outcome
+    padded = Padded.of(verl_outcome)
     batch = padded.batch(
         case, rewards=case.inputs["rewards"].sum(1), group_ids=case.inputs.get("group")
     )
@@ -316,7 +320,8 @@ def correct(case, config, parallel):
 
     def per_shard(axes, batch):
         none = jnp.zeros_like(batch.loss_mask)
-        segments, old = batch.segments(axes), batch.old_log_probs
+        segments = batch.segments(axes)
+        old = batch.old_log_probs
         policies = {"current": old, "old": old, "rollout": batch.rollout_log_probs}
         return correction(policies, none, batch.loss_mask, segments, config)[0]
 

@@ -46,7 +46,8 @@ def test_pass_rates(mesh, stacked):
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 def test_pass_rates_of_rollouts(mesh):
     """Twelve samples of eight rollouts, some of which are left out or have no reward."""
-    rng, parallel = np.random.default_rng(1), mesh and make_parallel_mesh(mesh)
+    rng = np.random.default_rng(1)
+    parallel = mesh and make_parallel_mesh(mesh)
     of_rollouts = {
         "rewards": np.float32([1, 0, np.nan, 1, 0.5, 1, 1, 2]),
         "groups": np.array([0, 0, 0, 1, 1, 2, 2, 2]),

@@ -32,10 +32,8 @@ def test_by_hand():
     """p = 0.4 against 0.8, 0.1 and 0: log(0.2 * 2 + 0.8), log(0.2 / 4 + 0.8) and log(0.8), which
     is the lowest.
     """
-    own, teacher = (
-        jnp.log(jnp.full((1, 4), 0.4)),
-        jnp.array([[np.log(0.8), np.log(0.1), -np.inf, np.nan]], jnp.float32),
-    )
+    own = jnp.log(jnp.full((1, 4), 0.4))
+    teacher = jnp.array([[np.log(0.8), np.log(0.1), -np.inf, np.nan]], jnp.float32)
     mask = jnp.array([[1.0, 1.0, 1.0, 0.0]])
     given = jnp.ones((1, 4)), own, teacher, mask
     found = advantages.on_policy_distillation(*given, coef=2.0, alpha=0.2)

@@ -60,7 +60,8 @@ def check_advantages(names: list[str], o: Options, where: Place, drawn: list[Ste
 
     for step in drawn:
         samples = step_samples(step)
-        known, batch = known_of(step, samples, o), batch_of(step, samples, where)
+        known = known_of(step, samples, o)
+        batch = batch_of(step, samples, where)
         given = given_of(step, known, batch, o)
         for name, x in run(batch, given.tokens, given.slots, given.mask).items():
             expected = ESTIMATORS[name][1](known, o)
@@ -78,10 +79,8 @@ def check_advantages(names: list[str], o: Options, where: Place, drawn: list[Ste
 @pytest.mark.every(3)
 @pytest.mark.parametrize("cell", range(6))
 def test_mismatch_metrics(cell: int):
-    where, drawn = (
-        places(micro_batches=(None,)),
-        st.lists(steps | large_steps, min_size=1, max_size=3),
-    )
+    where = places(micro_batches=(None,))
+    drawn = st.lists(steps | large_steps, min_size=1, max_size=3)
     search(f"mismatch {cell}", 0.01, where, drawn)(check_mismatch_metrics)
 
 
@@ -121,7 +120,8 @@ def check_explained_variance(share: float, where: Place, drawn: list[Step]):
     parallel = where.parallel
     run = quick_jit(lambda *arrays: advantages.explained_variance(*arrays, parallel=parallel))
     for step in drawn:
-        samples, rng = step_samples(step), step.rng(3)
+        samples = step_samples(step)
+        rng = step.rng(3)
         returns = [f32(100 + rng.normal(size=len(s.mask))) for s in samples]
         values = [f32(7 + share * g + 0.5 * rng.normal(size=len(g))) for g in returns]
         batch = batch_of(step, samples, where)

@@ -93,8 +93,10 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_every_estimator_of_a_stacked_step(place):
     """Statistics of each micro-batch alone are off by tens of percent here."""
-    where, samples = PLACES[place], step_samples(STEP)
-    known, batch = known_of(STEP, samples, OPTIONS), batch_of(STEP, samples, where)
+    where = PLACES[place]
+    samples = step_samples(STEP)
+    known = known_of(STEP, samples, OPTIONS)
+    batch = batch_of(STEP, samples, where)
     rows = where.rows * -(-len(samples) // MOST)  # a place is for so many samples
     assert batch.loss_mask.shape[:2] == (where.micro_batches, rows)
     if where.micro_batches > 1:
@@ -152,7 +154,8 @@ def test_grpo_in_micro_batches_is_grpo_of_the_whole(mesh):
     whole = jax.tree.map(
         lambda x: x.reshape(-1, x.shape[-1]), dataclasses.replace(stacked, micro_batches=None)
     )
-    parallel, config = place.parallel, PolicyLossConfig(aggregation="sequence_mean_token_mean")
+    parallel = place.parallel
+    config = PolicyLossConfig(aggregation="sequence_mean_token_mean")
 
     def scored(batch):
         by_sample = advantages.grpo(batch.rewards, batch.group_ids, parallel=parallel)
@@ -226,7 +229,8 @@ def test_a_statistic_of_a_micro_batch_is_refused(name):
     """Before, it was the micro-batch's own statistic: whitened advantages were 0.71 to 1.35
     times those of the step.
     """
-    statistic, batches = jax.jit(CALLS[name]), dataclasses.replace(BATCHES, micro_batches=None)
+    statistic = jax.jit(CALLS[name])
+    batches = dataclasses.replace(BATCHES, micro_batches=None)
     statistic(jax.tree.map(lambda x: x[0], batches))  # no earlier trace may be reused
 
     def loss_fn(w, batch):

@@ -144,7 +144,8 @@ def test_gradients_and_vmap_of_what_is_made_under_them(name):
     """`loss_mask` aside, the gradient of a value is 1 at its token, for each position that the
     value reached.
     """
-    given, expected = as_arrays(CASES[name][0]), CASES[name][1]
+    given = as_arrays(CASES[name][0])
+    expected = CASES[name][1]
     field = "old_log_probs" if name == "from_padded" else "returns"
 
     def total(x):
@@ -178,15 +179,15 @@ def test_where_attention_mask_says_otherwise():
 def test_padded_rows_have_the_loss_of_packed_samples(seed):
     rng = np.random.default_rng(seed)
     B, P, C = 4, 5, 6
-    prompts, completions = rng.integers(1, 50, (B, P)), rng.integers(1, 50, (B, C))
-    starts, ends = rng.integers(0, P, B), rng.integers(1, C + 1, B)
+    prompts = rng.integers(1, 50, (B, P))
+    completions = rng.integers(1, 50, (B, C))
+    starts = rng.integers(0, P, B)
+    ends = rng.integers(1, C + 1, B)
     prompt_mask = np.arange(P) >= starts[:, None]
     mask = (np.arange(C) < ends[:, None]) & (rng.random((B, C)) < 0.7)
-    old, new, advantages = (
-        -rng.exponential(size=(B, C)),
-        -rng.exponential(size=(B, C)),
-        rng.normal(size=B),
-    )
+    old = -rng.exponential(size=(B, C))
+    new = -rng.exponential(size=(B, C))
+    advantages = rng.normal(size=B)
     padded = RolloutBatch.from_padded(
         prompts,
         completions,
@@ -215,7 +216,8 @@ def test_padded_rows_have_the_loss_of_packed_samples(seed):
     assert losses[0] == pytest.approx(float(losses[1]), rel=1e-5)
 
 
-ONES, FLOATS = np.ones((2, 4), np.int32), np.ones((2, 4), np.float32)
+ONES = np.ones((2, 4), np.int32)
+FLOATS = np.ones((2, 4), np.float32)
 MISUSE = {
     "float prompts": (
         "from_padded",

@@ -17,7 +17,10 @@ from jaxppo import RolloutBatch, Sample, advantages
 from jaxppo.batch.nucleus import pack_nucleus_ids
 
 _MASK = "output_token_sampling_mask"
-PROMPT, FIRST, TOOL, SECOND = [11, 12, 13], [21, 22], [31, 32, 33], [41]
+PROMPT = [11, 12, 13]
+FIRST = [21, 22]
+TOOL = [31, 32, 33]
+SECOND = [41]
 
 
 @dataclasses.dataclass
@@ -102,10 +105,8 @@ def sglang(
     if log_probs:
         meta["output_token_logprobs"] = [(-0.5 - i, t, None) for i, t in enumerate(tokens)]
     if nucleus is not None:
-        flat, offsets = (
-            [i for ids in nucleus for i in ids],
-            np.cumsum([0, *map(len, nucleus)]).tolist(),
-        )
+        flat = [i for ids in nucleus for i in ids]
+        offsets = np.cumsum([0, *map(len, nucleus)]).tolist()
 
         def wire(x):
             return base64.b64encode(np.asarray(x, "<i4").tobytes()).decode() if encoded else x

@@ -29,9 +29,11 @@ def samples(count=6):
     """`returns` are never 0, so that they tell where the value of a token lies; `tokens` are
     never 0 either.
     """
-    found, rng = [], np.random.default_rng(0)
+    found = []
+    rng = np.random.default_rng(0)
     for i in range(count):
-        prompt, response = [3, 4, 5, 6][: 2 + i % 3], int(rng.integers(1, 6))
+        prompt = [3, 4, 5, 6][: 2 + i % 3]
+        response = int(rng.integers(1, 6))
         tokens = np.array([*prompt, *rng.integers(10, 90, response)])
         returns = rng.uniform(1, 2, response).astype(np.float32)
         extras = {
@@ -169,9 +171,11 @@ def test_rows_and_packs(layout, jitted):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_packs(layout, jitted):
     parallel = make_parallel_mesh("dp=1,cp=2", context_layout=layout, devices=jax.devices()[:2])
-    found, pads = [], 3  # padding between sequences
+    found = []
+    pads = 3  # padding between sequences
     for s in samples(3):
-        n, at = len(s.tokens), np.arange(s.start, len(s.tokens))
+        n = len(s.tokens)
+        at = np.arange(s.start, len(s.tokens))
         wide = {
             "returns": np.zeros(n, np.float32),
             "pair": np.full((n, 2), 99, np.float32),
@@ -205,7 +209,8 @@ def test_packs(layout, jitted):
 
 
 def test_padded_rows():
-    prompts, completions = np.array([[0, 5, 6], [7, 8, 9]]), np.array([[11, 12, 0], [21, 0, 0]])
+    prompts = np.array([[0, 5, 6], [7, 8, 9]])
+    completions = np.array([[11, 12, 0], [21, 0, 0]])
     mask = np.array([[1, 1, 0], [1, 0, 0]])
     returns = np.array([[1.2, 1.7, 0], [1.6, 0, 0]], np.float32)
     whole = np.concatenate([prompts, completions], 1)

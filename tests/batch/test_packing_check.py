@@ -186,8 +186,10 @@ def samples():
     rng = np.random.default_rng(3)
     found = []
     for i in range(SAMPLES):
-        prompt, n = int(rng.integers(2, 5)), int(rng.integers(4, 9))
-        tokens, value = rng.integers(0, V, prompt + n), rng.normal()
+        prompt = int(rng.integers(2, 5))
+        n = int(rng.integers(4, 9))
+        tokens = rng.integers(0, V, prompt + n)
+        value = rng.normal()
         values = {"advantages": [value] * n, "old_log_probs": -np.ones(n)}
         found.append(Sample(tokens, response_start=prompt, sample_id=i, **values))
     return found
@@ -206,7 +208,8 @@ def gradient_by_hand(params):
             hidden = attention(params, jnp.asarray(s.tokens)[None], places, seen)[0]
             log_p = jax.nn.log_softmax(hidden @ params["head"])
             chosen = log_p[places[0, s.start - 1 : -1], jnp.asarray(s.tokens[s.start :])]
-            total, count = total - s.advantages[0] * chosen.sum(), count + chosen.size
+            total = total - s.advantages[0] * chosen.sum()
+            count = count + chosen.size
         return total / count
 
     return jax.grad(loss)(params)

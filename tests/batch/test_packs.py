@@ -71,7 +71,8 @@ def pack_of(made, aligned, multiple=1, filled=0, tail=-1):
     arrays = {name: np.zeros(N, np.float32) for name in (*PER_TOKEN, "loss_mask")} | {
         "tokens": np.full(N, 77)
     }
-    ends, padded = [0], [0]
+    ends = [0]
+    padded = [0]
     for tokens, values, start, mask, _ in made:
         at = padded[-1] + np.arange(len(tokens))
         arrays["tokens"][at] = tokens

@@ -118,7 +118,8 @@ def test_rows_that_a_prefix_cache_left_out_yield(order):
     """Rows of -1 stood for the real ones where the sample that had none came first; now the
     prompt is stored once.
     """
-    real, cached = [[5, 6], [7, 8], [9, 5], [6, 7]], [[-1, -1]] * 3 + [[6, 7]]
+    real = [[5, 6], [7, 8], [9, 5], [6, 7]]
+    cached = [[-1, -1]] * 3 + [[6, 7]]
     each = [real, cached, [[-1, -1]] * 4]
     samples = [
         Sample(
@@ -155,9 +156,11 @@ VALUES = st.lists(st.tuples(st.integers(1, 2), st.integers(-1, 1)), min_size=1, 
 def test_every_sample_reads_its_own(layout, drawn, depths, with_gaps):
     """Against the samples: equal everywhere, but where a sample has -1 and a gap is a gap."""
     fill = -1 if with_gaps else 0
-    samples, expected = [], {}
+    samples = []
+    expected = {}
     for i, (prompt, n) in enumerate(drawn):
-        tokens, rows = [t for t, _ in prompt] + [10 + i] * n, [x for _, x in prompt] + [5] * n
+        tokens = [t for t, _ in prompt] + [10 + i] * n
+        rows = [x for _, x in prompt] + [5] * n
         samples.append(
             Sample(tokens, len(prompt), extras={"x": Extra(rows, at="input", fill=fill)})
         )

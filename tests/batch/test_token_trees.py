@@ -144,7 +144,8 @@ def test_every_sample_can_be_read(layout, drawn, micro_batches, length, most, by
         "num_segments": most,
     }
     trees = TokenTrees.from_samples(samples, head_extras=["ids"] if by_head else [], **options)
-    rows, batch = trees.rows, trees.batch
+    rows = trees.rows
+    batch = trees.batch
     batch.validate(100)
     dataclasses.replace(rows, loss_mask=np.zeros_like(rows.loss_mask)).validate(100)
     assert sorted(batch.sample_ids[batch.sample_ids >= 0].tolist()) == [*range(len(samples))]

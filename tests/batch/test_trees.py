@@ -64,7 +64,9 @@ def paths_of(batch):
     def flat(x):
         return np.asarray(x).reshape(-1, x.shape[-1])
 
-    segments, ids, parents = flat(batch.segment_ids), flat(batch.sample_ids), flat(batch.parents)
+    segments = flat(batch.segment_ids)
+    ids = flat(batch.sample_ids)
+    parents = flat(batch.parents)
     found = {}
     for row, slot in np.argwhere(ids >= 0):
         chain = [slot + 1]
@@ -135,7 +137,8 @@ def test_every_sample_can_be_read(layout, drawn, depths, micro_batches, length, 
         np.testing.assert_array_equal(tokens[row, places], sample.tokens)
         np.testing.assert_array_equal(positions[row, places], np.arange(len(sample.tokens)))
         np.testing.assert_array_equal(mask[row, places], [*sample.mask[1:], 0])
-        own, trained = places[len(places) - len(chain[-1]) :], mask[row, places] > 0
+        own = places[len(places) - len(chain[-1]) :]
+        trained = mask[row, places] > 0
         assert trained.sum() == (mask[row, own] > 0).sum()
         np.testing.assert_array_equal(targets[row, places][trained], sample.tokens[sample.start :])
         np.testing.assert_array_equal(values[row, places][trained], sample.values)
@@ -174,7 +177,8 @@ def test_a_tree_is_cut_where_it_costs_least():
     """It is cut near the root: two rows hold the system's tokens, and each holds only its own
     samples' tools.
     """
-    system, tools = [1] * 3, [[2] * 9, [3] * 8]
+    system = [1] * 3
+    tools = [[2] * 9, [3] * 8]
     samples = [
         Sample(
             [*system, *tools[i // 3], 4, 5 + i], response_start=len(system) + len(tools[i // 3]) + 1
@@ -184,7 +188,8 @@ def test_a_tree_is_cut_where_it_costs_least():
     batch = RolloutBatch.from_samples(samples, row_length=24, share_prefixes=True)
     # the system twice, no tools twice
     assert (batch.segment_ids > 0).sum(axis=1).tolist() == [12 + 6, 11 + 6]
-    rng, best = np.random.default_rng(0), 0
+    rng = np.random.default_rng(0)
+    best = 0
     for _ in range(60):
         samples = [
             Sample([*rng.integers(1, 3, 7), *[9] * rng.integers(1, 4)], response_start=7)
@@ -192,7 +197,8 @@ def test_a_tree_is_cut_where_it_costs_least():
         ]
         packed = RolloutBatch.from_samples(samples, row_length=18, share_prefixes=True)
         packed.validate(20)
-        got, least = int((packed.segment_ids > 0).sum()), least_by_search(samples, 18)
+        got = int((packed.segment_ids > 0).sum())
+        least = least_by_search(samples, 18)
         assert least <= got <= 1.25 * least
         best += got == least
     assert best >= 50

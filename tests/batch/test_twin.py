@@ -56,7 +56,8 @@ def pairs(lengths, seed=0):
 
     made = []
     for prompt, other, count in lengths:
-        response, trains = rng.integers(1, V, count), rng.random(count) < 0.8
+        response = rng.integers(1, V, count)
+        trains = rng.random(count) < 0.8
         made.append((sample(prompt, response, trains), sample(other, response, trains)))
     return [list(x) for x in zip(*made, strict=True)]
 
@@ -221,10 +222,8 @@ def hidden_of(params, tokens):
 def oracle(student, teacher, samples, others):
     """Both losses, and the gradient of their sum, sample by sample."""
     count = sum(s.mask.sum() for s in samples)
-    losses, gradients = (
-        {"taught": 0.0, "policy": 0.0},
-        {name: np.zeros(x.shape) for name, x in student.items()},
-    )
+    losses = {"taught": 0.0, "policy": 0.0}
+    gradients = {name: np.zeros(x.shape) for name, x in student.items()}
     for sample, other in zip(samples, others, strict=True):
         hidden, theirs = (
             hidden_of(params, s.tokens)[s.start - 1 : -1]
@@ -234,7 +233,8 @@ def oracle(student, teacher, samples, others):
             h @ params["head"].astype(np.float64)
             for h, params in ((hidden, student), (theirs, teacher))
         )
-        mask, at = sample.mask[sample.start :], np.arange(len(z))
+        mask = sample.mask[sample.start :]
+        at = np.arange(len(z))
         response = sample.tokens[sample.start :]
         divergence, dz = other_losses.divergence(z, q)
         advantage = log_softmax(q)[at, response] - log_softmax(z)[at, response]
@@ -265,7 +265,8 @@ def test_a_student_and_its_teacher_against_the_oracle_and_each_batch_alone(layou
         "parallel": parallel,
     }
     batch, twin = RolloutBatch.from_samples(samples, **options, twin=others)
-    student, teacher = parameters(0), parameters(1)
+    student = parameters(0)
+    teacher = parameters(1)
 
     _, _, losses, gradients = program(parallel)(student, teacher, batch, twin)
     expected, expected_gradients = oracle(student, teacher, samples, others)
@@ -293,7 +294,8 @@ def test_a_twin_on_devices():
         jax.tree.map(np.testing.assert_array_equal, batch.put(parallel), batch)
 
 
-ONE, OTHER = (Sample([5, 6, 7, 8], 2), Sample([9, 5, 6, 7, 8], 3))
+ONE = Sample([5, 6, 7, 8], 2)
+OTHER = Sample([9, 5, 6, 7, 8], 3)
 PER_SEGMENT = {"context_layout": "zigzag_per_segment"}
 
 
@@ -363,7 +365,8 @@ def taught(student, teacher, batch, twin):
         return seen / seen.sum(-1, keepdims=True) @ jax.nn.one_hot(batch.tokens, 2 * QUESTIONS)
 
     def loss(student):
-        own, others = Head(student, layout="hv"), jax.lax.stop_gradient(Head(teacher, layout="hv"))
+        own = Head(student, layout="hv")
+        others = jax.lax.stop_gradient(Head(teacher, layout="hv"))
         return distillation_loss(
             hidden(batch), own, hidden(twin), others, batch, divergence="forward_kl"
         )[0]
@@ -381,7 +384,8 @@ def test_a_student_learns_what_only_its_teacher_is_told(hints):
     A teacher's prompt is the question, the answer and the question again: at a wrong place there is
     nothing to learn.
     """
-    n, rng = QUESTIONS, np.random.default_rng(0)
+    n = QUESTIONS
+    rng = np.random.default_rng(0)
     student = np.diag([0.0] * n + [12.0] * n).astype(np.float32)  # [token seen, next token]
     teacher = student
     for _ in range(STEPS):

@@ -38,8 +38,10 @@ def test_by_hand(first, expected):
 
     Raising the upper bound meets 1.01 at 1.45; the published order never does.
     """
-    ratio, a = np.array([1.5, 1.0, 0.5, 1.3]), np.array([1.0, 0.5, -1.0, -1.0])
-    ids, old = jnp.array([[1, 1, 1, 1]]), jnp.full((1, 4), -2.0)
+    ratio = np.array([1.5, 1.0, 0.5, 1.3])
+    a = np.array([1.0, 0.5, -1.0, -1.0])
+    ids = jnp.array([[1, 1, 1, 1]])
+    old = jnp.full((1, 4), -2.0)
     batch = RolloutBatch(
         ids, ids, ids, ids, jnp.ones((1, 4)), jnp.array([[0]]), advantages=jnp.asarray(a, jnp.float32)[None],
         old_log_probs=old,
@@ -66,7 +68,8 @@ def test_the_search_of_a_step(mesh, target):
     )
     on = batch.loss_mask > 0
     x = np.where(on, batch.returns, np.nan)
-    ratio, a = np.exp(np.float64(x[on]) - batch.old_log_probs[on]), np.float64(batch.advantages[on])
+    ratio = np.exp(np.float64(x[on]) - batch.old_log_probs[on])
+    a = np.float64(batch.advantages[on])
     batch = dataclasses.replace(batch, advantages=np.where(on, batch.advantages, np.nan))
 
     @jax.jit
@@ -98,7 +101,8 @@ def test_a_loss_of_the_bounds():
 
 def four_tokens(old, advantages, **more):
     """A batch of one row."""
-    ids, row = jnp.array([[1, 1, 1, 1]]), {"advantages": advantages, "old_log_probs": old, **more}
+    ids = jnp.array([[1, 1, 1, 1]])
+    row = {"advantages": advantages, "old_log_probs": old, **more}
     arrays = {name: jnp.array([x], jnp.float32) for name, x in row.items()}
     return RolloutBatch(ids, ids, ids, ids, jnp.ones((1, 4)), jnp.array([[0]]), **arrays)
 
@@ -112,7 +116,8 @@ def test_impossible_tokens_are_in_no_sum(rule):
 
     The token that has no loss would bring N to 4, which no bound meets.
     """
-    old, now = [-2.0, -2.0, -2.0, -2.0], jnp.array([[-2.0, -2.0, -jnp.inf, -2.0]])
+    old = [-2.0, -2.0, -2.0, -2.0]
+    now = jnp.array([[-2.0, -2.0, -jnp.inf, -2.0]])
     batch = four_tokens(old, [2.0, -1.0, -5.0, 0.0])
     with_it = adaptive_clip(TokenStats(now), batch, target=1.9)
     assert np.isnan(with_it).all()

@@ -29,7 +29,8 @@ PLAIN = (
     "rewards",
 )
 BATCH = dataclasses.replace(BATCH, **dict.fromkeys(PLAIN))
-MASK, IDS = np.asarray(BATCH.loss_mask), np.asarray(BATCH.segment_ids)
+MASK = np.asarray(BATCH.loss_mask)
+IDS = np.asarray(BATCH.segment_ids)
 HIDDEN = 0.5 * RNG.normal(size=(K, R, T, H)).astype(np.float32)
 KERNEL = RNG.normal(size=(H, V)).astype(np.float32)
 POLICY = 0.5 * RNG.normal(size=(R, T, G)).astype(np.float32)
@@ -51,17 +52,18 @@ def expected(objective):
     """The loss, its gradients by hidden states and kernel, acceptance by depth; f64, one token
     at a time.
     """
-    w, v = KERNEL.astype(np.float64), POLICY_KERNEL.astype(np.float64)
-    by_hidden, by_kernel = np.zeros(HIDDEN.shape), np.zeros(KERNEL.shape)
-    losses, found = [], {}
+    w = KERNEL.astype(np.float64)
+    v = POLICY_KERNEL.astype(np.float64)
+    by_hidden = np.zeros(HIDDEN.shape)
+    by_kernel = np.zeros(KERNEL.shape)
+    losses = []
+    found = {}
     by_token = {}
     for k in range(1, K + 1):
         there = list(pairs_of_places(k))
         x = np.stack([HIDDEN[k - 1, row, t] for row, t, _ in there]).astype(np.float64)
-        z, p = (
-            x @ w,
-            np.stack([POLICY[row, later] for row, _, later in there]).astype(np.float64) @ v,
-        )
+        z = x @ w
+        p = np.stack([POLICY[row, later] for row, _, later in there]).astype(np.float64) @ v
         a, by_a = truth.acceptance(z, p)
         found[f"draft_{k}_acceptance"] = a.mean()
         found[f"draft_{k}_agreement"] = np.mean(z.argmax(-1) == p.argmax(-1))
@@ -213,7 +215,8 @@ def test_on_a_mesh(objective, mesh, layout):
     check(objective, (loss, (dhidden, dkernel), found))
     assert hang_risks(jax.make_jaxpr(run)(*args)) == []
     metrics = jax.jit(lambda h, k, *x: draft_metrics(h, k, *x, parallel=parallel))(*args)
-    got, wanted = finalize_metrics(metrics), expected(objective)[2]
+    got = finalize_metrics(metrics)
+    wanted = expected(objective)[2]
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-5, err_msg=name)
@@ -229,7 +232,8 @@ def test_explicit_axes_and_hidden_states_sharded_by_position(options):
         return jax.device_put(x, parallel.sharding(spec))
 
     hidden = [put(x, parallel.hidden_spec) for x in HIDDEN]
-    policy, batch = put(POLICY, parallel.hidden_spec), BATCH.put(parallel)
+    policy = put(POLICY, parallel.hidden_spec)
+    batch = BATCH.put(parallel)
     kernels = [
         put(np.pad(x, ((0, 0), (0, 1))), parallel.kernel_spec()) for x in (KERNEL, POLICY_KERNEL)
     ]

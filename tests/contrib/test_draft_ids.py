@@ -64,21 +64,18 @@ def expected(objective, columns=V, count=16):
     """The loss, its gradients, and metrics by depth in float64; the policy has `columns`, the
     draft `count`.
     """
-    w, ids = KERNEL[:, :count].astype(np.float64), IDS[:count]
-    by_hidden, by_kernel, losses, found, reached = (
-        np.zeros(HIDDEN.shape),
-        np.zeros(w.shape),
-        [],
-        {},
-        {},
-    )
+    w = KERNEL[:, :count].astype(np.float64)
+    ids = IDS[:count]
+    by_hidden = np.zeros(HIDDEN.shape)
+    by_kernel = np.zeros(w.shape)
+    losses = []
+    found = {}
+    reached = {}
     for k in range(1, K + 1):
         there = list(places(k))
         x = np.stack([HIDDEN[k - 1, row, t] for row, t, _ in there]).astype(np.float64)
-        z, p = (
-            x @ w / TEMPERATURE,
-            policy_logits(np.stack([POLICY[row, at] for row, _, at in there]), columns),
-        )
+        z = x @ w / TEMPERATURE
+        p = policy_logits(np.stack([POLICY[row, at] for row, _, at in there]), columns)
         a, by_a = truth.acceptance(z, p, ids)
         found |= {
             f"draft_{k}_acceptance": a.mean(),
@@ -175,8 +172,10 @@ FULL = [
 
 @pytest.mark.parametrize(("objective", "mesh", "layout", "sizes"), [*MESHES, *FULL])
 def test_on_a_mesh(objective, mesh, layout, sizes):
-    count, columns = sizes.get("count", 16), sizes.get("columns", V)
-    kernel, ids = KERNEL[:, :count], np.where(columns > IDS, IDS, 0)[:count]
+    count = sizes.get("count", 16)
+    columns = sizes.get("columns", V)
+    kernel = KERNEL[:, :count]
+    ids = np.where(columns > IDS, IDS, 0)[:count]
     assert columns == V or len(set(ids)) == count
     ((_, parallel, to_physical, _),) = layouts_on(mesh, [layout])
     order = np.asarray(to_physical(np.broadcast_to(np.arange(T), (R, T))))
@@ -280,7 +279,8 @@ def test_all_ids_are_as_none_and_a_cut_kernel_is_not():
     np.testing.assert_allclose(loss, plain, rtol=1e-6)
     for name, x in without.items():
         np.testing.assert_allclose(metrics[name], x, rtol=1e-6)
-    few, cut = of(IDS, width=16)[1], of(None, POLICY_KERNEL[:, IDS], 16)[1]
+    few = of(IDS, width=16)[1]
+    cut = of(None, POLICY_KERNEL[:, IDS], 16)[1]
     assert float(cut["draft_1_acceptance"]) > float(few["draft_1_acceptance"]) + 0.05
 
 
@@ -288,7 +288,8 @@ def test_acceptance_is_that_of_rejection_sampling():
     """A token drawn from the draft is accepted with min(1, p / d): by sampling, to four standard
     errors.
     """
-    rng, n = np.random.default_rng(1), 200_000
+    rng = np.random.default_rng(1)
+    n = 200_000
     d, p = (np.exp(x - np.logaddexp.reduce(x)) for x in (rng.normal(size=6), rng.normal(size=V)))
     ids = IDS[:6]
     drawn = rng.choice(6, size=n, p=d)

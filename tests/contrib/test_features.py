@@ -30,7 +30,8 @@ def test_smooth_l1(mesh):
         )(states)
 
     value, gradient = run(States(*map(jnp.asarray, given)))
-    d, n = np.float64(given[0]) - np.float64(given[1]), batch.loss_mask.sum()
+    d = np.float64(given[0]) - np.float64(given[1])
+    n = batch.loss_mask.sum()
     each = np.where(np.abs(d) < 0.5, d * d, np.abs(d) - 0.25)
     np.testing.assert_allclose(value, np.nansum(each) / 6 / n, rtol=1e-5)
     slope = np.where(np.abs(d) < 0.5, 2 * d, np.sign(d)) / 6 / n

@@ -13,7 +13,8 @@ from jaxppo.contrib.spans import align_spans, span_distillation
 from sharding import make_parallel_mesh
 
 # One prompt, two trajectories: states a, b with rewards 0, 1, and a, c, c with rewards 0.
-GROUPS, STATES = [7] * 5, ["a", "b", "a", "c", "c"]
+GROUPS = [7] * 5
+STATES = ["a", "b", "a", "c", "c"]
 RETURNS = step_returns([0.0, 1.0, 0.0, 0.0, 0.0], [0, 0, 1, 1, 1])
 REWARDS = [1.0, 1.0, 0.0, 0.0, 0.0]
 

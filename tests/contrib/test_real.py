@@ -40,7 +40,8 @@ def step_of(seed):
     rng = np.random.default_rng(seed)
     samples = []
     for i in range(COUNT):
-        prompt, response = int(rng.integers(1, 4)), int(rng.integers(2, 9))
+        prompt = int(rng.integers(1, 4))
+        response = int(rng.integers(2, 9))
         mask = np.zeros(prompt + response)
         mask[prompt:] = (rng.random(response) < 0.7) * (i != 5)  # one sample has no loss token
         mask[-1] = i != 5
@@ -120,7 +121,8 @@ def small(rewards=(1.0, 0.0, 0.0, 0.0), rollout_ids=(0, 0, 0, 1)):
 
     `returns` hold their log-probs.
     """
-    old, own = [[-1.5, -1.5], [-1.75], [-2.0], [-1.0]], [[-1.0, -1.5], [-2.0], [-2.0], [-2.0]]
+    old = [[-1.5, -1.5], [-1.75], [-2.0], [-1.0]]
+    own = [[-1.0, -1.5], [-2.0], [-2.0], [-2.0]]
     samples = []
     for i in range(4):
         ids = {"group_id": i // 3, "rollout_id": rollout_ids[i]}

@@ -61,7 +61,8 @@ def of_sampler(k):
 
 def batch_of(targets, advantages):
     off = MASK == 0
-    one, row = jnp.ones((R, T), jnp.int32), jnp.tile(jnp.arange(T)[None], (R, 1))
+    one = jnp.ones((R, T), jnp.int32)
+    row = jnp.tile(jnp.arange(T)[None], (R, 1))
     rollout = np.take_along_axis(LOG_Q, targets[..., None], axis=-1)[..., 0]
     return RolloutBatch(
         one,
@@ -110,7 +111,8 @@ def test_against_the_oracle(name, tail):
     (value, metrics), gradient = quick_jit(jax.value_and_grad(run, has_aux=True))(
         jnp.where(off, jnp.nan, log_p)
     )
-    total, expected = 0.0, np.zeros(log_p.shape)
+    total = 0.0
+    expected = np.zeros(log_p.shape)
     for r, t in zip(*np.nonzero(MASK), strict=True):
         k = ids[r, t] >= 0
         own = log_p[r, t, k], log_q[r, t, k], f, ADVANTAGES[r, t], tail
@@ -254,10 +256,8 @@ def test_the_expected_gradient_over_the_sampler_is_zero(name):
 @pytest.mark.every(2)
 @pytest.mark.parametrize("mesh", ["dp=2,cp=2,tp=2", "tp=8"])
 def test_on_a_mesh_from_hidden_states(mesh):
-    hidden, kernel = (
-        jnp.asarray(RNG.normal(size=(R, T, 5)), jnp.float32),
-        jnp.asarray(RNG.normal(size=(5, V)), jnp.float32),
-    )
+    hidden = jnp.asarray(RNG.normal(size=(R, T, 5)), jnp.float32)
+    kernel = jnp.asarray(RNG.normal(size=(5, V)), jnp.float32)
     config = PolicyLossConfig(CISPO(1.0, 1.0), ratio_to="rollout")
     given = of_sampler(K)
 

@@ -70,11 +70,10 @@ def near_ties(
     for k, draft in enumerate(drafts, 1):
         for s, own, its in zip(samples, draft.samples, policy.samples, strict=True):
             here = np.nonzero(truth.shared_mask(s.mask, k))[0]
-            of_draft, of_policy = (
-                logits(own.hidden[here], draft.head, T),
-                logits(its.hidden[here + k], policy.head, T),
-            )
-            d, p = log_softmax(of_draft), np.log(truth.probabilities(of_policy, ids))
+            of_draft = logits(own.hidden[here], draft.head, T)
+            of_policy = logits(its.hidden[here + k], policy.head, T)
+            d = log_softmax(of_draft)
+            p = np.log(truth.probabilities(of_policy, ids))
             if np.any((np.abs(d - p) < 1e-5) & (d > np.log(1e-5))):
                 return True
     return False
@@ -93,7 +92,8 @@ def check_draft_loss(
 
     The depths have a head each or share one; the policy has its own, with `more` columns.
     """
-    parallel, T = where.parallel, 0.75 if shape.temperature == "number" else 1.0
+    parallel = where.parallel
+    T = 0.75 if shape.temperature == "number" else 1.0
     plain = dataclasses.replace(shape, bias=False, lora=False, frozen=False, dtype="float32")
     plain = dataclasses.replace(plain, columns=shape.columns + (more or 0))
     ids = (

@@ -148,7 +148,8 @@ def test_losses(page, old_tokens):
     """
     _, by_sample = by_group(REWARDS, ROLLOUTS)
     fresh = [[version >= 9 for version in versions] for versions in VERSIONS]
-    masks, each = MASKS, [np.full(len(m), a) for m, a in zip(MASKS, by_sample, strict=True)]
+    masks = MASKS
+    each = [np.full(len(m), a) for m, a in zip(MASKS, by_sample, strict=True)]
     batch = page["batch"]
     weights = staleness_weights(batch, 10, limit=1)
     if old_tokens == "no policy loss":
@@ -270,17 +271,17 @@ def test_a_step_of_the_example():
     old = jax.jit(partial(agent.prepare, mesh))(state["model"], batches, step + 2).old_log_probs
     _, metrics = jax.jit(partial(agent.update, mesh))(state, batches, step + 2)
     groups = [sample.group_id for sample in samples]
-    rollouts, rewards = (
-        [sample.rollout_id for sample in samples],
-        [sample.reward for sample in samples],
-    )
+    rollouts = [sample.rollout_id for sample in samples]
+    rewards = [sample.reward for sample in samples]
     by_sample = np.zeros(len(samples))
     for group in {*groups}:
         members = np.flatnonzero(np.array(groups) == group)
         _, by_sample[members] = by_group(
             [rewards[i] for i in members], [rollouts[i] for i in members]
         )
-    masks, ratios, each = [], [], []
+    masks = []
+    ratios = []
+    each = []
     for i, sample in enumerate(samples):
         k, row, slot = np.argwhere(batches.sample_ids == i)[0]
         places = np.flatnonzero(batches.segment_ids[k, row] == slot + 1)[sample.start - 1 : -1]

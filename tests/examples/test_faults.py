@@ -213,7 +213,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(programs, finished, tmp_path, si
 def test_a_signal_saves_and_exits_0(finished, tmp_path, step, name, monkeypatch, capsys):
     """The signal comes in step 2, or in supervised training."""
     function = "grpo_step" if step else "answers"
-    call, asked = getattr(grpo_run, function), []
+    call = getattr(grpo_run, function)
+    asked = []
 
     def terminated(*args):
         asked.append(args)

@@ -92,7 +92,8 @@ def copy(tree):
 
 def test_a_step_that_is_not_finite_changes_nothing_on_any_device(tmp_path):
     run, args = started(tmp_path)
-    before, pack = copy((run.state.params, run.state.optimizer)), run.pack
+    before = copy((run.state.params, run.state.optimizer))
+    pack = run.pack
     run.pack = lambda samples: spoil(pack(samples))
     numbers = grpo_step(run, args)
     assert numbers["skipped"] == args.updates
@@ -109,7 +110,8 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_device(tmp_path):
 
 @pytest.mark.nightly
 def test_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path, monkeypatch, capsys):
-    pack, calls = Packer.__call__, []
+    pack = Packer.__call__
+    calls = []
 
     def spoilt(self, samples):
         calls.append(samples)
@@ -209,7 +211,10 @@ def test_as_many_programs_as_buckets(compiled):
 def test_a_step_moves_only_what_it_asks_for_by_name(tmp_path, monkeypatch):
     run, args = started(tmp_path)
     grpo_step(run, args)
-    read, asked, value, device_get = [], [], ArrayImpl._value, jax.device_get
+    read = []
+    asked = []
+    value = ArrayImpl._value
+    device_get = jax.device_get
 
     def get(tree):
         asked.append(len(jax.tree.leaves(tree)))

@@ -97,7 +97,8 @@ def check_kill(folder, options, step, victim, after_s=0):
 @pytest.mark.nightly
 def test_two_processes_have_one_runs_numbers_and_end_when_one_is_killed(tmp_path):
     options = ["--mesh", "dp=8", "--sft-steps", "0", "--updates", "1", "--checkpoint-every", "3"]
-    both, whole = tmp_path / "both", tmp_path / "whole"
+    both = tmp_path / "both"
+    whole = tmp_path / "whole"
     both.mkdir()
     check_kill(both, options, 3, 1)
     check_flips(both / "checkpoints" / "3", np.random.default_rng(0), 1)
@@ -276,7 +277,8 @@ def test_a_signal_stops_both_after_the_same_step(tmp_path, name):
 def test_twenty_steps_of_two_processes(tmp_path, mesh):
     options = ["--mesh", mesh, "--context-layout", "zigzag", "--steps", "20", "--sft-steps", "20"]
     options += ["--learning-rate", "0.003"]
-    both, whole = tmp_path / "both", tmp_path / "whole"
+    both = tmp_path / "both"
+    whole = tmp_path / "whole"
     both.mkdir()
     assert started(both, *options).wait(timeout=4 * WATCHDOG_S) == 0, (both / "said").read_text()
     assert main([*TINY, *options, "--out", str(whole)]) == 0

@@ -38,7 +38,9 @@ def logits_by_definition(config, tensors, tokens):
         name.removeprefix("model.").removesuffix(".weight"): np.float64(x)
         for name, x in tensors.items()
     }
-    size, eps, theta = config["head_dim"], config["rms_norm_eps"], config["rope_theta"]
+    size = config["head_dim"]
+    eps = config["rms_norm_eps"]
+    theta = config["rope_theta"]
     share = config["num_attention_heads"] // config["num_key_value_heads"]
 
     def norm(x, scale):
@@ -61,10 +63,8 @@ def logits_by_definition(config, tensors, tokens):
         q, k, v = (y @ at(f"self_attn.{c}_proj").T for c in "qkv")
         mixed = np.empty_like(q)
         for head in range(config["num_attention_heads"]):
-            here, shared = (
-                slice(head * size, (head + 1) * size),
-                slice(head // share * size, (head // share + 1) * size),
-            )
+            here = slice(head * size, (head + 1) * size)
+            shared = slice(head // share * size, (head // share + 1) * size)
             keys = [
                 turned(norm(row, at("self_attn.k_norm")), t) for t, row in enumerate(k[:, shared])
             ]

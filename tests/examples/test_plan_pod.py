@@ -91,7 +91,8 @@ def test_a_head_that_fits_where_plain_jax_does_not(options, capsys):
 
 
 def test_vocabulary_that_the_tensor_axis_does_not_divide():
-    sizes, mesh = HeadSizes(32, 4095, tied=True), make_parallel_mesh("cp=4,tp=2")
+    sizes = HeadSizes(32, 4095, tied=True)
+    mesh = make_parallel_mesh("cp=4,tp=2")
     found = pod_head.plan(pod_head.Step(sizes, 64, jnp.float32, mesh))
     assert found["plain"].flops.low == 3 * 2 * 64 * 32 * 4095
     assert found["two passes"].flops.high == 4 * 2 * 64 * 32 * 2048
@@ -174,7 +175,8 @@ def test_what_a_step_holds_on_emulated_devices():
 
 def loss_of_a_step(step):
     """The loss of a step on numbers that depend on the sizes only."""
-    rng, batch = np.random.default_rng(0), step.batch
+    rng = np.random.default_rng(0)
+    batch = step.batch
 
     def put(like, a):
         return jax.device_put(np.asarray(a, like.dtype).reshape(like.shape), like.sharding)
@@ -183,7 +185,8 @@ def loss_of_a_step(step):
         name: put(x, 0.3 * rng.normal(size=x.shape)) for name, x in sorted(step.params.items())
     }
     x, tokens, targets = rng.normal(size=(2, 16)), *rng.integers(0, 128, (2, 2, 16))
-    ids, sample_ids = np.ones((2, 16)), np.array([[0], [1]])
+    ids = np.ones((2, 16))
+    sample_ids = np.array([[0], [1]])
     if step.trees:  # without a branch
         sample_ids = np.array([[0, -1], [1, -1]])
     given = {
@@ -218,7 +221,8 @@ def test_a_step_on_a_mesh_has_one_devices_loss():
         assert loss_of_a_step(other) == pytest.approx(loss_of_a_step(whole), rel=1e-2)
 
 
-V5P, V6E = ("fsdp=16,cp=4,tp=8", "v5p:8x8x8"), ("fsdp=16,cp=2,tp=8", "v6e:16x16")
+V5P = ("fsdp=16,cp=4,tp=8", "v5p:8x8x8")
+V6E = ("fsdp=16,cp=2,tp=8", "v6e:16x16")
 
 
 @pytest.mark.nightly
@@ -254,7 +258,8 @@ def test_the_losses_memory_and_collectives_are_flat_from_8_to_512_chips():
     """On 512 chips a chip holds and sums the same arrays as on 128, and no more memory than on
     8.
     """
-    found, sums = [], []
+    found = []
+    sums = []
     for mesh, topology in (
         ("cp=2,tp=4", "2x2x2"),
         ("dp=8,cp=2,tp=4", "4x4x4"),

@@ -63,9 +63,11 @@ def test_bounds_are_below_what_was_compiled(work, candidate, gib, compute, colle
 def plans(draw):
     """A small model, eight devices, and one of its plans."""
     heads, kv = draw(st.sampled_from([(2, 1), (4, 2), (8, 8)]))
-    head_dim, layers = draw(st.sampled_from([4, 8])), draw(st.integers(1, 4))
+    head_dim = draw(st.sampled_from([4, 8]))
+    layers = draw(st.integers(1, 4))
     sizes = ModelSizes(32, 64, layers, heads, kv, head_dim, 48, tied=draw(st.booleans()))
-    rows, saved = draw(st.integers(1, 16)), draw(st.sampled_from([None, 0.3, 0.7]))
+    rows = draw(st.integers(1, 16))
+    saved = draw(st.sampled_from([None, 0.3, 0.7]))
     work = Work("small", sizes, "none", V5P, 8, rows, 16, saved)
     return work, draw(st.sampled_from(list(candidates(work)) or [None]))
 
@@ -83,7 +85,8 @@ def test_what_is_held_is_what_the_step_holds(drawn):
         c.micro_batches,
         trees=c.trees,
     )
-    held, exact = bound(work, c).held, sum(step.bytes_held.values())
+    held = bound(work, c).held
+    exact = sum(step.bytes_held.values())
     assert held <= exact <= held + 8 * 4 * c.micro_batches * c.rows(work)  # the numbers of segments
     rows = math.ceil(work.rows * (1 - work.saved)) if c.trees else work.rows
     assert step.rows * c.micro_batches * c.dp * c.fsdp >= rows
@@ -92,7 +95,8 @@ def test_what_is_held_is_what_the_step_holds(drawn):
 @pytest.mark.every(2)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_flops_are_those_of_the_traced_step(micro_batches):
-    work, c = Work("small", SMALL, "none", V5P, 1, 4, 16), Candidate(micro_batches=micro_batches)
+    work = Work("small", SMALL, "none", V5P, 1, 4, 16)
+    c = Candidate(micro_batches=micro_batches)
     parallel = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
     step = TrainStep(SMALL, 16, parallel, c.rows(work), micro_batches)
     assert count_flops(step.jitted.trace(*step.arguments).jaxpr).low == least_flops(work, c)
@@ -351,7 +355,8 @@ def test_a_killed_search_goes_on_where_it_was(tmp_path):
     """Real compilations for four v5e chips: what was kept is not compiled again, and every bound
     holds.
     """
-    script, kept = tmp_path / "search.py", tmp_path / "plans.jsonl"
+    script = tmp_path / "search.py"
+    kept = tmp_path / "plans.jsonl"
     script.write_text(SEARCH)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent), *sys.path])

@@ -24,7 +24,8 @@ from jaxppo.sharding import multihost
 from sharding.testing import assert_trees_close
 
 ROOT = Path(__file__).parents[2]
-MANIFEST, SCHEMA = ROOT / "examples/trainer/jobset.yaml", ROOT / "tests/support/jobset.schema.json"
+MANIFEST = ROOT / "examples/trainer/jobset.yaml"
+SCHEMA = ROOT / "tests/support/jobset.schema.json"
 RUN = [*TINY, "--sft-steps", "2", "--steps", "2"]
 
 
@@ -55,7 +56,8 @@ def mesh_size(args):
 def test_the_manifest_fits_the_program():
     spec = YAML(typ="safe").load(MANIFEST.read_text())["spec"]
     (replicated,) = spec["replicatedJobs"]
-    job, pod = replicated["template"]["spec"], replicated["template"]["spec"]["template"]["spec"]
+    job = replicated["template"]["spec"]
+    pod = replicated["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     execute, python, dash_m, module, *flags = shlex.split(container["args"][0])
     assert (execute, python, dash_m, module) == (

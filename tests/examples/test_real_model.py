@@ -307,7 +307,8 @@ def test_rows_of_trees_are_as_long_as_they_need_to_be(folder, tmp_path):
 
 @pytest.mark.nightly
 def test_a_run_of_a_frozen_part_goes_on_with_that_part_alone(folder, tmp_path, capsys):
-    model, out = tmp_path / "model", tmp_path / "run"
+    model = tmp_path / "model"
+    out = tmp_path / "run"
     tiny_llama.write(
         model, model_type="llama", num_key_value_heads=1, head_dim=6, num_attention_heads=4
     )

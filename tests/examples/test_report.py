@@ -107,10 +107,8 @@ def test_values_of_many_decades_have_a_log_axis(tmp_path, values, logarithmic):
 
 def test_the_title_and_another_run_beside_it(tmp_path):
     settings = {"arguments": {"task": "gcd", "loss": "ppo", "mesh": None, "seed": 0, "prompts": 4}}
-    run, other = (
-        make_run(tmp_path / "run", settings=settings),
-        make_run(tmp_path / "other", steps=9),
-    )
+    run = make_run(tmp_path / "run", settings=settings)
+    other = make_run(tmp_path / "other", steps=9)
     alone = page_of(run).texts
     assert "run: task gcd, loss ppo, seed 0" in alone
     assert main([str(run), "--beside", str(other)]) == 0
@@ -280,7 +278,8 @@ def test_a_folder_that_is_no_run(tmp_path, capsys, name):
 
 def scalars(path):
     """{(tag, step): value} of a file of events, each between its length and two checksums."""
-    data, found = path.read_bytes(), {}
+    data = path.read_bytes()
+    found = {}
     while data:
         (length,) = struct.unpack("<Q", data[:8])
         event = Event.FromString(data[12 : 12 + length])

@@ -81,7 +81,8 @@ def test_log_probs_of_sampler_and_trainer_are_equal_to_the_bit(mesh, layout, dty
     graphdef, params = nnx.split(model)
     sample = make_sampler(graphdef, TableConfig(), parallel, PROMPT, RESPONSE, (END, END + 1))
     rng = np.random.default_rng(0)
-    prompts, lengths = rng.integers(10, VOCAB, (B, PROMPT)), rng.integers(1, PROMPT + 1, B)
+    prompts = rng.integers(10, VOCAB, (B, PROMPT))
+    lengths = rng.integers(1, PROMPT + 1, B)
     arrays = (jnp.asarray(x, jnp.int32) for x in (prompts, lengths))
     tokens, log_probs, mask = map(
         np.asarray, sample((params,), *arrays, jax.random.key(1), np.float32(1.0), 1)

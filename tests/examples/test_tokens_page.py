@@ -92,7 +92,8 @@ def total(record, name):
 
 
 def test_contributions_of_all_samples_sum_to_the_loss(finished):
-    found, steps = tokens_of(finished), tiny_runs.records(finished)
+    found = tokens_of(finished)
+    steps = tiny_runs.records(finished)
     assert sorted((x["step"], x["sample_id"]) for x in found) == [
         (i, j) for i in (1, 2, 3) for j in range(ALL)
     ]

@@ -67,7 +67,8 @@ def test_the_balance_of_experts_is_that_of_the_whole_step():
     model = jax.jit(partial(moe.create, mesh))()["model"]
     batches = moe.rollouts(mesh, model, 0)
     forward = jax.jit(moe.forward)
-    used, score = [], []
+    used = []
+    score = []
     for k in range(4):
         batch = jax.tree.map(lambda x, k=k: x[k], batches)
         _, own, scores = forward(model, batch)

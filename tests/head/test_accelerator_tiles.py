@@ -93,7 +93,8 @@ def on_one_cpu():
 @pytest.mark.parametrize("way", WAYS)
 def test_one_pass(mesh, way):
     options, device, note = WAYS[way]
-    config, parallel = bonus_and_kl(), mesh_of(mesh)
+    config = bonus_and_kl()
+    parallel = mesh_of(mesh)
 
     def run(h, k):
         return step(parallel, h, k, config=config, **{"memory": None, **options})
@@ -155,14 +156,17 @@ def check_beside_float64(device, layout, mesh, T, options, tiles, dtype="float32
     """
     rng = np.random.default_rng(0)
     R, H, V, coef = 8, 512, 1024, 0.1
-    hidden, kernel = rng.normal(size=(R, T, H)), rng.normal(size=(H, V)) / 22
-    targets, advantages = rng.integers(0, V, (R, T)), rng.normal(size=(R, T))
+    hidden = rng.normal(size=(R, T, H))
+    kernel = rng.normal(size=(H, V)) / 22
+    targets = rng.integers(0, V, (R, T))
+    advantages = rng.normal(size=(R, T))
     mask = rng.random((R, T)) < 0.6
     mask[:, -1] = False
     hidden, kernel, advantages = (x.astype(np.float32) for x in (hidden, kernel, advantages))
     ids = jnp.ones((R, T), jnp.int32)
     places = jnp.tile(jnp.arange(T, dtype=jnp.int32), (R, 1))
-    segments, given_mask = jnp.arange(R, dtype=jnp.int32)[:, None], jnp.asarray(mask, jnp.float32)
+    segments = jnp.arange(R, dtype=jnp.int32)[:, None]
+    given_mask = jnp.asarray(mask, jnp.float32)
     batch = RolloutBatch(
         ids,
         jnp.asarray(targets, jnp.int32),
@@ -187,14 +191,16 @@ def check_beside_float64(device, layout, mesh, T, options, tiles, dtype="float32
         notes = audit(gradients, *given, mesh=parallel and parallel.mesh).notes
         found = gradients(*given)
     assert any(re.fullmatch(tiles, note) for note in notes), notes
-    h, k = hidden.astype(np.float64).reshape(-1, H), kernel.astype(np.float64)
+    h = hidden.astype(np.float64).reshape(-1, H)
+    k = kernel.astype(np.float64)
     z = h @ k
     log_p = (
         z
         - z.max(1, keepdims=True)
         - np.log(np.exp(z - z.max(1, keepdims=True)).sum(1, keepdims=True))
     )
-    p, counts = np.exp(log_p), mask.astype(np.float64).reshape(-1, 1)
+    p = np.exp(log_p)
+    counts = mask.astype(np.float64).reshape(-1, 1)
     dz = -advantages.reshape(-1, 1) * (np.eye(V)[targets.reshape(-1)] - p)
     dz = (dz + coef * p * (log_p - (p * log_p).sum(1, keepdims=True))) * counts / counts.sum()
     dkernel = h.T @ dz
@@ -272,11 +278,10 @@ def test_a_kernel_that_varies_before_a_scan_is_summed_once_a_step(device):
     """In a caller's own `shard_map`: each device adds up its micro-batches' gradients, and
     devices are summed once.
     """
-    mesh, config = make_parallel_mesh("dp=2,cp=2,tp=2"), bonus_and_kl()
-    kernel, batch = (
-        KERNEL[:, :1000],
-        dataclasses.replace(BATCH, targets=jnp.minimum(BATCH.targets, 999)),
-    )
+    mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
+    config = bonus_and_kl()
+    kernel = KERNEL[:, :1000]
+    batch = dataclasses.replace(BATCH, targets=jnp.minimum(BATCH.targets, 999))
 
     def local(hidden, kernel, batch):
         kernel = jax.lax.pcast(kernel, ("dp", "cp"), to="varying")
@@ -336,8 +341,10 @@ def test_gradients_of_rows_behind_the_last_written_chunk(count):
     """
     N, H, V = 480, 16, 256
     keys = jax.random.split(jax.random.key(0), 3)
-    hidden, kernel = jax.random.normal(keys[0], (1, N, H)), jax.random.normal(keys[1], (H, V))
-    ids, ones = jax.random.randint(keys[2], (1, N), 0, V), jnp.ones((1, N))
+    hidden = jax.random.normal(keys[0], (1, N, H))
+    kernel = jax.random.normal(keys[1], (H, V))
+    ids = jax.random.randint(keys[2], (1, N), 0, V)
+    ones = jnp.ones((1, N))
     mask = (jnp.arange(N) % (N // count) == 0)[None].astype(jnp.float32)
     batch = RolloutBatch(
         ids, ids, ids * 0 + 1, jnp.arange(N)[None], mask, ids[:, :1] * 0, advantages=ones

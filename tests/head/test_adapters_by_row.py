@@ -44,7 +44,8 @@ CONFIG = PolicyLossConfig(
 
 
 def make_batch():
-    ids, one = jnp.ones((R, T), jnp.int32), jnp.arange(R, dtype=jnp.int32)[:, None]
+    ids = jnp.ones((R, T), jnp.int32)
+    one = jnp.arange(R, dtype=jnp.int32)[:, None]
     places = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (R, T))
     batch = RolloutBatch(ids, TARGETS, ids, places, MASK, one, advantages=ADVANTAGES)
     return batch.__class__(**{**vars(batch), "real_last_targets": True})
@@ -159,10 +160,8 @@ def test_an_id_of_no_adapter_is_nan_in_its_row_alone():
 
 
 def test_bad_input():
-    hidden, one = (
-        PARAMS["hidden"],
-        Head(PARAMS["kernel"], lora=LoRA(PARAMS["a"][0], PARAMS["b"][0], 1.0)),
-    )
+    hidden = PARAMS["hidden"]
+    one = Head(PARAMS["kernel"], lora=LoRA(PARAMS["a"][0], PARAMS["b"][0], 1.0))
 
     def call(head, ids):
         return log_probs_from_hidden(hidden, head, TARGETS, adapter_ids=ids)

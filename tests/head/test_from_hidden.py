@@ -138,7 +138,8 @@ def without_row(row):
 @pytest.mark.parametrize("V", [10, 1026])  # tokens outermost, vocabulary outermost
 @pytest.mark.parametrize("mesh", [None, MIXED])
 def test_nothing_in_a_row_without_cotangent_matters(mesh, V):
-    parallel, arrays = meshes([mesh])[0], head_arrays(V, lora=True, temperatures=True)
+    parallel = meshes([mesh])[0]
+    arrays = head_arrays(V, lora=True, temperatures=True)
     run = jax.jit(lambda a: with_gradients(without_row(2), parallel, a, entropy="bonus"))
     clean = run(arrays)
     anything = {"hidden": jnp.nan, "targets": -100, "temperature": 0}

@@ -79,18 +79,22 @@ def test_kernel_specs_in_one_pass(name, mesh, columns):
     spec = P(*(tuple(filter(None, (data.get(n, n) for n in entry))) or None for entry in entries))
     arrays = head_arrays(columns, bias=True)
     ones = jnp.ones((R, T))
-    ids, places = jnp.ones((R, T), jnp.int32), jnp.broadcast_to(jnp.arange(T), (R, T))
-    targets, weights = arrays["targets"], {"advantages": arrays["g"], "old_log_probs": -7 * ones}
+    ids = jnp.ones((R, T), jnp.int32)
+    places = jnp.broadcast_to(jnp.arange(T), (R, T))
+    targets = arrays["targets"]
+    weights = {"advantages": arrays["g"], "old_log_probs": -7 * ones}
     weights["real_last_targets"] = True
     batch = RolloutBatch(targets, targets, ids, places, ones, jnp.arange(R)[:, None], **weights)
 
     def loss(of_head, hidden, parallel=None, spec=None):
-        head, config = Head(of_head["kernel"], bias=of_head["bias"], spec=spec), PolicyLossConfig()
+        head = Head(of_head["kernel"], bias=of_head["bias"], spec=spec)
+        config = PolicyLossConfig()
         return policy_loss_from_hidden(
             hidden, head, batch, config, parallel=parallel, memory=2**30
         )[0]
 
-    parallel, of_head = make_parallel_mesh(mesh), {k: arrays[k] for k in ("kernel", "bias")}
+    parallel = make_parallel_mesh(mesh)
+    of_head = {k: arrays[k] for k in ("kernel", "bias")}
     expected = jax.jit(jax.grad(loss, (0, 1)))(of_head, arrays["hidden"])
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
     run = jax.jit(lambda *given: jax.grad(loss, (0, 1))(*given, parallel, spec))
@@ -104,7 +108,8 @@ def test_a_kernel_spec_may_name_an_axis_of_size_1(explicit):
     """
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((4, 1), ("fsdp", "tp"), (kind,) * 2, devices=jax.devices()[:4])
-    arrays, spec = head_arrays(104), P("fsdp", "tp")
+    arrays = head_arrays(104)
+    spec = P("fsdp", "tp")
     if explicit:
         arrays["kernel"] = jax.device_put(arrays["kernel"], jax.NamedSharding(mesh, spec))
     check_head([ParallelMesh(mesh)], arrays, entropy="bonus", spec=None if explicit else spec)
@@ -257,7 +262,8 @@ def test_vmap_inside_a_users_shard_map():
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
     arrays = head_arrays(1026, with_where=True, bias=False)
     expected = truth(call_head, arrays, entropy="bonus")[1]
-    names, tokens = ("hidden", "targets", "where", "g", "e"), parallel.tokens_spec
+    names = ("hidden", "targets", "where", "g", "e")
+    tokens = parallel.tokens_spec
 
     def inside(kernel, *per_token):
         def total(kernel, hidden):
@@ -285,7 +291,8 @@ def test_vmap_inside_a_users_shard_map():
 
 
 def test_check_vma_off_is_refused():
-    parallel, arrays = make_parallel_mesh("dp=2,cp=2,tp=2"), head_arrays(104)
+    parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
+    arrays = head_arrays(104)
     axes = ShardAxes("dp", "cp", "tp")
     specs = (parallel.hidden_spec, parallel.kernel_spec(), parallel.tokens_spec)
 
@@ -305,7 +312,8 @@ def test_a_frozen_head_in_a_model_that_learns():
     """LoRA: hidden states get a gradient through a matrix before the head; the kernel is a
     constant.
     """
-    parallel, arrays = make_parallel_mesh("dp=2,cp=2,tp=2"), head_arrays(1026, bias=False)
+    parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
+    arrays = head_arrays(1026, bias=False)
     lora = jnp.eye(H) + 0.1
 
     def loss(parallel, lora, frozen):

@@ -124,7 +124,8 @@ def test_minus_zero_is_as_likely_as_zero():
 
 
 def test_logits_that_are_whole_in_a_users_shard_map():
-    arrays, parallel = logits_arrays(97), make_parallel_mesh(MIXED)
+    arrays = logits_arrays(97)
+    parallel = make_parallel_mesh(MIXED)
     specs = (P("dp", "cp"), *[parallel.tokens_spec] * 3)
 
     def inside(logits, targets, g, e):
@@ -155,10 +156,12 @@ def test_explicit_axes(name):
 
 def test_inside_a_users_shard_map():
     """Gradients are taken outside and inside of the shard_map."""
-    parallel, arrays = make_parallel_mesh(MIXED), logits_arrays(104)
+    parallel = make_parallel_mesh(MIXED)
+    arrays = logits_arrays(104)
     P = jax.sharding.PartitionSpec
     axes = ShardAxes("dp", "cp", "tp")
-    tokens, logits = parallel.tokens_spec, parallel.logits_spec
+    tokens = parallel.tokens_spec
+    logits = parallel.logits_spec
     args = [arrays[name] for name in ("logits", "targets", "g", "e")]
 
     def total(logits, targets, g, e):
@@ -211,7 +214,8 @@ def test_nothing_in_masked_positions_or_padded_columns_matters(mesh):
 
 @pytest.mark.parametrize("mesh", [None, MIXED])
 def test_nothing_in_a_row_without_cotangent_matters(mesh):
-    parallel, arrays = mesh and make_parallel_mesh(mesh), logits_arrays(104)
+    parallel = mesh and make_parallel_mesh(mesh)
+    arrays = logits_arrays(104)
 
     def without_row(parallel, arrays, **options):
         return jax.tree.map(lambda x: x.at[2].set(0), call_logits(parallel, arrays, **options))
@@ -229,10 +233,8 @@ def test_nothing_in_a_row_without_cotangent_matters(mesh):
 @pytest.mark.parametrize("nucleus", [False, True])
 def test_a_target_outside_the_vocabulary_is_nan(mesh, nucleus):
     """Its log-prob and gradient are NaN; its entropy and every other token are as they were."""
-    parallel, arrays = (
-        mesh and make_parallel_mesh(mesh),
-        logits_arrays(104, last=97, nucleus=nucleus),
-    )
+    parallel = mesh and make_parallel_mesh(mesh)
+    arrays = logits_arrays(104, last=97, nucleus=nucleus)
     run = jax.jit(
         lambda a: with_gradients(
             call_logits, parallel, a, ("logits",), entropy="bonus", vocab_size=97

@@ -74,10 +74,8 @@ def assert_near(got, expected, size):
 def test_the_gradient_of_a_soft_cap_that_saturates(at, memory):
     """Computed as 1 - tanh(x)^2 in f32, it was 10% off at |x| = 8, and 0 from 10 on."""
     rng = np.random.default_rng(at)
-    hidden, kernel = (
-        rng.uniform(0.97, 1, (1, T, 1)),
-        3 * at * rng.choice([-1, 1], (1, V)) * rng.uniform(0.97, 1, (1, V)),
-    )
+    hidden = rng.uniform(0.97, 1, (1, T, 1))
+    kernel = 3 * at * rng.choice([-1, 1], (1, V)) * rng.uniform(0.97, 1, (1, V))
     hidden, kernel = (jnp.asarray(x, jnp.float32) for x in (hidden, kernel))
     batch = batch_of(1)
 
@@ -85,7 +83,8 @@ def test_the_gradient_of_a_soft_cap_that_saturates(at, memory):
         return loss_from_hidden(h, Head(k, softcap=3.0), batch, SFT(), memory=memory)[0]
 
     got = jax.jit(jax.grad(loss, (0, 1)))(hidden, kernel)
-    here, exact = np.asarray(batch.loss_mask[0]) > 0, OracleHead(np.asarray(kernel), softcap=3.0)
+    here = np.asarray(batch.loss_mask[0]) > 0
+    exact = OracleHead(np.asarray(kernel), softcap=3.0)
     rows = np.asarray(hidden[0])[here]
     targets = np.asarray(batch.targets[0])[here]
     dz = oracle.logit_gradient(oracle.logits(rows, exact), targets, by_log_prob=-1 / here.sum())
@@ -130,10 +129,13 @@ def smoothed_truth(hidden, kernel, bias, batch, softcap=None):
     bias.
     """
     here = np.asarray(batch.loss_mask) > 0
-    rows, targets = np.asarray(hidden)[here], np.asarray(batch.targets)[here]
+    rows = np.asarray(hidden)[here]
+    targets = np.asarray(batch.targets)[here]
     head = OracleHead(np.asarray(kernel), np.asarray(bias), softcap=softcap)
     z = oracle.logits(rows, head)
-    stats, s, weight = oracle.token_stats(z, targets), SMOOTH["label_smoothing"], 1 / here.sum()
+    stats = oracle.token_stats(z, targets)
+    s = SMOOTH["label_smoothing"]
+    weight = 1 / here.sum()
     each = (
         -(1 - s) * stats.log_probs
         + s * (stats.log_z - stats.mean_logit)
@@ -287,7 +289,8 @@ def half_truth(batch, arrays, scale):
         return None if name not in arrays else np.asarray(arrays[name], np.float64)
 
     head = OracleHead(get("kernel"), get("bias"), get("lora_a"), get("lora_b"), lora_scale=0.5)
-    rows, targets = get("hidden")[here], np.asarray(batch.targets)[here]
+    rows = get("hidden")[here]
+    targets = np.asarray(batch.targets)[here]
     z = oracle.logits(rows, head)
     log_probs = oracle.token_stats(z, targets).log_probs
     ratio = np.exp(log_probs - np.asarray(batch.old_log_probs)[here])
@@ -347,7 +350,8 @@ def test_gradients_under_a_loss_scale_where_anything_is_float16(names, mesh):
 @pytest.mark.every(3)
 @pytest.mark.parametrize("names", [names for names in HALVES if names != ("bias",)], ids="+".join)
 def test_the_audit_says_that_float16_takes_two_passes(names):
-    arrays, batch = half_case(names), batch_of(8, 8)
+    arrays = half_case(names)
+    batch = batch_of(8, 8)
     gradient = jax.grad(lambda a: half_loss(batch, a))
     notes = notes_of(gradient, arrays)
     assert "two passes: float16" in notes
@@ -363,7 +367,8 @@ def test_a_float16_bias_takes_one_pass(norm, lost, mesh):
     it, it would be lost.
     """
     arrays = half_case(("bias",))
-    batch, parallel = on_policy(batch_of(8, 8), arrays), mesh and make_parallel_mesh(mesh)
+    batch = on_policy(batch_of(8, 8), arrays)
+    parallel = mesh and make_parallel_mesh(mesh)
     wide = {k: x.astype(jnp.float32) for k, x in arrays.items()}
 
     def gradient(arrays, scale):
@@ -394,11 +399,9 @@ def test_a_temperature_where_tokens_fill_a_chunk(options):
 
 
 def test_memory_without_room_for_a_tile_of_fixed_size():
-    hidden, kernel, targets = (
-        jnp.ones((1, 300, 8)),
-        jnp.ones((8, 1024)),
-        jnp.zeros((1, 300), jnp.int32),
-    )
+    hidden = jnp.ones((1, 300, 8))
+    kernel = jnp.ones((8, 1024))
+    targets = jnp.zeros((1, 300), jnp.int32)
     with pytest.raises(
         ValueError,
         match=r"memory: got 100000 bytes, expected at least 131072 for this head and batch",
@@ -415,11 +418,9 @@ def test_memory_without_room_for_a_tile_of_two_heads():
 
 def test_memory_that_tokens_in_order_would_fill():
     """They take 2 MiB: chunks get half of the memory then, where they were of 8 tokens."""
-    hidden, kernel, targets = (
-        jnp.ones((1, 2048, 256)),
-        jnp.ones((256, 1024)),
-        jnp.zeros((1, 2048), jnp.int32),
-    )
+    hidden = jnp.ones((1, 2048, 256))
+    kernel = jnp.ones((256, 1024))
+    targets = jnp.zeros((1, 2048), jnp.int32)
 
     def log_probs(hidden, where):
         return log_probs_from_hidden(hidden, kernel, targets, where=where, memory=2**21).log_probs

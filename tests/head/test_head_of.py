@@ -60,7 +60,18 @@ def qwix_linear():
 
 
 # name: (the module, its own logits, options of Head.of)
-call, attend, decode = (lambda m, x: m(x)), (lambda m, x: m.attend(x)), (lambda m, x: m.decode(x))
+def call(m, x):
+    return m(x)
+
+
+def attend(m, x):
+    return m.attend(x)
+
+
+def decode(m, x):
+    return m.decode(x)
+
+
 NNX = {
     "Param": (
         lambda: nnx.Param(jnp.asarray(np.random.default_rng(0).normal(size=(H, V)))),

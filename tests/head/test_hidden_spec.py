@@ -41,12 +41,10 @@ def normal(*shape):
     return jnp.asarray(RNG.normal(size=shape), jnp.float32)
 
 
-HIDDEN, KERNEL, TEACHER, TEACHER_KERNEL = (
-    normal(R, T, H),
-    normal(H, V),
-    normal(R, T, G),
-    normal(G, V),
-)
+HIDDEN = normal(R, T, H)
+KERNEL = normal(H, V)
+TEACHER = normal(R, T, G)
+TEACHER_KERNEL = normal(G, V)
 SAMPLES = [
     Sample(
         RNG.integers(0, V, T),

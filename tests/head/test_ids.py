@@ -114,7 +114,8 @@ def test_nothing_that_is_masked_matters(mesh):
 
 def test_an_empty_slot_has_no_gradient_whatever_the_loss_makes_of_it():
     """A loss may have q log(q / p), whose gradient at q = 0 and p = 0 is NaN by the chain rule."""
-    hidden, kernel = jnp.ones((1, 1, 2)), jnp.array([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]])
+    hidden = jnp.ones((1, 1, 2))
+    kernel = jnp.array([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]])
     ids = jnp.array([[[2, -1]]])
 
     def loss(kernel):
@@ -153,14 +154,10 @@ def test_the_audit_tells_of_them_and_no_mask_is_made():
     """No array of the program has both K and the columns as dimensions, and each schedule
     scatters once per tile.
     """
-    hidden, kernel = (
-        jax.ShapeDtypeStruct((1, 64, 16), jnp.float32),
-        jax.ShapeDtypeStruct((16, 640), jnp.float32),
-    )
-    targets, ids = (
-        jax.ShapeDtypeStruct((1, 64), jnp.int32),
-        jax.ShapeDtypeStruct((1, 64, 200), jnp.int32),
-    )
+    hidden = jax.ShapeDtypeStruct((1, 64, 16), jnp.float32)
+    kernel = jax.ShapeDtypeStruct((16, 640), jnp.float32)
+    targets = jax.ShapeDtypeStruct((1, 64), jnp.int32)
+    ids = jax.ShapeDtypeStruct((1, 64, 200), jnp.int32)
 
     def loss(hidden, kernel, targets, ids):
         return log_probs_from_hidden(hidden, Head(kernel), targets, ids=ids).id_log_probs.sum()

@@ -136,7 +136,8 @@ def test_some_of_the_gradients(wrt):
 @pytest.mark.parametrize("mesh", [None, MIXED])
 def test_nothing_in_a_row_without_cotangent_matters(mesh):
     """A mask of cotangents alone, which the order of tokens does not follow."""
-    parallel, arrays = meshes(mesh)[0], head_arrays(97)
+    parallel = meshes(mesh)[0]
+    arrays = head_arrays(97)
 
     def call(parallel, arrays, **options):
         return jax.tree.map(lambda x: x.at[2].set(0), call_head(parallel, arrays, **options))
@@ -218,7 +219,8 @@ def test_float16_is_scaled_before_it_is_rounded():
     def gradient(scale, **options):
         return jax.jit(jax.grad(lambda x: scale * 2e-5 * loss_of(arrays, **options)(x)))(given)
 
-    scaled, again = gradient(2.0**15, **KEPT), gradient(2.0**15)
+    scaled = gradient(2.0**15, **KEPT)
+    again = gradient(2.0**15)
     exact = with_gradients(call_head, "reference", arrays, ("hidden", "kernel"), entropy="bonus")[1]
     for name in given:
         truth = np.asarray(exact[name], np.float64) * 2e-5 * 2**15
@@ -304,7 +306,8 @@ def test_losses_of_whole_sequences_keep_logits_by_default():
 
 
 def test_on_an_accelerator_an_eighth_of_its_memory_decides():
-    gspo, shape = PolicyLossConfig(GSPO()), jax.ShapeDtypeStruct
+    gspo = PolicyLossConfig(GSPO())
+    shape = jax.ShapeDtypeStruct
 
     def notes_of(tokens):
         ids, one = (shape((1, n), jnp.int32) for n in (tokens, 1))
@@ -330,10 +333,8 @@ def test_on_an_accelerator_an_eighth_of_its_memory_decides():
 @pytest.mark.parametrize("with_where", [False, True])
 def test_it_stays_within_its_bytes(tokens, features, columns, mib, with_where):
     shape = jax.ShapeDtypeStruct
-    hidden, kernel = (
-        shape((1, tokens, features), jnp.float32),
-        shape((features, columns), jnp.float32),
-    )
+    hidden = shape((1, tokens, features), jnp.float32)
+    kernel = shape((features, columns), jnp.float32)
     per_token = [shape((1, tokens), dtype) for dtype in (jnp.int32, jnp.float32, bool)]
 
     def loss(hidden, kernel, targets, weights, where):

@@ -149,8 +149,10 @@ def test_gradients_against_finite_differences():
     """
     rng = np.random.default_rng(1)
     H = 6
-    hidden, kernel = rng.normal(size=(R, T, H)), rng.normal(size=(H, 97))
-    y, nucleus = rng.integers(0, 97, (R, T)), rng.random((R, T, 97)) < 0.3
+    hidden = rng.normal(size=(R, T, H))
+    kernel = rng.normal(size=(H, 97))
+    y = rng.integers(0, 97, (R, T))
+    nucleus = rng.random((R, T, 97)) < 0.3
     g, e = rng.normal(size=(2, R, T))
     cap, temperature = 3.0, 0.7
     hidden, kernel, g, e = (x.astype(np.float32) for x in (hidden, kernel, g, e))
@@ -241,7 +243,8 @@ def test_hard_logits_from_hidden_states(of_hidden, name):
     z, y = HARD[name]
     # 0 * -inf is NaN, in any product
     z = np.maximum(np.asarray(jnp.asarray(z, dtype), np.float32), -1e30)
-    hidden, kernel = np.eye(R * T).reshape(R, T, R * T), z.reshape(R * T, V)
+    hidden = np.eye(R * T).reshape(R, T, R * T)
+    kernel = z.reshape(R * T, V)
     stats = run(jnp.asarray(hidden, dtype), jnp.asarray(kernel, dtype), jnp.asarray(y, jnp.int32))
     log_probs, entropy = softmax_in_f64(z, y)
     assert_accurate(stats.log_probs, log_probs)

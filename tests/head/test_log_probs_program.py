@@ -28,7 +28,9 @@ SEQUENCE = make_parallel_mesh("dp=2,cp=2,tp=2", sequence_parallel=True)
 FSDP = make_parallel_mesh("fsdp=4,tp=2")
 N = R * T // 4  # tokens of a device on each of them
 V = 2048  # two blocks of 512 columns on a device
-KERNEL_BLOCK, DHIDDEN, TOKENS = 4 * H * 512, 4 * N * H, 4 * N
+KERNEL_BLOCK = 4 * H * 512
+DHIDDEN = 4 * N * H
+TOKENS = 4 * N
 CHUNK = 5  # tokens, on the device "five"
 
 
@@ -262,16 +264,15 @@ def test_devices_that_have_other_numbers_of_tokens(memory):
     """Devices have 0 to 600 tokens that count, in chunks of 256 or fewer, and a kernel that they
     share.
     """
-    rng, parallel = np.random.default_rng(0), make_parallel_mesh("fsdp=8")
+    rng = np.random.default_rng(0)
+    parallel = make_parallel_mesh("fsdp=8")
     where = jnp.arange(600)[None] < jnp.asarray([0, 1, 255, 256, 257, 400, 599, 600])[:, None]
     hidden = jnp.where(
         where[..., None], jnp.asarray(rng.normal(size=(8, 600, 16)), jnp.float32), jnp.nan
     )
     kernel = jnp.asarray(rng.normal(size=(16, 1024)), jnp.float32)
-    targets, weights = (
-        jnp.asarray(rng.integers(0, 1024, (8, 600)), jnp.int32),
-        jnp.cos(jnp.arange(600.0))[None],
-    )
+    targets = jnp.asarray(rng.integers(0, 1024, (8, 600)), jnp.int32)
+    weights = jnp.cos(jnp.arange(600.0))[None]
 
     def on_devices(hidden, kernel):
         found = log_probs_from_hidden(
@@ -380,7 +381,8 @@ def test_entropy_as_a_metric_costs_the_backward_nothing(path, parallel):
     """The same backward program as without entropy, and the same gradients."""
     arrays = logits_arrays(128) if path == "logits" else head_arrays(1032, with_where=True)
     call, wrt = (call_logits, ("logits",)) if path == "logits" else (call_head, BOTH)
-    backwards, gradients = [], []
+    backwards = []
+    gradients = []
     for entropy in ("none", "metric"):
 
         def forward(w, entropy=entropy):

@@ -41,8 +41,10 @@ ARRAYS = {
     "b": normal(4, V),
 }
 TEACHER = normal(R, T, H), normal(H, V)
-IDS, ONE = jnp.asarray(RNG.integers(0, V, (R, T)), jnp.int32), jnp.zeros((R, 1), jnp.int32)
-ONES, NEAR = jnp.ones((R, T)), jnp.full((R, T), -np.log(V))
+IDS = jnp.asarray(RNG.integers(0, V, (R, T)), jnp.int32)
+ONE = jnp.zeros((R, 1), jnp.int32)
+ONES = jnp.ones((R, T))
+NEAR = jnp.full((R, T), -np.log(V))
 BATCH = RolloutBatch(
     IDS,
     IDS,

@@ -95,7 +95,8 @@ def test_both_paths_renormalise_over_the_nucleus_and_the_sampled_token(mesh):
         sample = SAMPLES[batch.sample_ids[row, batch.segment_ids[row, t] - 1] - 100]
         j = batch.positions[row, t] + 1 - sample.response_start
         recorded = RECORDED[SAMPLES.index(sample)][j]
-        z, y = logits[row, t], batch.targets[row, t]
+        z = logits[row, t]
+        y = batch.targets[row, t]
         expected[row, t] = z[y] - np.log(np.exp(z[np.union1d(recorded, y)]).sum())
     assert_trees_close(log_probs, [expected, expected], rtol=1e-5, atol=2e-6)
 
@@ -131,7 +132,8 @@ def test_bad_input():
         pack_nucleus_ids(RECORDED[:1], SAMPLES[:1], batch)
     with pytest.raises(ValueError, match="recorded: got 5 samples, expected 2"):
         pack_nucleus_ids(RECORDED, SAMPLES[:2], batch)
-    logits, targets = jnp.zeros((2, 4, 96)), jnp.zeros((2, 4), int)
+    logits = jnp.zeros((2, 4, 96))
+    targets = jnp.zeros((2, 4), int)
     with pytest.raises(ValueError, match=r"nucleus_ids: got shape \(4, 1\), expected \[R, T, K\]"):
         log_probs_from_logits(logits, targets, nucleus_ids=jnp.zeros((4, 1), int))
     with pytest.raises(

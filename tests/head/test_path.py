@@ -25,7 +25,8 @@ def named():
 
     A file belongs to the names before it, back to the previous file.
     """
-    found, waiting = [], []
+    found = []
+    waiting = []
     for text in re.findall(r"`([^`]+)`", PAGE):
         if not text.endswith(".py"):
             waiting.append(text)

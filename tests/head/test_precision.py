@@ -81,7 +81,8 @@ def compiled(platform, way, dtypes, sizes, **options):
     return found.as_text(), found.memory_analysis().temp_size_in_bytes
 
 
-BF16, F32 = jnp.bfloat16, jnp.float32
+BF16 = jnp.bfloat16
+F32 = jnp.float32
 # the compiler may move the cast of one operand into the product, which has the passes of f32
 MIXED_EXACT = {
     (a, b, "f32", "highest") for a, b in (("bf16", "f32"), ("f32", "bf16"), ("f32", "f32"))
@@ -117,7 +118,9 @@ def test_operands_and_passes(case, platform, way):
 
 
 # Parameters of a head beside its kernel, by name: their shapes.
-RANK, ADAPTERS, SMALL = 16, 3, (256, 128, 1024)
+RANK = 16
+ADAPTERS = 3
+SMALL = (256, 128, 1024)
 PLAIN = {}
 LORA = {"a": (SMALL[1], RANK), "b": (RANK, SMALL[2])}
 BY_ROW = {"a": (ADAPTERS, SMALL[1], RANK), "b": (ADAPTERS, RANK, SMALL[2])}
@@ -200,7 +203,8 @@ def lowered_products(text):
     rounded. JAX makes such products when it transposes one of bf16 operands with an f32 result.
     """
     # names of f32 arrays that hold bf16 values; a name is defined before its use
-    found, narrow = set(), set()
+    found = set()
+    narrow = set()
     for line in text.splitlines():
         if defined := re.match(r"\s*(%\w+)(?::\d+)? = (?:stablehlo.convert (\S+) : (.*))?", line):
             name, source, types = defined.groups("")

@@ -141,7 +141,8 @@ def test_numbers_by_hand():
     np.testing.assert_allclose(
         oracle.rounded([[3.0], [2.0]], 0, "int8"), [[3], [3 * 85 / 127]], rtol=2e-7
     )
-    hidden, kernel = jnp.array([[[1, 0.3]]]), jnp.array([[3.0, 0.0], [2.0, 0.0]])
+    hidden = jnp.array([[[1, 0.3]]])
+    kernel = jnp.array([[3.0, 0.0], [2.0, 0.0]])
     targets = jnp.zeros((1, 1), jnp.int32)
     z = 3 + 128 / 448 * (3 * 288 / 448)  # 2 of 3 is 298.67 of 448, between 288 and 320
     found = log_probs_from_hidden(
@@ -249,7 +250,8 @@ def test_an_f32_kernel_under_bf16_hidden_states():
 @pytest.mark.parametrize("layout", ["hv", "vh"])
 @pytest.mark.parametrize("mesh", [None, MIXED])
 def test_adapters_multiply_hidden_states_as_they_are(mesh, layout):
-    rule, parallel = RULES["e4m3 in blocks"], meshes(mesh)[0]
+    rule = RULES["e4m3 in blocks"]
+    parallel = meshes(mesh)[0]
     arrays = head_arrays(104, layout=layout, lora=True, last=97)
     options = {
         "layout": layout,
@@ -266,7 +268,8 @@ def test_adapters_multiply_hidden_states_as_they_are(mesh, layout):
     adapters = {"a": wide["lora_a"], "b": wide["lora_b"], "lora_scale": 0.5}
     fields = {"softcap": 5.0, "vocab_size": 97, "dtype": rule.dtype, "block": rule.block}
     head = oracle.QuantizedHead(kernel, wide["bias"], **adapters, **fields)
-    hidden, targets = wide["hidden"].reshape(-1, H), np.asarray(arrays["targets"]).reshape(-1)
+    hidden = wide["hidden"].reshape(-1, H)
+    targets = np.asarray(arrays["targets"]).reshape(-1)
     z = logits(hidden, head, 0.7)
     dz = logit_gradient(z, targets, wide["g"].reshape(-1), wide["e"].reshape(-1))
     dhidden, gradient = oracle.head_gradient(hidden, head, dz, 0.7)
@@ -293,7 +296,8 @@ def quantized_kernel(kind, columns=104, layout="hv"):
     values = oracle.to_int8(values) if dtype == "int8" else oracle.to_e4m3(values)
     scale = rng.uniform(0.01, 0.03, shape).astype(np.float32)
     if layout == "vh":
-        values, scale = values.T, scale.T
+        values = values.T
+        scale = scale.T
     return QuantizedArray(jnp.asarray(values, dtype), jnp.asarray(scale)), oracle.dequantized(
         values, scale
     )
@@ -420,8 +424,10 @@ def test_divergences_and_mismatch_of_two_heads(mesh):
     """A student of e4m3 and a teacher of int8; and what a sampler's rounding alone does to its
     policy.
     """
-    student, teacher = RULES["e4m3"], RULES["int8"]
-    one, other = head_arrays(104), head_arrays(97)
+    student = RULES["e4m3"]
+    teacher = RULES["int8"]
+    one = head_arrays(104)
+    other = head_arrays(97)
     teacher_kernel = head_arrays(104, scale=0.5)["kernel"] * jnp.sin(jnp.arange(104.0))[None]
     given = (one["hidden"], one["kernel"], other["hidden"], teacher_kernel)
     read = (read_hidden(given[0], student), read_kernel(given[1], student))

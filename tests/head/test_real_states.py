@@ -107,7 +107,8 @@ def test_log_probs_entropies_and_gradients(real, which, mesh, dtype):
         assert error.mean() < 6e-6
         assert error.max() < 5e-5
     of_logits = logit_gradient(z, targets, by_log_prob=weights[0], by_entropy=weights[1])
-    hidden, kernel = np.float64(real["hidden"]), np.float64(real["kernel"])
+    hidden = np.float64(real["hidden"])
+    kernel = np.float64(real["kernel"])
     bound = 1e-5 if dtype == "float32" else 2**-8
     for got, expected in zip(gradients, (of_logits @ kernel.T, hidden.T @ of_logits), strict=True):
         assert root_mean_square(got - expected) < bound * root_mean_square(expected)

@@ -13,10 +13,8 @@ from sharding import make_parallel_mesh
 
 N, H, V, SCALE, SOFTCAP = 64, 16, 512, 0.01, 20.0
 RNG = np.random.default_rng(0)
-HIDDEN, KERNEL = (
-    RNG.integers(-20, 21, (1, N, H)).astype(np.float32),
-    RNG.integers(-20, 21, (H, V)).astype(np.float32),
-)
+HIDDEN = RNG.integers(-20, 21, (1, N, H)).astype(np.float32)
+KERNEL = RNG.integers(-20, 21, (H, V)).astype(np.float32)
 TARGETS = RNG.integers(0, V, (1, N), np.int32)
 C = RNG.normal(size=(1, N))
 

@@ -232,7 +232,8 @@ SOME = [
     ("dp=4,cp=2", 2**30, "bfloat16"),
     ("dp=2,cp=2,tp=2", 2**21, "float32"),
 ]
-MESHES, MEMORIES = (None, "dp=4,cp=2", "dp=2,cp=2,tp=2"), (2**30, 2**21)
+MESHES = (None, "dp=4,cp=2", "dp=2,cp=2,tp=2")
+MEMORIES = (2**30, 2**21)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,8 @@ def test_the_ratio_to_an_old_pass_of_the_same_policy_is_1(mesh, memory, dtype):
     """
     parallel = mesh and make_parallel_mesh(mesh)
     hidden, kernel, targets = arrays(dtype, 640)
-    hidden, targets = hidden.reshape(4, 160, H), targets.reshape(4, 160)
+    hidden = hidden.reshape(4, 160, H)
+    targets = targets.reshape(4, 160)
     options = {"parallel": parallel, "deterministic": True, "memory": memory}
     old = jax.jit(lambda h, k: log_probs_from_hidden(h, k, targets[::-1], **options).log_probs)(
         hidden[::-1], kernel

@@ -37,7 +37,8 @@ def arrays(dtype, columns=V, layout="hv", lora=False, bias=False, **fields):
     normal = [
         jax.random.normal(k, shape).astype(dtype) for k, shape in zip(keys, shapes, strict=False)
     ]
-    hidden, kernel = normal[0], normal[1] / H**0.5
+    hidden = normal[0]
+    kernel = normal[1] / H**0.5
     fields["lora"] = LoRA(normal[2], normal[3], 0.1) if lora else None
     fields["bias"] = normal[4] if bias else None
     head = Head(kernel if layout == "hv" else kernel.T, layout=layout, **fields)
@@ -134,7 +135,8 @@ def test_which_vocabularies():
 def test_the_ratio_to_an_old_pass_on_another_tensor_axis_is_1(device):
     """By one pass too, which accelerators take."""
     hidden, head, targets, where = arrays("bfloat16")
-    ids, mask = jnp.ones((R, T), jnp.int32), where.astype(jnp.float32).at[:, -1].set(0)
+    ids = jnp.ones((R, T), jnp.int32)
+    mask = where.astype(jnp.float32).at[:, -1].set(0)
     old = run(hidden, head, targets, None, mesh=None, device=device)[0]
     positions = jnp.broadcast_to(jnp.arange(T), (R, T))
     batch = RolloutBatch(
@@ -201,7 +203,9 @@ def products_and_collectives(tp):
     def described(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=parallel.sharding(spec))
 
-    rows, columns, features = 8 // tp, 8192, 512
+    rows = 8 // tp
+    columns = 8192
+    features = 512
     args = (
         described((rows, 2048, features), jnp.bfloat16, parallel.hidden_spec),
         described((features, columns), jnp.bfloat16, parallel.kernel_spec()),

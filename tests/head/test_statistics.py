@@ -40,10 +40,8 @@ def arrays_with_ties(seed=0, columns=V, masked=MASKED):
     rng = np.random.default_rng(seed)
     arrays = head_arrays(columns, with_where=True)
     here = np.asarray(arrays["where"])
-    hidden, kernel = (
-        rng.integers(-2, 3, arrays["hidden"].shape),
-        rng.integers(-1, 2, arrays["kernel"].shape),
-    )
+    hidden = rng.integers(-2, 3, arrays["hidden"].shape)
+    kernel = rng.integers(-1, 2, arrays["kernel"].shape)
     bias = np.where(np.arange(columns) < masked, -np.inf, 0)
     last_likeliest = columns - 1 - np.argmax((hidden @ kernel + bias)[..., ::-1], axis=-1)
     targets = np.where(
@@ -74,7 +72,8 @@ def expected(arrays, k, temperature):
         np.asarray(arrays["kernel"], np.float64), np.asarray(arrays["bias"], np.float64)
     )
     z = logits(np.asarray(arrays["hidden"], np.float64)[here], head, temperature)
-    stats, ids = token_stats(z, np.asarray(arrays["targets"])[here]), likeliest_ids(z, k)
+    stats = token_stats(z, np.asarray(arrays["targets"])[here])
+    ids = likeliest_ids(z, k)
     found = {
         "log_z": stats.log_z,
         "mean_logit": stats.mean_logit,
@@ -105,7 +104,8 @@ def test_all_of_them(way, mesh):
     """In columns that tp does not divide; with -inf columns; 0 where nothing counts; of equals
     the lowest id first.
     """
-    arrays, parallel = arrays_with_ties(), mesh and make_parallel_mesh(mesh)
+    arrays = arrays_with_ties()
+    parallel = mesh and make_parallel_mesh(mesh)
     call = from_logits if way == "logits" else call_head
     options = {"device": "wide" if way == "wide" else "five", "temperature": 0.75}
     found = jax.jit(lambda a: call(parallel, a, logit_stats=NAMES, top_k=7, **options))(arrays)
@@ -118,7 +118,8 @@ def test_the_likeliest(call, k):
     """One alone is found in another way; of 400 there are only 330, the others are empty slots;
     more than a block.
     """
-    arrays, parallel = arrays_with_ties(k), make_parallel_mesh(MIXED)
+    arrays = arrays_with_ties(k)
+    parallel = make_parallel_mesh(MIXED)
     found = jax.jit(lambda a: call(parallel, a, logit_stats=NAMES, top_k=k, temperature=0.75))(
         arrays
     )
@@ -129,10 +130,8 @@ def test_the_likeliest(call, k):
 @pytest.mark.parametrize("explicit", [pytest.param(False, marks=NIGHTLY), True])
 def test_the_likeliest_of_a_vocabulary_in_pieces(explicit):
     """FSDP shards it too; pieces of one block lie far apart."""
-    arrays, parallel = (
-        arrays_with_ties(columns=1024),
-        make_parallel_mesh("fsdp=4,tp=2", explicit=explicit),
-    )
+    arrays = arrays_with_ties(columns=1024)
+    parallel = make_parallel_mesh("fsdp=4,tp=2", explicit=explicit)
     spec = P(None, ("fsdp", "tp"))
     on = {"kernel": spec, "bias": P(("fsdp", "tp")), "hidden": parallel.hidden_spec}
     given = {
@@ -166,7 +165,8 @@ def test_the_likeliest_have_the_same_bits_in_any_batch():
 
 def primitives(call, **options):
     """The number of reductions in the program of a call."""
-    hidden, kernel = jnp.ones((1, 4, 3)), jnp.ones((3, 64))
+    hidden = jnp.ones((1, 4, 3))
+    kernel = jnp.ones((3, 64))
     program = str(
         jax.make_jaxpr(lambda *a: call(*a, jnp.zeros((1, 4), jnp.int32), **options))(hidden, kernel)
     )
@@ -203,7 +203,8 @@ def test_what_is_not_asked_for_is_not_in_the_program(call):
 
 
 def test_the_audit_tells_of_what_the_likeliest_send():
-    parallel, arrays = make_parallel_mesh("dp=4,tp=2"), head_arrays(96)
+    parallel = make_parallel_mesh("dp=4,tp=2")
+    arrays = head_arrays(96)
     notes = audit(lambda a: call_head(parallel, a, top_k=5), arrays).notes
     assert "5 likeliest ids per token, gathered over the tensor axis" in notes
 
@@ -215,7 +216,8 @@ def test_the_entropy_of_a_nucleus(mesh):
     With `nucleus_ids` log-probs are renormalised, the entropy stays that of the full distribution.
     """
     arrays = head_arrays(97, nucleus=4, ids=4, with_where=True) | {"g": jnp.zeros((R, T))}
-    rng, here = np.random.default_rng(1), np.asarray(arrays["where"])
+    rng = np.random.default_rng(1)
+    here = np.asarray(arrays["where"])
     nucleus = np.argsort(rng.random((R, T, 97)), axis=-1)[..., :5].astype(np.int32)
     nucleus[:, 2:, 3:] = -1
     nucleus[:, 4] = -1
@@ -238,7 +240,8 @@ def test_the_entropy_of_a_nucleus(mesh):
         np.asarray(arrays["kernel"], np.float64), np.asarray(arrays["bias"], np.float64)
     )
     hidden = np.asarray(arrays["hidden"], np.float64)[here]
-    z, e = logits(hidden, head), np.asarray(arrays["e"], np.float64)[here]
+    z = logits(hidden, head)
+    e = np.asarray(arrays["e"], np.float64)[here]
     entropy, dz = set_entropy(z, nucleus[here])
     of_hidden, of_head = head_gradient(hidden, head, e[:, None] * dz)
     np.testing.assert_allclose(np.asarray(found.entropy)[here], entropy, **F32)
@@ -265,7 +268,8 @@ def test_the_entropy_of_the_likeliest():
 
 
 def test_bad_input():
-    z, targets = jnp.zeros((1, 2, 4)), jnp.zeros((1, 2), jnp.int32)
+    z = jnp.zeros((1, 2, 4))
+    targets = jnp.zeros((1, 2), jnp.int32)
     for bad in (True, "log_z", ("log_y",), None):
         with pytest.raises(
             ValueError, match=r"logit_stats: got .*, expected some of \('log_z', 'mean_logit'"

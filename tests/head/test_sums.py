@@ -264,7 +264,8 @@ def test_gradients_beside_float64(mesh, form, monkeypatch):
 def test_second_derivatives_are_refused(memory):
     """By name, as where no sum goes around."""
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
-    hidden, kernel = jnp.ones((2, 64, 512), jnp.bfloat16), jnp.ones((512, 1024), jnp.bfloat16)
+    hidden = jnp.ones((2, 64, 512), jnp.bfloat16)
+    kernel = jnp.ones((512, 1024), jnp.bfloat16)
     targets = jnp.zeros((2, 64), jnp.int32)
     weights = jnp.ones((2, 64))
     batch = RolloutBatch(

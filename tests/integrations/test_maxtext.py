@@ -113,7 +113,8 @@ def test_batches_by_their_keys():
 )
 def test_hidden_states_to_head(config):
     graph, params = nnx.split(Transformer(**config))
-    y, targets = jax.random.normal(jax.random.key(2), (2, 4, 8)), jnp.arange(8).reshape(2, 4)
+    y = jax.random.normal(jax.random.key(2), (2, 4, 8))
+    targets = jnp.arange(8).reshape(2, 4)
 
     def ours(params):
         return log_probs_from_hidden(
@@ -149,7 +150,8 @@ def test_the_example_of_the_docs():
     [block] = [block for block in blocks if "hidden_and_head(model, output)" in block]
     mesh = mesh_of(AXES, fsdp=2, tensor=2)
     ids = jnp.asarray(np.random.default_rng(0).integers(1, 32, (2, 8)), jnp.int32)
-    ones, x = jnp.ones_like(ids), jnp.full(ids.shape, -1.0)
+    ones = jnp.ones_like(ids)
+    x = jnp.full(ids.shape, -1.0)
     data = {
         "inputs": ids,
         "targets": jnp.roll(ids, -1, axis=1),
@@ -206,7 +208,8 @@ def test_issue_4409(sizes):
     kernel = described((H, V), jnp.bfloat16, parallel.kernel_spec())
 
     def loss(hidden, kernel, batch):
-        config, memory = PolicyLossConfig(entropy_coef=0.01), 1 * GIB
+        config = PolicyLossConfig(entropy_coef=0.01)
+        memory = 1 * GIB
         return policy_loss_from_hidden(
             hidden, kernel, batch, config, parallel=parallel, memory=memory
         )[0]

@@ -94,10 +94,8 @@ def test_skyrl_tx(model_of, tied, shape):
         keys = jax.random.split(jax.random.key(0), 2 + len(of_head))
         for key, parameter in zip(keys[2:], of_head.values(), strict=True):
             parameter.set_value(0.3 * jax.random.normal(key, parameter.shape))
-        hidden, weights = (
-            jax.random.normal(keys[0], (4, 7, 16)),
-            jax.random.normal(keys[1], (1, 4, 7)),
-        )
+        hidden = jax.random.normal(keys[0], (4, 7, 16))
+        weights = jax.random.normal(keys[1], (1, 4, 7))
         targets = jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, 7)), jnp.int32)
         ids = jnp.array([2, 0, 1, 2], jnp.int32)
         graph, state, rest = nnx.split(model, nnx.Param, ...)

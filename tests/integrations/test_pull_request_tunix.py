@@ -54,10 +54,8 @@ def test_tunix(shape, tied):
         def plain(model, hidden, ids, temperature, chunk_size, return_entropy):
             logits = model.embedder.decode(hidden) if tied else model.lm_head(hidden)
             log_p = jax.nn.log_softmax(logits / (temperature or 1.0))
-            taken, entropy = (
-                jnp.take_along_axis(log_p, ids[..., None], -1)[..., 0],
-                -(jnp.exp(log_p) * log_p).sum(-1),
-            )
+            taken = jnp.take_along_axis(log_p, ids[..., None], -1)[..., 0]
+            entropy = -(jnp.exp(log_p) * log_p).sum(-1)
             return (taken, entropy) if return_entropy else taken
 
         theirs = getattr(common, "compute_chunked_logps", plain)

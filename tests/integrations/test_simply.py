@@ -24,17 +24,15 @@ from jaxppo.integrations import simply as ours
 need = functools.partial(
     pytest.importorskip, reason="simply is not installed: a checkout of it is on no path"
 )
-model_lib, rl_lib, configs = (
-    need("simply.model_lib"),
-    need("simply.rl_lib"),
-    need("simply.config_lib"),
-)
-data_lib, evaluations = need("simply.data_lib"), need("simply.utils.evaluation_lib")
-optimizers, shardings = need("simply.utils.optimizers"), need("simply.utils.sharding")
-replay_buffers, tokenization = (
-    need("simply.utils.replay_buffers"),
-    need("simply.utils.tokenization"),
-)
+model_lib = need("simply.model_lib")
+rl_lib = need("simply.rl_lib")
+configs = need("simply.config_lib")
+data_lib = need("simply.data_lib")
+evaluations = need("simply.utils.evaluation_lib")
+optimizers = need("simply.utils.optimizers")
+shardings = need("simply.utils.sharding")
+replay_buffers = need("simply.utils.replay_buffers")
+tokenization = need("simply.utils.tokenization")
 
 pytestmark = pytest.mark.nightly
 BATCH = rl_lib.RLTrainingExampleBatch(**fields())
@@ -249,7 +247,9 @@ def test_its_loop(monkeypatch):
     parameters do.
     """
     tokenization.TokenizerRegistry.register(tokenization.ByteVocab, "Bytes")
-    buffer, step, found = replay_buffers.ReplayBuffer, model_lib.train_one_step, []
+    buffer = replay_buffers.ReplayBuffer
+    step = model_lib.train_one_step
+    found = []
     monkeypatch.setattr(replay_buffers, "ReplayBuffer", lambda size: buffer(size, seed=0))
     mesh = shardings.create_mesh(
         (2, 2, 2), axis_names=configs.lm_test().sharding_config.mesh_axis_names

@@ -42,7 +42,8 @@ class Model:
 
 def parameters(hidden):
     keys = jax.random.split(jax.random.key(0))
-    w, b = 0.4 * jax.random.normal(keys[0], (V, H)), 0.3 * jax.random.normal(keys[1], (V,))
+    w = 0.4 * jax.random.normal(keys[0], (V, H))
+    b = 0.3 * jax.random.normal(keys[1], (V,))
     return {"hidden": hidden, "embed_linear": {"w": Annotated(w), "b": Annotated(b)}}
 
 
@@ -58,7 +59,8 @@ def by_hand(hidden, batch=BATCH):
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     log_p = np.take_along_axis(log_p, batch.target_tokens[..., None], -1)[..., 0]
     mask = batch.answer_mask & batch.is_valid_for_training[:, None]
-    ratio, advantage = np.exp(log_p - batch.logprobs), batch.reward[:, None]
+    ratio = np.exp(log_p - batch.logprobs)
+    advantage = batch.reward[:, None]
     loss = np.maximum(-advantage * ratio, -advantage * np.clip(ratio, 0.8, 1.28))
     back = batch.ref_logprobs - log_p
     return (loss + 0.1 * (np.exp(back) - 1 - back))[mask].mean(), mask.sum()

@@ -33,10 +33,8 @@ def requests(rows=12, tokens=9):
     log_probs, sampled = (-rng.uniform(0.1, 3, (rows, tokens)).astype(np.float32) for _ in range(2))
     advantages = rng.normal(size=(rows, tokens)).astype(np.float32)
     kinds = np.arange(rows, dtype=np.int32) % len(KINDS)
-    low, high = (
-        rng.uniform(0.1, 1, rows).astype(np.float32),
-        rng.uniform(1, 3, rows).astype(np.float32),
-    )
+    low = rng.uniform(0.1, 1, rows).astype(np.float32)
+    high = rng.uniform(1, 3, rows).astype(np.float32)
     advantages[kinds == 0], sampled[kinds == 0] = np.nan, np.nan  # cross-entropy reads neither
     return log_probs, mask, kinds, sampled, advantages, low, high
 
@@ -45,11 +43,9 @@ def by_hand(log_probs, mask, kinds, sampled, advantages, low, high):
     """The losses of tokens and the gradient by log-probs of the sum of rows' means, in float64."""
     losses, slopes = np.zeros((2, *mask.shape))
     for b, t in np.argwhere(mask > 0):
-        x, a, ratio = (
-            log_probs[b, t],
-            advantages[b, t],
-            np.exp(np.float64(log_probs[b, t]) - sampled[b, t]),
-        )
+        x = log_probs[b, t]
+        a = advantages[b, t]
+        ratio = np.exp(np.float64(log_probs[b, t]) - sampled[b, t])
         clipped = np.clip(ratio, low[b], high[b])
         loss, slope = {
             "cross_entropy": (-x, -1),

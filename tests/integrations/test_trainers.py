@@ -42,7 +42,8 @@ def documented(name, **names):
 
 def ids_and_batch():
     ids = jnp.asarray(np.random.default_rng(0).integers(1, V, (ROWS, LENGTH)), jnp.int32)
-    prompts, completions = ids[:, :3], ids[:, 3:]
+    prompts = ids[:, :3]
+    completions = ids[:, 3:]
     values = {
         "advantages": jnp.array([1.0, -0.5]),
         "old_log_probs": jnp.full(completions.shape, -4.0),
@@ -104,7 +105,8 @@ def test_skyrl_tx(tied):
         if tied:
             return
         # a head with the adapter of one tenant
-        lm_head, make = model.lm_head, documented("skyrl_head")
+        lm_head = model.lm_head
+        make = documented("skyrl_head")
         for parameter in (lm_head.lora_A, lm_head.lora_B):
             parameter.set_value(
                 0.1

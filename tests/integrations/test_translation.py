@@ -28,7 +28,9 @@ from jaxppo.integrations.options import about
 from jaxppo.policy_losses import DPPO, DRO, GMPO, ClipCov, KLCov, Reinforce
 
 KEYS = Path(__file__).parents[1] / "keys"
-ACTOR, LOSS, CORRECTION = verl_keys.ACTOR, verl_keys.LOSS, verl_keys.CORRECTION
+ACTOR = verl_keys.ACTOR
+LOSS = verl_keys.LOSS
+CORRECTION = verl_keys.CORRECTION
 ROLLOUT = "actor_rollout_ref.rollout."
 
 
@@ -472,7 +474,8 @@ def test_batching(system, given, expected):
 @pytest.mark.parametrize("system", SYSTEMS)
 class TestKeys:
     def test_every_key_is_known_and_every_default_is_theirs(self, system):
-        theirs, keys = load(system), SYSTEMS[system][1]
+        theirs = load(system)
+        keys = SYSTEMS[system][1]
         assert theirs.get("version", theirs.get("commit", "")[:8]) == keys.VERSION
         assert [
             key
@@ -483,7 +486,8 @@ class TestKeys:
         assert theirs["defaults"] == keys.DEFAULTS
 
     def test_no_line_is_about_a_key_that_is_not_theirs(self, system):
-        theirs, keys = load(system)["keys"], SYSTEMS[system][1]
+        theirs = load(system)["keys"]
+        keys = SYSTEMS[system][1]
         # whose lines it takes over
         theirs = theirs + (load("slime")["keys"] if system == "miles" else [])
         alive = [

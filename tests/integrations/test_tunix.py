@@ -82,7 +82,8 @@ def test_the_example_of_the_docs_trains():
     page = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     [block] = [block for block in blocks if "jaxppo_tunix.rl_cluster()" in block]
-    mesh, actor = mesh_of(1, 1), qwen()
+    mesh = mesh_of(1, 1)
+    actor = qwen()
     with mesh:
         names = {
             "mesh": mesh,
@@ -141,7 +142,9 @@ def test_micro_batches_of_a_step_add_up_as_theirs():
 
 def test_log_probs_of_the_actor_at_the_start_of_a_step():
     """Its agentic learner asks in micro-batches, and for the reference's too."""
-    batch, mesh, found = example(), mesh_of(1, 1), []
+    batch = example()
+    mesh = mesh_of(1, 1)
+    found = []
     with mesh:
         for cluster_class in (clusters.RLCluster, ours.rl_cluster()):
             cluster = cluster_of(cluster_class, mesh)
@@ -181,7 +184,9 @@ def test_weights_of_the_learner_multiply_the_policy_loss():
     `sampler_is="token"`.
     """
     weights = jnp.asarray(np.random.default_rng(1).uniform(0, 2, (4, 7)), jnp.float32)
-    weighted, model, config = example().replace(sampler_is_weights=weights), qwen(), grpo()
+    weighted = example().replace(sampler_is_weights=weights)
+    model = qwen()
+    config = grpo()
     (theirs, _), gradient = losses(model, "grpo", config, weighted)
     (found, metrics), mine = losses(model, ours.register(), config, weighted)
     np.testing.assert_allclose(found, theirs, rtol=2e-5, atol=1e-6)
@@ -221,7 +226,8 @@ def test_the_samplers_experts_are_replayed_in_passes_and_in_the_loss(monkeypatch
     """As branches of September hand them over: an array of prompts and completions, -1 at what
     nobody sampled.
     """
-    batch, model = example(), Routed()
+    batch = example()
+    model = Routed()
     shape = (
         *batch.prompt_ids.shape[:1],
         batch.prompt_ids.shape[1] + batch.completion_ids.shape[1],

@@ -38,7 +38,9 @@ def train(cluster_class, policy_loss_fn="grpo"):
     """The losses and gradient norms of steps, the trained parameters, and the batches that the
     loss was given.
     """
-    mesh, batches, logged = mesh_of(1, 1), [], []
+    mesh = mesh_of(1, 1)
+    batches = []
+    logged = []
     with mesh:
         settings = settings_of(mesh, 3, temperature=0.9)
         stops = list(range(3 * V // 4, V))
@@ -60,7 +62,9 @@ def train(cluster_class, policy_loss_fn="grpo"):
         options = {"num_generations": 4, "max_response_length": 6, "max_concurrency": 1}
         config = learners.GRPOConfig(policy_loss_fn=policy_loss_fn, **options)
         learner = learners.GRPOLearner(cluster, config, rewards, chat_parser=Chat())
-        update, generate, seeds = cluster.update_actor, cluster.generate, itertools.count()
+        update = cluster.update_actor
+        generate = cluster.generate
+        seeds = itertools.count()
 
         def seen(examples, *args, **more):
             batches.extend(examples)

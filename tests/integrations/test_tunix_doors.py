@@ -26,7 +26,8 @@ UNREAD = {
     "max_logp_positions": 4,
     "something new": 0,
 }
-PROMPTS, COMPLETIONS = np.array([[3, 4]]), np.array([[5, 6, 7, 0]])
+PROMPTS = np.array([[3, 4]])
+COMPLETIONS = np.array([[5, 6, 7, 0]])
 
 
 class Model(nnx.Module):
@@ -254,7 +255,8 @@ def test_the_samplers_experts_are_replayed():
 def test_the_samplers_experts_are_an_extra_of_the_batch():
     batch = tunix.batch_of(example(routed_experts=EXPERTS), 0)
     np.testing.assert_array_equal(batch.extras["routed_experts"], EXPERTS)
-    ids, places = np.array([[1, 1, 1, 2, 2, 0]]), np.array([[0, 1, 2, 0, 1, 0]])
+    ids = np.array([[1, 1, 1, 2, 2, 0]])
+    places = np.array([[0, 1, 2, 0, 1, 0]])
     packed = {"prompt_ids": np.zeros((1, 0), int), "completion_ids": np.array([[3, 4, 5, 6, 7, 0]])}
     packed |= {
         "completion_mask": np.array([[0, 1, 1, 0, 1, 0]]),
@@ -362,7 +364,8 @@ def test_a_function_that_makes_no_mesh():
 
 
 def test_states_before_the_last_norm_are_not_taken_for_final_ones():
-    tokens, places = jnp.array([[3, 4, 5]]), jnp.arange(3)[None]
+    tokens = jnp.array([[3, 4, 5]])
+    places = jnp.arange(3)[None]
     model = Model()
     hidden = tunix.hidden_states(model, tokens, places, None)
     np.testing.assert_allclose(

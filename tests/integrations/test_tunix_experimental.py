@@ -53,9 +53,11 @@ def payloads(adapter):
     """Two groups of three samples: prompts and completions of several lengths, with a tool's
     tokens in some of them.
     """
-    rng, found = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    found = []
     for group in range(2):
-        prompt, items = rng.integers(2, V, 2 + 2 * group), []
+        prompt = rng.integers(2, V, 2 + 2 * group)
+        items = []
         for i in range(3):
             item = datatypes.TrajectoryItem(
                 pair_index=i, group_id=str(group), start_step=0, traj=None

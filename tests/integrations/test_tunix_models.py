@@ -110,7 +110,8 @@ def assert_same(found, expected, atol=2e-6):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_and_gradients_of_each_model(name):
-    model, config = MODELS[name](), grpo()
+    model = MODELS[name]()
+    config = grpo()
     expected = losses(model, "grpo", config, example())
     assert_same(losses(model, ours.register(), config, example()), expected)
     # the loss leaves nothing in the model
@@ -129,7 +130,8 @@ def test_losses_and_gradients_of_each_model(name):
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_each_option_of_their_config(options):
-    model, config = qwen(), grpo(**options)
+    model = qwen()
+    config = grpo(**options)
     ref = None if config.beta == 0 else example().ref_per_token_logps
     # its main branch counts rows without a completion in the norm of a padded batch, and not in
     # that of a packed one
@@ -159,7 +161,9 @@ def test_packed_rows_are_the_padded_ones():
 
     Tunix's own packed loss needs flash attention: without it, it attends to everything.
     """
-    batch, model, config = example(), qwen(), grpo(loss_agg_mode="token-mean")
+    batch = example()
+    model = qwen()
+    config = grpo(loss_agg_mode="token-mean")
     pack = need("tunix.rl.utils").pack_sequences
     count = (
         {"sequences_per_update": 4}
@@ -181,7 +185,8 @@ def test_packed_rows_are_the_padded_ones():
 
 @pytest.mark.parametrize("name", ["Qwen 3", "Llama 3", "Gemma 2"])
 def test_log_probs_of_a_pass(name):
-    model, batch = MODELS[name](), example()
+    model = MODELS[name]()
+    batch = example()
     expected = common.compute_per_token_logps(
         *nnx.split(model), batch.prompt_ids, batch.completion_ids, PAD, EOS, temperature=0.7
     )

@@ -120,7 +120,8 @@ def test_a_batch_of_either_form(monkeypatch, new, given):
     0.1.7 takes each id of the padding for padding, of which the new form knows better.
     """
     install(monkeypatch, new=new)
-    model, config = Attending(), algo_config(beta=0.1)
+    model = Attending()
+    config = algo_config(beta=0.1)
     mine = (
         PolicyLossConfig(PPO(), kl=KL(0.1, "k1"), aggregation="sequence_mean_token_mean")
         if given
@@ -161,7 +162,8 @@ def test_options_that_are_left_to_the_loss(monkeypatch, options):
     stay.
     """
     install(monkeypatch)
-    model, config = Attending(), algo_config(beta=0.1, **options)
+    model = Attending()
+    config = algo_config(beta=0.1, **options)
     batch = example(old_per_token_logps=SAMPLED, ref_per_token_logps=REFERENCE)
     found = loss_and_gradient(tunix.loss_fn(), model, batch, config)
     agrees(found, expected(model, config, old=None, sampled=SAMPLED))
@@ -180,7 +182,8 @@ def test_a_log_prob_that_the_sampler_lacks(monkeypatch, options, bad):
     Tunix's weight is 0 there, with the same penalty and the same denominators.
     """
     install(monkeypatch)
-    model, config = Attending(), algo_config(beta=0.1, **options)
+    model = Attending()
+    config = algo_config(beta=0.1, **options)
     sampled = SAMPLED.copy()
     sampled[0, 1] = bad
     batch = example(old_per_token_logps=sampled, ref_per_token_logps=REFERENCE)
@@ -195,7 +198,8 @@ def test_options_that_the_learner_has_applied(monkeypatch, options):
     options in the loss.
     """
     install(monkeypatch)
-    model, config = Attending(), algo_config(beta=0.1, **options)
+    model = Attending()
+    config = algo_config(beta=0.1, **options)
     x = log_probs(model, TOKEN_MASK)
     weights = corrected(x, SAMPLED, config)
     batch = example(
@@ -212,7 +216,8 @@ def test_options_that_the_learner_has_applied(monkeypatch, options):
 
 def test_weights_of_0_1_7_whose_batch_has_no_flag(monkeypatch):
     install(monkeypatch, new=False)
-    model, config = Attending(), algo_config(sampler_is="token")
+    model = Attending()
+    config = algo_config(sampler_is="token")
     weights = np.where(LOSS_MASK > 0, 0.25, 0).astype(np.float32)
     batch = example(new=False, old_per_token_logps=SAMPLED, sampler_is_weights=weights)
     found = loss_and_gradient(tunix.loss_fn(), model, batch, config)
@@ -222,7 +227,8 @@ def test_weights_of_0_1_7_whose_batch_has_no_flag(monkeypatch):
 
 def test_a_ratio_of_1(monkeypatch):
     install(monkeypatch)
-    model, config = Attending(), algo_config(force_on_policy_ratio=True)
+    model = Attending()
+    config = algo_config(force_on_policy_ratio=True)
     for old in (SAMPLED, None):
         found = loss_and_gradient(tunix.loss_fn(), model, example(old_per_token_logps=old), config)
         agrees(found, expected(model, config, old=None))
@@ -231,7 +237,8 @@ def test_a_ratio_of_1(monkeypatch):
 def test_a_threshold_that_the_learner_has_applied(monkeypatch):
     """It hands over the smaller mask, so nothing is left to do."""
     install(monkeypatch)
-    model, config = Attending(), algo_config(seq_logprob_error_threshold=2.0)
+    model = Attending()
+    config = algo_config(seq_logprob_error_threshold=2.0)
     batch = example(old_per_token_logps=SAMPLED, sampler_agreement_applied=True)
     agrees(
         loss_and_gradient(tunix.loss_fn(), model, batch, config),
@@ -244,7 +251,8 @@ def test_old_log_probs_of_the_sampler_are_a_ratio_to_the_rollout(monkeypatch):
     trainer's own.
     """
     install(monkeypatch)
-    model, config = Attending(), algo_config()
+    model = Attending()
+    config = algo_config()
     loss = tunix.loss_fn(
         PolicyLossConfig(
             ratio_to="rollout", kl=KL(0.0, "k1"), aggregation="sequence_mean_token_mean"
@@ -279,7 +287,9 @@ CORRECTION = OffPolicyConfig("token", compares="current/rollout")
 def test_a_config_of_ours_beside_options_of_theirs(monkeypatch, options, fields):
     """It is taken if it does what they say, and refused by name if it does not."""
     install(monkeypatch)
-    model, config, batch = Attending(), algo_config(**options), example(old_per_token_logps=SAMPLED)
+    model = Attending()
+    config = algo_config(**options)
+    batch = example(old_per_token_logps=SAMPLED)
     mine = PolicyLossConfig(ratio_to="current", aggregation="sequence_mean_token_mean", **fields)
     rule = Unusable.of("tunix") if fields else "nan"
     assert tunix.config_of(config) == dataclasses.replace(mine, unusable=rule)
@@ -387,7 +397,8 @@ def test_what_is_refused_by_name(monkeypatch, config, options, fields, message):
 
 def test_a_flag_among_the_arrays(monkeypatch):
     install(monkeypatch)
-    model, config = Attending(), algo_config()
+    model = Attending()
+    config = algo_config()
 
     def of(flag):
         return tunix.loss_fn()(

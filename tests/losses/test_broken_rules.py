@@ -169,11 +169,9 @@ def loss_of(
     options = {"parallel": parallel, "normalizer": normalizer}
     if kind == "value":
         return loss_from_stats(inputs["values"], batch, Value(aggregation=AGGREGATION), **options)
-    hidden, head, of_head = (
-        inputs["hidden"],
-        Head(inputs["kernel"], inputs["bias"]),
-        {"memory": memory},
-    )
+    hidden = inputs["hidden"]
+    head = Head(inputs["kernel"], inputs["bias"])
+    of_head = {"memory": memory}
     if kind == "mtp":
         options = {"parallel": parallel, "normalizers": [normalizer]}
         return mtp_loss([hidden], head, batch, MTP(aggregation=AGGREGATION), **options, **of_head)
@@ -258,7 +256,8 @@ def test_the_loss_is_nan(kind, way):
     """Before: from hidden states in one pass, a target in a column of bias -inf gave -0.399, or
     inf, and bit 32.
     """
-    run, of = quick_jit(program(kind, way)), kind if kind in EVERY else "policy"
+    run = quick_jit(program(kind, way))
+    of = kind if kind in EVERY else "policy"
     normalizer = MTP_NORMALIZERS if kind == "mtp" else NORMALIZER
     loss, gradient, bits = run(INPUTS, BATCH, normalizer)
     assert np.isfinite(loss)
@@ -307,7 +306,8 @@ def test_a_step_without_a_loss_token_too():
     batch = dataclasses.replace(
         batch, segment_ids=np.where(batch.positions == 3, 9, batch.segment_ids)
     )
-    hidden, head = INPUTS["hidden"][0], Head(INPUTS["kernel"])
+    hidden = INPUTS["hidden"][0]
+    head = Head(INPUTS["kernel"])
     batch = dataclasses.replace(batch, micro_batches=None)
     for memory in (2**30, 18_000):
 

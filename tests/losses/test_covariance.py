@@ -39,9 +39,11 @@ def covariances(batch):
 
 
 def test_kl_cov_takes_the_highest():
-    batch, config = packed(0), config_of(KLCov(0.2))
+    batch = packed(0)
+    config = config_of(KLCov(0.2))
     found = picked(config, batch)
-    c, wanted = covariances(batch), int(0.2 * batch.loss_mask.sum())
+    c = covariances(batch)
+    wanted = int(0.2 * batch.loss_mask.sum())
     assert found.sum() == wanted
     np.testing.assert_array_equal(found > 0, c >= np.sort(c[batch.loss_mask > 0])[-wanted])
 
@@ -50,7 +52,8 @@ def test_clip_cov_takes_random_ones_of_the_candidates():
     batch = packed(0)
     config = config_of(ClipCov(0.2, 0.28, 0.08, 0.1, 2.0))
     found, other = (picked(config, batch, key=jax.random.key(i)) for i in (0, 1))
-    c, r = covariances(batch), np.exp(batch.returns - batch.old_log_probs)
+    c = covariances(batch)
+    r = np.exp(batch.returns - batch.old_log_probs)
     binding = ((batch.advantages > 0) & (r > 1.28)) | ((batch.advantages < 0) & (r < 0.8))
     candidates = (c > 0.1) & (c < 2.0) & ~binding
     wanted = int(0.08 * batch.loss_mask.sum())

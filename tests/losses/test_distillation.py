@@ -188,10 +188,8 @@ def test_vocabularies_with_other_padding_inside_a_users_shard_map(is_cut):
     of_kernels = (mesh.kernel_spec(), mesh.kernel_spec("vh")) if is_cut else (P(), P())
 
     def inside(hidden, kernel, teacher_hidden, teacher_kernel, where):
-        mine, theirs = (
-            Head(kernel, vocab_size=96),
-            dataclasses.replace(teacher, kernel=teacher_kernel, vocab_size=96),
-        )
+        mine = Head(kernel, vocab_size=96)
+        theirs = dataclasses.replace(teacher, kernel=teacher_kernel, vocab_size=96)
         axes = ShardAxes("dp", "cp", "tp")
         return divergence_from_hidden(
             hidden, mine, teacher_hidden, theirs, where=where, parallel=axes
@@ -221,7 +219,8 @@ def test_no_loop_over_the_tokens_of_a_device_gathers_a_kernel(of):
     """Devices have 0 to 160 tokens that count, in chunks of 16, and gradients gather the kernels
     by block.
     """
-    rng, parallel = np.random.default_rng(3), make_parallel_mesh("fsdp=8")
+    rng = np.random.default_rng(3)
+    parallel = make_parallel_mesh("fsdp=8")
     where = jnp.arange(160)[None] < jnp.asarray([0, 1, 16, 17, 40, 100, 159, 160])[:, None]
     hidden = jnp.where(
         where[..., None], jnp.asarray(rng.normal(size=(8, 160, 16)), jnp.float32), jnp.nan
@@ -362,12 +361,14 @@ def test_temporaries_on_a_tpu_pod():
     parallel = ParallelMesh(
         jax.sharding.Mesh(np.array(topology.devices).reshape(4, 4), ("cp", "tp"))
     )
-    V, tokens = 151936, 4 * 8192
+    V = 151936
+    tokens = 4 * 8192
 
     def like(spec, *shape):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=parallel.sharding(spec))
 
-    hidden, kernel = parallel.hidden_spec, parallel.kernel_spec()
+    hidden = parallel.hidden_spec
+    kernel = parallel.kernel_spec()
     args = [
         like(spec, *shape)
         for h in (4096, 5120)
@@ -383,7 +384,8 @@ def test_temporaries_on_a_tpu_pod():
 
 def test_distillation_loss_is_the_mean_over_loss_tokens():
     student, teacher = heads(97)
-    ids, sample = jnp.ones((R, T), int), jnp.zeros((R, 1), int)
+    ids = jnp.ones((R, T), int)
+    sample = jnp.zeros((R, 1), int)
     batch = RolloutBatch(ids, ids, ids, ids, jnp.asarray(MASK, jnp.float32), sample)
     written_out = jax.jit(lambda s, t: reference_divergence(s, t, "forward_kl", where=MASK))
     expected = np.asarray(written_out(student, teacher))[MASK].mean()
@@ -440,7 +442,8 @@ def test_divergences_of_nearly_equal_heads(divergence, distance):
 
     An earlier version gave down to -3.4e-7, whatever the distance.
     """
-    V, rng = 1000, np.random.default_rng(0)
+    V = 1000
+    rng = np.random.default_rng(0)
     hidden = rng.normal(size=(4, 64, H)).astype(np.float32)
     kernel = rng.normal(size=(H, V)).astype(np.float32)
     other = (kernel + distance * rng.normal(size=kernel.shape)).astype(np.float32)
@@ -459,18 +462,21 @@ def test_divergences_of_nearly_equal_heads(divergence, distance):
 
 def test_a_divergence_where_one_model_excludes_a_column():
     """p log(p / q) is infinite where q is 0, and 0 where p is 0."""
-    hidden, kernel = jnp.ones((1, 1, 2)), jnp.zeros((2, 4))
+    hidden = jnp.ones((1, 1, 2))
+    kernel = jnp.zeros((2, 4))
     bias = jnp.array([0.0, 0.0, -jnp.inf, -jnp.inf])
 
     def of(p, q, kind):
         return divergence_from_hidden(hidden, p, hidden, q, divergence=kind).item()
 
-    half, whole = Head(kernel, bias), Head(kernel)
+    half = Head(kernel, bias)
+    whole = Head(kernel)
     assert of(half, whole, "reverse_kl") == pytest.approx(np.log(2), rel=1e-6)
     assert of(whole, half, "forward_kl") == pytest.approx(np.log(2), rel=1e-6)
     assert of(whole, half, "reverse_kl") == of(half, whole, "forward_kl") == np.inf
     assert of(half, half, "reverse_kl") == of(half, half, "jensen_shannon") == 0
-    of_half, of_whole = np.log(0.5 / 0.375), 0.5 * np.log(0.25 / 0.375) + 0.5 * np.log(0.25 / 0.125)
+    of_half = np.log(0.5 / 0.375)
+    of_whole = 0.5 * np.log(0.25 / 0.375) + 0.5 * np.log(0.25 / 0.125)
     assert of(whole, half, "jensen_shannon") == pytest.approx((of_half + of_whole) / 2, rel=1e-6)
 
 
@@ -478,8 +484,10 @@ def test_a_divergence_where_one_model_excludes_a_column():
 @pytest.mark.parametrize("of_teacher", [False, True])
 def test_a_head_that_excludes_all_columns_has_no_divergence(divergence, of_teacher):
     """As its log-probs it is NaN; a token that does not count has 0."""
-    hidden, kernel = jnp.ones((1, 2, 2)), jnp.eye(2, 4)
-    some, none = Head(kernel), Head(kernel, jnp.full(4, -jnp.inf))
+    hidden = jnp.ones((1, 2, 2))
+    kernel = jnp.eye(2, 4)
+    some = Head(kernel)
+    none = Head(kernel, jnp.full(4, -jnp.inf))
     first, second = (some, none) if of_teacher else (none, some)
     options = {"divergence": divergence, "where": jnp.array([[True, False]])}
     found = divergence_from_hidden(hidden, first, hidden, second, **options)

@@ -259,7 +259,8 @@ def test_what_was_found_for_another_batch_is_refused(tmp_path):
     batch, _ = batch_on(None, "contiguous")
     other, _ = batch_on(None, "contiguous", seed=5)
     stats = TokenStats(jnp.asarray(batch.returns))
-    found, path = explain_tokens(stats, batch, PPO()), tmp_path / "tokens.jsonl"
+    found = explain_tokens(stats, batch, PPO())
+    path = tmp_path / "tokens.jsonl"
     with pytest.raises(
         ValueError,
         match="explained: got another batch's padding, expected what explain_tokens found",
@@ -292,7 +293,8 @@ def test_a_batch_with_the_same_padding_is_another(name, tmp_path):
     makes no other batch.
     """
     batch, _ = batch_on(None, "contiguous")
-    path, stats = tmp_path / "tokens.jsonl", TokenStats(jnp.asarray(batch.returns))
+    path = tmp_path / "tokens.jsonl"
+    stats = TokenStats(jnp.asarray(batch.returns))
     other = dataclasses.replace(batch, **{name: CHANGED[name](np.asarray(getattr(batch, name)))})
     assert np.any(getattr(other, name) != getattr(batch, name))
     message = (

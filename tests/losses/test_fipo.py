@@ -75,7 +75,10 @@ def test_the_recipe(mesh, layout):
         )
 
     (value, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(batch.returns)
-    far, inside, weighed, wanted = 0, [], [], []
+    far = 0
+    inside = []
+    weighed = []
+    wanted = []
     for sample in samples:
         mask = np.asarray(sample.loss_mask)[sample.start :] > 0
         x, old, a = (

@@ -62,12 +62,15 @@ def rollouts(counts, denominators):
     """Rollout ids: consecutive samples until their tokens add up to the denominator that they
     share.
     """
-    ids, current, total = [], 0, 0
+    ids = []
+    current = 0
+    total = 0
     for count, denominator in zip(counts, denominators, strict=True):
         ids.append(current)
         total += count
         if total == denominator:
-            current, total = current + 1, 0
+            current = current + 1
+            total = 0
     return ids
 
 
@@ -101,11 +104,9 @@ def step_normalizer(mesh, aggregation):
 
 
 def check_slime(case: Case, mesh, *, lost_clamp: bool = False):
-    ragged, parallel, config = (
-        Ragged.of(case),
-        mesh and make_parallel_mesh(mesh),
-        slime_config(case.config),
-    )
+    ragged = Ragged.of(case)
+    parallel = mesh and make_parallel_mesh(mesh)
+    config = slime_config(case.config)
     if lost_clamp:
         bounds = 1 - config.loss.clip_low, 1 + config.loss.clip_high
         config = dataclasses.replace(
@@ -177,7 +178,9 @@ def test_slime(slime_case: Case, mesh):
 @pytest.mark.every(5)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_verl(verl_case: Case, mesh):
-    case, padded, parallel = verl_case, Padded.of(verl_case), mesh and make_parallel_mesh(mesh)
+    case = verl_case
+    padded = Padded.of(verl_case)
+    parallel = mesh and make_parallel_mesh(mesh)
     config = verl_config(case)
     rollout = None
     if "rollout_is_weights" in case.inputs:  # the sampler's log-probs that give these weights
@@ -185,7 +188,8 @@ def test_verl(verl_case: Case, mesh):
     batch = padded.batch(case, rollout_log_probs=rollout)
 
     def run(log_probs):
-        stats, selected = TokenStats(log_probs), None
+        stats = TokenStats(log_probs)
+        selected = None
         if config.loss.selects is not None:
             selected = covariance_mask(stats, batch, config, jax.random.key(0), parallel)
         return policy_loss(stats, with_selected(batch, selected), config, parallel=parallel)
@@ -206,10 +210,8 @@ def test_verl_kl(kl_case: Case, mesh):
     estimator = {"kl": "k1", "mse": "k2"}.get(
         kl_case.config["kl_penalty"], kl_case.config["kl_penalty"]
     )
-    log_probs, ref = (
-        jnp.asarray(kl_case.inputs["log_probs"]),
-        jnp.asarray(kl_case.inputs["ref_log_probs"]),
-    )
+    log_probs = jnp.asarray(kl_case.inputs["log_probs"])
+    ref = jnp.asarray(kl_case.inputs["ref_log_probs"])
     if mesh:
         sharding = make_parallel_mesh(mesh).sharding(make_parallel_mesh(mesh).tokens_spec)
         log_probs, ref = jax.device_put((log_probs, ref), sharding)

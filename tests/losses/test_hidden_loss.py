@@ -202,7 +202,8 @@ def test_lora(mesh, budget, layout):
     """Equal to a kernel with the product of the adapters added: value, metrics, and gradients of
     both adapters.
     """
-    config, parallel = bonus_and_kl(), mesh and make_parallel_mesh(mesh)
+    config = bonus_and_kl()
+    parallel = mesh and make_parallel_mesh(mesh)
     kernel, expected = with_adapters_merged(layout)
 
     def run(h, k, lora):
@@ -271,7 +272,8 @@ def test_masked_positions_hold_anything(mesh):
     for budget in (ONE_PASS, TWO_PASSES):
         options = {"config": bonus_and_kl(), "memory": budget}
         run = jax.jit(functools.partial(step, parallel, **options))
-        clean, dirty = run(HIDDEN, KERNEL, clean_batch), run(hidden, KERNEL, batch)
+        clean = run(HIDDEN, KERNEL, clean_batch)
+        dirty = run(hidden, KERNEL, batch)
         assert_trees_close(dirty, clean, 0, 0)  # to the bit: 0 * NaN anywhere would show
 
 
@@ -293,7 +295,8 @@ def test_a_program_says_which_way_it_went_and_cannot_hang():
     def put(x, spec):
         return jax.device_put(x, mesh.sharding(spec))
 
-    hidden, kernel = put(HIDDEN, mesh.hidden_spec), put(KERNEL[:, :1000], mesh.kernel_spec())
+    hidden = put(HIDDEN, mesh.hidden_spec)
+    kernel = put(KERNEL[:, :1000], mesh.kernel_spec())
     batch = dataclasses.replace(BATCH, targets=jnp.minimum(BATCH.targets, 999))
     programs = [
         jax.jit(functools.partial(step, mesh, batch=batch, memory=budget))
@@ -322,7 +325,8 @@ def test_a_program_says_which_way_it_went_and_cannot_hang():
 def test_devices_with_masks_of_their_own_may_share_hidden_states(budget):
     """Their blocks of tokens differ, so blocks must not be summed over devices as they are."""
     mesh = make_parallel_mesh("dp=8")
-    shared, config = HIDDEN[:1], bonus_and_kl()
+    shared = HIDDEN[:1]
+    config = bonus_and_kl()
 
     def alone(hidden, kernel):
         return policy_loss_from_hidden(
@@ -360,7 +364,8 @@ def test_passes_stay_within_their_bytes(passes, tokens, features, columns, mib):
     ids, one = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (tokens, 1))
     x = f32(1, tokens)
     batch = RolloutBatch(ids, ids, ids, ids, x, one, one, one, advantages=x, old_log_probs=x)
-    config, budget = PolicyLossConfig(entropy_coef=0.01), mib * 2**20
+    config = PolicyLossConfig(entropy_coef=0.01)
+    budget = mib * 2**20
 
     def run(hidden, kernel, batch):
         return step(None, hidden, kernel, batch, config, budget)

@@ -169,12 +169,16 @@ def expected_of():
 def taught(samples, head):
     """Loss and divergence, gradients by hidden states and head, of the part that distils."""
     weights = sample_weights(samples, "sequence_mean_token_sum")
-    values, by_hidden, by_head = [np.zeros(0)], [], []
+    values = [np.zeros(0)]
+    by_hidden = []
+    by_head = []
     loss = 0.0
     for i, (s, w) in enumerate(zip(samples, weights, strict=True)):
         hidden, (ids, log_q) = s.at("hidden"), (x[i][s.here] for x in TEACHER)
         z = logits(hidden, head)
-        log_p, g, own = id_log_probs(z, ids), np.zeros(ids.shape), np.zeros(len(ids))
+        log_p = id_log_probs(z, ids)
+        g = np.zeros(ids.shape)
+        own = np.zeros(len(ids))
         for t, k in enumerate(ids >= 0):
             own[t], g[t, k] = other_losses.top_k_divergence(
                 log_p[t, k], log_q[t, k], "mixed_kl", 0.3
@@ -375,7 +379,8 @@ def test_a_loss_of_your_own(path):
         np.float32
     )
     batch = dataclasses.replace(batch, advantages=advantages, extras={"mine": mine})
-    loss, kernel = Mine(), jnp.asarray(params["kernel"])
+    loss = Mine()
+    kernel = jnp.asarray(params["kernel"])
 
     def loss_of(kernel, batch, hidden, normalizer=None):
         more = {"normalizer": normalizer, "parallel": parallel, **options}
@@ -389,9 +394,11 @@ def test_a_loss_of_your_own(path):
 
     (value, found), gradient = quick_jit(run)(kernel, batch, params["hidden"])
     here = np.asarray(batch.loss_mask) > 0
-    rows, targets = np.asarray(params["hidden"], np.float64)[here], np.asarray(batch.targets)[here]
+    rows = np.asarray(params["hidden"], np.float64)[here]
+    targets = np.asarray(batch.targets)[here]
     log_p = log_softmax(rows @ np.asarray(kernel, np.float64))
-    own, n = np.take_along_axis(log_p, targets[:, None], -1)[:, 0], here.sum()
+    own = np.take_along_axis(log_p, targets[:, None], -1)[:, 0]
+    n = here.sum()
     np.testing.assert_allclose(
         value, (mine[here] * own**2 - advantages[here] * own).mean(), rtol=2e-5
     )
@@ -521,7 +528,8 @@ def test_bad_input():
         "taught": PARTS["taught"],
         "again": TopKDistillation(ids="other", log_probs="teacher_log_probs"),
     }
-    ids, log_q = batch.extras["teacher_ids"], batch.extras["teacher_log_probs"]
+    ids = batch.extras["teacher_ids"]
+    log_q = batch.extras["teacher_log_probs"]
     for parts, extras, message in [
         (PARTS, {"teacher_ids": None}, "batch.extras: got .*, expected 'teacher_ids' among them"),
         (

@@ -64,7 +64,8 @@ def test_importance_weight(estimator):
     """
     name = estimator.removesuffix("+")
     value, gradient, d = value_and_grad(estimator, D[1:5], weigh=True)
-    w, k = np.exp(0.5), FORMULAS[name](d)
+    w = np.exp(0.5)
+    k = FORMULAS[name](d)
     np.testing.assert_allclose(value, w * k, rtol=1e-4, atol=1e-6)
     slope = w * d if estimator.endswith("+") else w * (k + SLOPES[name](d))
     np.testing.assert_allclose(gradient, slope, rtol=1e-4, atol=1e-6)

@@ -79,10 +79,8 @@ def make_step():
     head = OracleHead(rng.normal(size=(H, V)).astype(np.float32).astype(np.float64))
     samples = []
     for s in step_samples(STEP):
-        hidden, targets = (
-            rng.normal(size=(len(s.mask), H)).astype(np.float32),
-            rng.integers(0, V, len(s.mask)),
-        )
+        hidden = rng.normal(size=(len(s.mask), H)).astype(np.float32)
+        targets = rng.integers(0, V, len(s.mask))
         found = dataclasses.replace(s, hidden=hidden, targets=targets)
         own = with_stats([found], head)[0].log_probs
 
@@ -110,7 +108,8 @@ def test_the_whole_loss_of_a_token_is_weighed(name, path, aggregation, weighted)
     config = (
         CONFIG | CONFIGS[name] | {"aggregation": aggregation, "weighted_denominators": weighted}
     )
-    mine, options = of_jaxppo(config), dict(PATHS[path])
+    mine = of_jaxppo(config)
+    options = dict(PATHS[path])
     place = Place(
         options.pop("mesh", None),
         False,
@@ -203,7 +202,9 @@ def test_other_losses_too(loss, aggregation):
 
 
 def test_a_depth_weighs_the_token_that_it_predicts():
-    ids, places, mask = jnp.array([[1, 1, 1, 1]]), jnp.arange(4)[None], jnp.array([[1.0, 1, 1, 0]])
+    ids = jnp.array([[1, 1, 1, 1]])
+    places = jnp.arange(4)[None]
+    mask = jnp.array([[1.0, 1, 1, 0]])
     # of targets 1, 2, 3; depth 1 predicts the last two
     weights = jnp.array([[7.0, 2.0, 3.0, jnp.nan]])
     batch = RolloutBatch(
@@ -240,7 +241,8 @@ def test_a_number_weighs_a_sample():
 
 
 def test_one_pass_stays_one_pass():
-    hidden, kernel = jnp.ones((*BATCH.tokens.shape, 4)), jnp.ones((4, 50))
+    hidden = jnp.ones((*BATCH.tokens.shape, 4))
+    kernel = jnp.ones((4, 50))
 
     def run(h, w, b):
         return policy_loss_from_hidden(h, w, b, PolicyLossConfig(by_name("ppo")))[0]

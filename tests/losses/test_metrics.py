@@ -33,10 +33,8 @@ def test_a_step_without_a_loss_token(name, mesh):
 def test_nothing_among_something():
     """A micro-batch without a loss token leaves the extremes of the others as they are."""
     for how, nothing, value in (("min", np.inf, 3.0), ("max", -np.inf, -3.0)):
-        empty, one = (
-            Metric(jnp.float32(nothing), jnp.float32(0), how),
-            Metric(jnp.float32(value), jnp.float32(2), how),
-        )
+        empty = Metric(jnp.float32(nothing), jnp.float32(0), how)
+        one = Metric(jnp.float32(value), jnp.float32(2), how)
         assert empty.value == 0
         assert merge_metrics(empty, one).value == merge_metrics(one, empty).value == value
 

@@ -26,7 +26,8 @@ BATCH = dataclasses.replace(
     ),
 )
 TARGETS = RNG.integers(0, V, size=(R, T))
-MASK, IDS = np.asarray(BATCH.loss_mask), np.asarray(BATCH.segment_ids)
+MASK = np.asarray(BATCH.loss_mask)
+IDS = np.asarray(BATCH.segment_ids)
 BATCH = dataclasses.replace(BATCH, targets=jnp.asarray(np.where(MASK > 0, TARGETS, -100)))
 HIDDEN = RNG.normal(size=(K, R, T, H)).astype(np.float32)
 KERNEL = RNG.normal(size=(H, V)).astype(np.float32)
@@ -40,7 +41,8 @@ def reference(temperature=None):
     temperature = np.ones((R, T)) if temperature is None else temperature.astype(np.float64)
     found = []
     for k in range(1, K + 1):
-        losses, hits = [], []
+        losses = []
+        hits = []
         for row, _, places in sequences(BATCH):
             for t, later in zip(places, places[k:], strict=False):
                 if MASK[row, later]:

@@ -49,7 +49,8 @@ def batch_of(numbers=NUMBERS, parallel=None):
     """
     mask = np.ones((R, T), np.float32)
     mask[:, [0, -1]] = 0
-    ids, slots = np.arange(R * T).reshape(R, T) % 7, np.arange(R)[:, None]
+    ids = np.arange(R * T).reshape(R, T) % 7
+    slots = np.arange(R)[:, None]
     extras = {
         "client": np.where(mask > 0, 0, 7),
         "number": np.where(mask > 0, numbers, np.nan).astype(np.float32),
@@ -68,7 +69,8 @@ def batch_of(numbers=NUMBERS, parallel=None):
     }
     arrays |= {"rollout_log_probs": arrays["old_log_probs"] + 0.1, "advantages": normal(3)}
     arrays |= {"values": normal(8), "returns": normal(9)}
-    segments, places = np.ones((R, T), np.int32), np.arange(T) + np.zeros((R, 1), np.int32)
+    segments = np.ones((R, T), np.int32)
+    places = np.arange(T) + np.zeros((R, 1), np.int32)
     batch = RolloutBatch(
         ids,
         (ids + 1) % 7,
@@ -85,7 +87,10 @@ def batch_of(numbers=NUMBERS, parallel=None):
     return batch.put(parallel) if parallel else batch
 
 
-OWN, ENTROPY, LOG_Z, MEAN_LOGIT = -1 - np.abs(normal(0)), np.abs(normal(4)), normal(6), normal(7)
+OWN = -1 - np.abs(normal(0))
+ENTROPY = np.abs(normal(4))
+LOG_Z = normal(6)
+MEAN_LOGIT = normal(7)
 
 
 def stats_of(log_probs=OWN, entropy=ENTROPY):
@@ -99,7 +104,8 @@ def stats_of(log_probs=OWN, entropy=ENTROPY):
 
 PLAIN = PolicyLossConfig(Reinforce(), ratio_to="current", aggregation="token_sum")
 BATCH = batch_of()
-ON, A = BATCH.loss_mask > 0, np.float64(BATCH.advantages)
+ON = BATCH.loss_mask > 0
+A = np.float64(BATCH.advantages)
 # By hand: the loss of a token with the number c, and its slopes by the log-prob and by the entropy.
 ZERO = 0 * OWN
 BY_HAND = {
@@ -133,10 +139,8 @@ def test_by_hand(field, mesh):
     loss, of_number = BY_HAND[field]
     value, by_log_prob, by_entropy = of_number(np.float64(NUMBERS))
     parallel = mesh and make_parallel_mesh(mesh)
-    batch, parts = (
-        batch_of(parallel=parallel),
-        by_row({"a": loss}, "client", {"a": {field: "number"}}),
-    )
+    batch = batch_of(parallel=parallel)
+    parts = by_row({"a": loss}, "client", {"a": {field: "number"}})
 
     @jax.jit
     def run(log_probs, entropy):
@@ -157,8 +161,10 @@ def test_from_hidden_in_one_pass_or_two(field, memory):
     """Where the config has 0, entropy_coef had no gradient, and z_loss and label_smoothing
     crashed.
     """
-    batch, parts = BATCH, by_row({"a": BY_HAND[field][0]}, "client", {"a": {field: "number"}})
-    hidden, kernel = normal(10, R, T, 8), 0.3 * normal(11, 8, 32)
+    batch = BATCH
+    parts = by_row({"a": BY_HAND[field][0]}, "client", {"a": {field: "number"}})
+    hidden = normal(10, R, T, 8)
+    kernel = 0.3 * normal(11, 8, 32)
     asked = {
         "entropy": "bonus",
         "logit_stats": ("log_z", "mean_logit"),

@@ -55,7 +55,8 @@ def case_of(record) -> Case:
 
 def trl(options) -> PolicyLossConfig:
     """Their fuzz's epsilon is 0.2 and 0.28, CISPO's upper bound 5, the sampler's cap 1.5."""
-    kind, level = options["kind"], options["level"]
+    kind = options["kind"]
+    level = options["level"]
     clipped = (GSPO if level == "sequence" else PPO)(0.2, 0.28, options["delta"])
     loss = {
         "cispo": CISPO(clip_high=4.0, level=level),
@@ -100,7 +101,8 @@ def nemo(options) -> PolicyLossConfig:
 
 def check(record, config, mesh, step=lambda batch, log_probs: batch):
     """`step` is the batch as an update has it, whose log-probs are given."""
-    case, parallel = case_of(record), mesh and make_parallel_mesh(mesh)
+    case = case_of(record)
+    parallel = mesh and make_parallel_mesh(mesh)
     padded = Padded.of(case)
     batch = padded.batch(case, rewards=case.inputs.get("rewards"))
     nll_coef = record["options"].get("positive_example_nll_weight", 0.0)
@@ -192,7 +194,8 @@ def test_importance_sampling(record, mesh):
 @of("liger")
 def test_liger(record, mesh):
     """From hidden states, to the gradients of those and of the kernel."""
-    case, parallel = case_of(record), mesh and make_parallel_mesh(mesh)
+    case = case_of(record)
+    parallel = mesh and make_parallel_mesh(mesh)
     padded = Padded.of(case)
     config = trl({**record["options"], "bias": False})
     batch = padded.batch(case, tokens=None)
@@ -243,7 +246,8 @@ def test_skyrl_rollout_is(record, mesh):
 )
 def test_tinker_by_hand(name, numbers, expected):
     """p = (.5, .2, .6, .3), q = (.4, .4, .1, .3), A = (1, 1, 1, -1)."""
-    p, q = np.log([0.5, 0.2, 0.6, 0.3]), np.log([0.4, 0.4, 0.1, 0.3])
+    p = np.log([0.5, 0.2, 0.6, 0.3])
+    q = np.log([0.4, 0.4, 0.1, 0.3])
     sample = Sample([0, 1, 2, 3, 4], 1, advantages=[1.0, 1.0, 1.0, -1.0], rollout_log_probs=q)
     batch = RolloutBatch.from_samples([sample], row_length=5)
     stats = TokenStats(np.float32([[*p, 0.0]]))
@@ -263,7 +267,8 @@ def test_tinker_gspo_by_hand():
 
     Another sample of one token, p = 0.3 and q = 0.2, has s = 1.5.
     """
-    p, q = np.log([0.5, 0.2, 0.6, 0.3]), np.log([0.4, 0.4, 0.1, 0.3])
+    p = np.log([0.5, 0.2, 0.6, 0.3])
+    q = np.log([0.4, 0.4, 0.1, 0.3])
     samples = [Sample([0, 1, 2, 3, 4], 1, advantages=[1.0, 0.0, 1.0, -1.0], rollout_log_probs=q)]
     samples.append(Sample([0, 1], 1, advantages=[-2.0], rollout_log_probs=np.log([0.2])))
     batch = RolloutBatch.from_samples(samples, row_length=8)
@@ -298,7 +303,8 @@ def test_areal_gspo(record, mesh):
     """The advantages of a sequence are their mean there, the loss a mean over tokens."""
     clip = record["options"]["eps_clip"]
     given = record["in"]
-    mask, x = np.asarray(given["loss_mask"]), np.asarray(given["advantages"])
+    mask = np.asarray(given["loss_mask"])
+    x = np.asarray(given["advantages"])
     mean = (x * mask).sum(axis=1, keepdims=True) / mask.sum(axis=1, keepdims=True)
     moved = record | {"in": given | {"advantages": np.broadcast_to(mean, x.shape)}}
     check(moved, PolicyLossConfig(GSPO(clip, clip), aggregation="token_mean"), mesh)
@@ -310,7 +316,8 @@ def openrlhf(options) -> PolicyLossConfig:
     With the correction the ratio of gspo is over the sampler, and nothing is weighed.
     """
     clips = options["clip_eps_low"], options["clip_eps_high"], options["dual_clip"]
-    of_vllm, gspo = None, options["policy_loss_type"] == "gspo"
+    of_vllm = None
+    gspo = options["policy_loss_type"] == "gspo"
     if options["enable_vllm_is_correction"] and not gspo:
         assert options["vllm_is_correction_type"] == "icepop"
         low, high = options["vllm_is_truncated_threshold"]
@@ -332,7 +339,8 @@ def test_openrlhf(record, mesh):
 
 def one_token(x, advantage=1.0, old=-1.0):
     """A batch of one token of that old log-prob, and its statistics now."""
-    ids, one = np.ones((1, 1), np.int32), np.ones((1, 1), np.float32)
+    ids = np.ones((1, 1), np.int32)
+    one = np.ones((1, 1), np.float32)
     values = {"old_log_probs": old * one, "advantages": advantage * one}
     batch = RolloutBatch(ids, ids, ids, 0 * ids, one, 0 * ids, **values, real_last_targets=True)
     return TokenStats(np.float32([[x]])), batch
@@ -373,7 +381,8 @@ def test_skyrl_prompt_mean():
     are prompts.
     """
     rng = np.random.default_rng(0)
-    lengths, groups = (5, 2, 3, 1), (4, 4, 9, 9)
+    lengths = (5, 2, 3, 1)
+    groups = (4, 4, 9, 9)
     samples = [
         Sample(
             [1] * (n + 1), 1, group_id=g, advantages=rng.normal(size=n), old_log_probs=-np.ones(n)

@@ -29,10 +29,8 @@ def test_a_beta_of_0_is_refused():
 )
 def test_nemo(record, mesh):
     """Their rewards are not multiplied by beta."""
-    options, given = (
-        record["options"],
-        {k: np.asarray(v, np.float32) for k, v in record["in"].items()},
-    )
+    options = record["options"]
+    given = {k: np.asarray(v, np.float32) for k, v in record["in"].items()}
     beta = options["reference_policy_kl_penalty"]
     loss = preference.DPO(
         beta,
@@ -69,7 +67,8 @@ def test_nemo(record, mesh):
     (value, found), gradient = quick_jit(jax.value_and_grad(fn, has_aux=True))(
         pad(given["log_probs"])
     )
-    result, found = record["result"], finalize_metrics(found)
+    result = record["result"]
+    found = finalize_metrics(found)
     np.testing.assert_allclose(value, result["loss"], rtol=1e-6)
     np.testing.assert_allclose(gradient[:rows, :length], record["grad"], rtol=1e-5, atol=1e-7)
     for name in ("chosen", "rejected"):

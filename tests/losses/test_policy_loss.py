@@ -161,7 +161,8 @@ def test_metrics_say_what_they_mean():
     found = {name: float(x) for name, x in jax.jit(finalize_metrics)(found).items()}
     on = batch.loss_mask > 0
     d = (batch.returns - batch.old_log_probs)[on].astype(np.float64)
-    r, a = np.exp(d), batch.advantages[on]
+    r = np.exp(d)
+    a = batch.advantages[on]
     clipped = ((r > 1.28) & (a > 0)) | ((r < 0.8) & (a < 0))
     lower = (r > 1.2) & (a < 0)
     plain = np.where(clipped, -a * np.clip(r, 0.8, 1.28), np.where(lower, -a * 1.2, -a * r))

@@ -237,8 +237,10 @@ def values_and_slopes(fn, x):
 
 def test_a_token_that_the_probability_mask_drops_is_pulled_still_and_the_cap_keeps_the_gradient():
     """By hand: p - q is 0.4, -0.4, 0.1 and 2e-5; the last ratio is 3, capped at 2."""
-    p, q = np.array([0.5, 0.1, 0.2, 3e-5]), np.array([0.1, 0.5, 0.1, 1e-5])
-    a, d = np.array([1.0, -1.0, -1.0, 1.0]), np.log(p / q)
+    p = np.array([0.5, 0.1, 0.2, 3e-5])
+    q = np.array([0.1, 0.5, 0.1, 1e-5])
+    a = np.array([1.0, -1.0, -1.0, 1.0])
+    d = np.log(p / q)
     loss = ProbabilityMask(0.3, 0.3, ratio_cap=2.0, pull=0.5)
 
     def values(x):
@@ -256,7 +258,8 @@ def test_a_token_that_the_probability_mask_drops_is_pulled_still_and_the_cap_kee
 )
 def test_topr_and_up_grpo_by_hand(a, topr, up):
     """p = (.5, .2, .6, .3), old (.4, .4, .1, .2): ratios 1.25, .5, 6 and 1.5."""
-    x, old = jnp.log(jnp.array([0.5, 0.2, 0.6, 0.3])), jnp.log(jnp.array([0.4, 0.4, 0.1, 0.2]))
+    x = jnp.log(jnp.array([0.5, 0.2, 0.6, 0.3]))
+    old = jnp.log(jnp.array([0.4, 0.4, 0.1, 0.2]))
     topr = topr or [-0.6931, -0.8047, -0.5108, -1.2040]
     up = -a * x if a > 0 else [1.25, 0.8, 3.0, 1.5]
     slopes = {"topr": [1.0, 0.5, 1.0, 1.0], "up_grpo": [1.25, 0.0, 0.0, 1.5]}
@@ -295,7 +298,8 @@ def test_flipped_weights_by_hand():
 
 def test_the_unified_mask_asks_for_the_sign_of_the_advantage():
     """By hand: ratios 2 and 0.4 with both signs, bounds 0.75 and 1.5."""
-    ratio, a = np.array([2.0, 2.0, 0.4, 0.4]), np.array([1.0, -1.0, 1.0, -1.0])
+    ratio = np.array([2.0, 2.0, 0.4, 0.4])
+    a = np.array([1.0, -1.0, 1.0, -1.0])
     old = jnp.full(4, -2.0)
     x = old + jnp.log(jnp.asarray(ratio, jnp.float32))
     values, found = CISPO(0.25, 0.5, unified_mask=True)(
@@ -312,7 +316,8 @@ def test_the_gradient_of_a_gate_that_is_nearly_one():
     With 1 - p taken from p in f32 it is off by 0.4% at a ratio of 15, by 6% at 17.
     """
     ratios = np.array([1.0, 5.0, 10.0, 15.0, 17.0])
-    p, q = 1 / (1 + np.exp(1 - ratios)), 1 / (1 + np.exp(ratios - 1))
+    p = 1 / (1 + np.exp(1 - ratios))
+    q = 1 / (1 + np.exp(ratios - 1))
     given = (jnp.zeros(5), jnp.ones(5))
 
     def loss(log_probs):

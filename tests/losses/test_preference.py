@@ -46,7 +46,8 @@ def test_the_oracle_on_one_device(name):
     ("name", "mesh"), sampled(itertools.product(LOSSES, MESHES), lambda i, _: (i + i // 4) % 4 == 0)
 )
 def test_the_oracle_wherever_pairs_lie(name, mesh):
-    samples, layout = step_of(0), MESHES[mesh]
+    samples = step_of(0)
+    layout = MESHES[mesh]
     order = np.random.default_rng(1).permutation(COUNT)
     options = {"parallel": make_parallel_mesh(mesh, context_layout=layout), "num_segments": 6}
     batch = RolloutBatch.from_samples([samples[i] for i in order], row_length=32, rows=8, **options)
@@ -59,7 +60,8 @@ def test_the_oracle_wherever_pairs_lie(name, mesh):
 )
 def test_micro_batches_add_up(name, mesh):
     """Micro-batches of four pairs, one and one: the mean of their means is another number."""
-    samples, parallel = step_of(2), mesh and make_parallel_mesh(mesh)
+    samples = step_of(2)
+    parallel = mesh and make_parallel_mesh(mesh)
 
     def of(*groups):
         return [s for s in samples if s.group_id // 7 in groups]
@@ -193,7 +195,8 @@ def test_from_hidden(mesh):
 @pytest.mark.parametrize("explicit", [False, True])
 def test_inside_the_users_own_shard_map(explicit):
     """As a call on the mesh: pairs are found over the data axes that the caller's shards lie on."""
-    samples, parallel = step_of(0), make_parallel_mesh("dp=2,cp=2,tp=2", explicit=explicit)
+    samples = step_of(0)
+    parallel = make_parallel_mesh("dp=2,cp=2,tp=2", explicit=explicit)
     batch = RolloutBatch.from_samples(
         samples, row_length=24, rows=8, num_segments=6, parallel=parallel
     )
@@ -256,7 +259,8 @@ def test_the_likelihood_is_that_of_sft_with_this_aggregation(nll):
 
 def test_refusals():
     batch = RolloutBatch.from_samples(step_of(0), row_length=24, rows=8)
-    stats, loss = TokenStats(batch.returns), preference.DPO()
+    stats = TokenStats(batch.returns)
+    loss = preference.DPO()
     for name, what in {
         "rewards": loss,
         "group_ids": preference.SimPO(),

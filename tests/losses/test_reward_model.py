@@ -17,7 +17,8 @@ from sharding import make_parallel_mesh
 @pytest.mark.every(3)
 @pytest.mark.parametrize("mesh", [None, *MESHES])
 def test_reward_model(mesh):
-    samples, options = step_of(8), {} if mesh == "dp=8" else {"margin": 0.7, "centring": 0.05}
+    samples = step_of(8)
+    options = {} if mesh == "dp=8" else {"margin": 0.7, "centring": 0.05}
     rng = np.random.default_rng(9)
     scores = np.float32(rng.normal(size=COUNT))
     parallel = mesh and make_parallel_mesh(mesh, context_layout=MESHES[mesh])

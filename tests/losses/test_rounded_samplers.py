@@ -203,7 +203,8 @@ def test_a_sampler_that_only_metrics_read(value):
 
 def test_the_proximal_policy_of_such_a_sampler():
     """It is between the two policies, so at most 0."""
-    zero, log_pi = jnp.zeros((1, 2)), jnp.full((1, 2), -1.0)
+    zero = jnp.zeros((1, 2))
+    log_pi = jnp.full((1, 2), -1.0)
     versions = jnp.array([[8, 10]])
     found = proximal_log_probs(log_pi, zero + 0.1, versions, 10)
     np.testing.assert_array_equal(found, proximal_log_probs(log_pi, zero, versions, 10))

@@ -56,11 +56,9 @@ def step():
     """Hidden states, a kernel and a teacher's logits; half of the targets are among the
     teacher's likeliest.
     """
-    hidden, kernel, z = (
-        RNG.normal(size=(R, T, H)),
-        RNG.normal(size=(H, V)) / 2,
-        2 * RNG.normal(size=(R, T, V)),
-    )
+    hidden = RNG.normal(size=(R, T, H))
+    kernel = RNG.normal(size=(H, V)) / 2
+    z = 2 * RNG.normal(size=(R, T, V))
     log_q = log_softmax(z.reshape(-1, V)).reshape(z.shape)
     ids = np.argsort(-log_q, axis=-1)[..., :K]
     targets = np.where(RNG.random((R, T)) < 0.5, ids[..., 1], np.argsort(log_q, axis=-1)[..., 3])
@@ -79,11 +77,16 @@ def truth(at=MASK > 0):
     states and kernel.
     """
     hidden, kernel, ids, of_ids, targets, of_targets = STEP
-    rows, head, n = hidden[at], OracleHead(kernel), int(MASK.sum())
-    z, sets = logits(rows, head), np.concatenate([ids[at], targets[at][:, None]], axis=-1)
+    rows = hidden[at]
+    head = OracleHead(kernel)
+    n = int(MASK.sum())
+    z = logits(rows, head)
+    sets = np.concatenate([ids[at], targets[at][:, None]], axis=-1)
     log_p = id_log_probs(z, sets)
     log_q = np.concatenate([of_ids[at], of_targets[at][:, None]], axis=-1)
-    total, slopes, outside = 0.0, np.zeros(log_p.shape), 0
+    total = 0.0
+    slopes = np.zeros(log_p.shape)
+    outside = 0
     for t in range(len(sets)):
         there = sets[t] >= 0
         place = list(sets[t]).index(sets[t, -1])  # K is the target's own
@@ -91,7 +94,8 @@ def truth(at=MASK > 0):
         value, slopes[t, there] = other_losses.sampled_tail(
             log_p[t, there], log_q[t, there], drawn_id
         )
-        total, outside = total + value, outside + (drawn_id < 0)
+        total = total + value
+        outside = outside + (drawn_id < 0)
     assert 1 < outside < len(sets) - 1
     by_hidden, by_head = head_gradient(rows, head, id_gradient(z, sets, slopes / n))
     of_hidden = np.zeros(hidden.shape)
@@ -145,7 +149,9 @@ def test_tokens_for_which_the_teacher_lacks_a_log_prob(mesh, memory):
     """
     parallel = mesh and make_parallel_mesh(mesh)
     hidden, kernel, ids, of_ids, targets, of_targets = STEP
-    of_ids, of_targets, at = of_ids.copy(), of_targets.copy(), MASK > 0
+    of_ids = of_ids.copy()
+    of_targets = of_targets.copy()
+    at = MASK > 0
     for what, (place, bad) in LACKING.items():
         spoilt = of_ids[..., 0] if what.startswith("of an id") else of_targets
         spoilt[place] = bad
@@ -182,7 +188,8 @@ def test_a_drawn_token_that_the_student_finds_impossible():
         batch_of(tokens, np.ones((1, 3))), [[[1]] * 3], np.log([[[0.25]] * 3]), np.log([[0.5] * 3])
     )
     batch = dataclasses.replace(batch, real_last_targets=True)
-    own, of_ids = jnp.log(jnp.array([[0.25, 0.0, 0.25]])), jnp.log(jnp.full((1, 3, 1), 0.5))
+    own = jnp.log(jnp.array([[0.25, 0.0, 0.25]]))
+    of_ids = jnp.log(jnp.full((1, 3, 1), 0.5))
 
     def run(own, of_ids, loss=WITH_RULE):
         return loss_from_stats(TokenStats(own, id_log_probs=of_ids), batch, loss)
@@ -203,7 +210,8 @@ def drawn(z, teacher, ids):
     positions of one row.
     """
     n = len(z)
-    log_p, log_q = log_softmax(z[None])[0], log_softmax(teacher[None])[0]
+    log_p = log_softmax(z[None])[0]
+    log_q = log_softmax(teacher[None])[0]
     weights = jnp.asarray(np.exp(log_p), jnp.float32)[None]
     batch = batch_of(
         np.arange(n)[None],

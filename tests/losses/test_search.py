@@ -95,11 +95,10 @@ def check_selection(
     If it selects at random: how many, and that they are candidates.
     """
     samples = [with_policy_loss(s, config) for s in samples]
-    loss, here = config["loss"], [s.here for s in samples]
-    covariances, got = (
-        covariance(samples),
-        np.concatenate([x[y] for x, y in zip(selected, here, strict=True)]),
-    )
+    loss = config["loss"]
+    here = [s.here for s in samples]
+    covariances = covariance(samples)
+    got = np.concatenate([x[y] for x, y in zip(selected, here, strict=True)])
     assert not any(np.any(x & ~y) for x, y in zip(selected, here, strict=True)), (
         "selected: tokens without loss"
     )
@@ -109,7 +108,8 @@ def check_selection(
     if loss["name"] == "kl_cov":
         cov = np.concatenate(covariances)
         least = np.sort(cov)[::-1][: how_many(samples, loss["share"])][-1:]
-        sure, possible = cov > least + rounding, cov >= least - rounding
+        sure = cov > least + rounding
+        possible = cov >= least - rounding
     else:
         config = config | {"loss": {k: loss[k] for k in ("name", "clip_low", "clip_high")}}
 

@@ -75,7 +75,8 @@ def test_value_loss(aggregation: str):
 
 
 def check_value_loss(options: dict, where: Place, drawn: list[Step]):
-    parallel, aggregation = where.parallel, options["aggregation"]
+    parallel = where.parallel
+    aggregation = options["aggregation"]
     run = accumulated(
         lambda p, b, n: loss_from_stats(
             p["values"], b, Value(**options), parallel=parallel, normalizer=n
@@ -122,12 +123,14 @@ def test_sft_loss(aggregation: str):
 
 def check_sft_loss(options: dict, where: Place, shape: HeadShape, drawn: list[Step]):
     """Checks one example from hidden states, in one pass if these options allow it."""
-    parallel, T = where.parallel, 0.75 if shape.temperature == "number" else 1.0
+    parallel = where.parallel
+    T = 0.75 if shape.temperature == "number" else 1.0
     of_loss = {k: options[k] for k in ("dft", "aggregation", "aggregation_norm")}
     plain = not options["label_smoothing"] and not options["z_loss"] and not shape.nucleus
 
     def loss_of(p: Any, batch: Any, normalizer: Any) -> Any:
-        head, call = head_of(shape, p["head"]), {"parallel": parallel, "temperature": T}
+        head = head_of(shape, p["head"])
+        call = {"parallel": parallel, "temperature": T}
         if plain:
             return loss_from_hidden(
                 p["hidden"], head, batch, SFT(**of_loss), normalizer=normalizer, **call
@@ -177,10 +180,8 @@ def check_sft_loss(options: dict, where: Place, shape: HeadShape, drawn: list[St
     "aggregation", ["token_mean", "token_sum", "sequence_mean_token_mean", "rollout_mean"]
 )
 def test_mtp_loss(aggregation: str):
-    head, where = (
-        heads.map(lambda s: simple(s, nucleus=False)),
-        places((None, *MESHES), (None, None, 2)),
-    )
+    head = heads.map(lambda s: simple(s, nucleus=False))
+    where = places((None, *MESHES), (None, None, 2))
     given = st.just(aggregation), st.integers(1, 3), between(0.0625, 1), where, head, steps
     search(f"mtp {aggregation}", 0.01, *given)(check_mtp_loss)
     search(f"mtp {aggregation}, large", 0.005, *given[:-1], large_steps)(check_mtp_loss)
@@ -189,10 +190,13 @@ def test_mtp_loss(aggregation: str):
 def check_mtp_loss(
     aggregation: str, depths: int, coef: float, where: Place, shape: HeadShape, step: Step
 ):
-    parallel, T = where.parallel, 0.75 if shape.temperature == "number" else 1.0
+    parallel = where.parallel
+    T = 0.75 if shape.temperature == "number" else 1.0
     given = [head_step(dataclasses.replace(step, seed=step.seed + k), shape) for k in range(depths)]
-    samples, head = given[0].samples, given[0].head
-    batch, loss_given = batch_of(step, samples, where), MTP(depths, coef, aggregation=aggregation)
+    samples = given[0].samples
+    head = given[0].head
+    batch = batch_of(step, samples, where)
+    loss_given = MTP(depths, coef, aggregation=aggregation)
 
     def loss_of(p: Any, batch: Any, normalizers: Any) -> Any:
         options = {"parallel": parallel, "temperature": T, "normalizers": normalizers}
@@ -237,10 +241,8 @@ def check_mtp_loss(
 @pytest.mark.every(7)
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jensen_shannon"])
 def test_distillation_loss(kind: str):
-    head, where = (
-        heads.map(lambda s: simple(s, nucleus=False)),
-        places((None, *MESHES), (None, None, 2)),
-    )
+    head = heads.map(lambda s: simple(s, nucleus=False))
+    where = places((None, *MESHES), (None, None, 2))
     given = st.just(kind), between(0.125, 0.875), st.sampled_from(AGGREGATIONS), where, head, steps
     search(f"distillation {kind}", 0.01, *given)(check_distillation_loss)
     search(f"distillation {kind}, large", 0.005, *given[:-1], large_steps)(check_distillation_loss)
@@ -249,7 +251,8 @@ def test_distillation_loss(kind: str):
 def check_distillation_loss(
     kind: str, beta: float, aggregation: str, where: Place, shape: HeadShape, step: Step
 ):
-    parallel, T = where.parallel, 0.75 if shape.temperature == "number" else 1.0
+    parallel = where.parallel
+    T = 0.75 if shape.temperature == "number" else 1.0
     norm = 8.0 if aggregation == "sequence_mean_token_sum_norm" else None
     student = head_step(step, shape)
     plain = dataclasses.replace(shape, bias=False, lora=False, frozen=False, dtype="float32")
@@ -277,9 +280,13 @@ def check_distillation_loss(
     run = accumulated(loss_of, where, lambda b: normalizer_of(b, aggregation, parallel=parallel))
     loss, gradient, found = run(params, batch)
 
-    weights, values, by_hidden, by_head = sample_weights(samples, aggregation, norm), [], [], []
+    weights = sample_weights(samples, aggregation, norm)
+    values = []
+    by_hidden = []
+    by_head = []
     for s, t, w in zip(samples, teacher.samples, weights, strict=True):
-        z, its = logits(s.at("hidden"), student.head, T), logits(t.hidden[s.here], teacher.head, T)
+        z = logits(s.at("hidden"), student.head, T)
+        its = logits(t.hidden[s.here], teacher.head, T)
         value, dz = truth.divergence(z, its, kind, beta)
         dh, parts = head_gradient(s.at("hidden"), student.head, w * dz, T)
         values.append(value)
@@ -289,7 +296,8 @@ def check_distillation_loss(
     count = max(sum(map(len, values)), 1)
     agree("loss", loss, expected, weights.max(), 3e-5)
     check_found(found, {"loss": expected, "divergence": sum(map(np.sum, values)) / count}, 3e-5)
-    allowed, floor = BF16 if shape.dtype == "bfloat16" else F32, 10 * np.max(weights)
+    allowed = BF16 if shape.dtype == "bfloat16" else F32
+    floor = 10 * np.max(weights)
     check_rows("hidden", batch, samples, gradient["rows"]["hidden"], by_hidden, floor, **allowed)
     sums = type(by_head[0])(
         *(None if x[0] is None else np.sum(x, axis=0) for x in zip(*by_head, strict=True))

@@ -41,7 +41,8 @@ OF_PAIRS = {
     "nll_coef": st.just(0.0) | between(0.0625, 2),
     "nll": st.sampled_from(["sequence_mean_token_mean", "sequence_mean_token_sum"]),
 }
-BETA, WEIGHT = between(0.0625, 1), between(0, 2)
+BETA = between(0.0625, 1)
+WEIGHT = between(0, 2)
 LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "dpo": (
         preference.DPO,
@@ -70,7 +71,8 @@ def few_pairs(draw) -> tuple[Drawn, ...]:
     """Draws one to three pairs and, in any order among them, samples of other groups without
     loss tokens.
     """
-    pairs, others = draw(st.integers(1, 3)), draw(st.integers(0, MOST - 6))
+    pairs = draw(st.integers(1, 3))
+    others = draw(st.integers(0, MOST - 6))
     ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=MOST, max_size=MOST, unique=True))
     found = []
     for i in range(2 * pairs + others):
@@ -154,7 +156,8 @@ def test_preference_loss(name: str):
 
 
 def check_preference_loss(name: str, options: dict[str, Any], where: Place, step: Step):
-    samples, kind = samples_of(step), LOSSES[name][0]
+    samples = samples_of(step)
+    kind = LOSSES[name][0]
     batch, where = in_place(step, samples, where)
     numbers = {k: x for k, x in options.items() if isinstance(x, float)}
     static = {k: x for k, x in options.items() if k not in numbers}

@@ -103,7 +103,8 @@ def test_nothing_to_learn_from_is_zero():
 
 
 def test_value_conventions():
-    one, ids = jnp.ones((1, 2)), jnp.ones((1, 2), int)
+    one = jnp.ones((1, 2))
+    ids = jnp.ones((1, 2), int)
     sample = jnp.zeros((1, 1), int)
     # The first value moved by 0.5 towards its return: outside the clip, clipped is worse. The
     # second away from it.
@@ -138,7 +139,8 @@ def test_value_conventions():
 def test_dynamic_fine_tuning_by_hand():
     """-p log p, whose gradient by log p is -p; the metric stays the mean of -log p."""
     p = jnp.array([[0.5, 0.2, 0.6, 0.3]])
-    ids, one = jnp.ones((1, 4), int), jnp.ones((1, 4))
+    ids = jnp.ones((1, 4), int)
+    one = jnp.ones((1, 4))
     batch = RolloutBatch(ids, ids, ids, ids, one, jnp.zeros((1, 1), int), real_last_targets=True)
 
     def loss(x):
@@ -153,8 +155,10 @@ def test_huber_by_hand():
     """0.5 e^2 up to delta and delta (|e| - delta / 2) beyond, for the clipped value too, as in
     AReaL.
     """
-    ids, one = jnp.ones((1, 3), int), jnp.ones((1, 3))
-    sample, returns = jnp.zeros((1, 1), int), jnp.array([[1.0, -1.0, 3.0]])
+    ids = jnp.ones((1, 3), int)
+    one = jnp.ones((1, 3))
+    sample = jnp.zeros((1, 1), int)
+    returns = jnp.array([[1.0, -1.0, 3.0]])
     batch = RolloutBatch(
         ids, ids, ids, ids, one, sample, values=0 * one, returns=returns, real_last_targets=True
     )
@@ -257,7 +261,8 @@ def test_coefficients_may_be_traced():
 
     z = np.asarray(plain_logits(hidden, kernel), np.float64)[np.asarray(batch.loss_mask) > 0]
     log_z = np.log(np.exp(z).sum(-1))
-    of_uniform, of_target = log_z - z.mean(-1), log_z - z[:, 3]
+    of_uniform = log_z - z.mean(-1)
+    of_target = log_z - z[:, 3]
     for s, c in ((0.1, 1e-2), (0.0, 1e-2), (0.1, 0.0)):
         value, (slope, by_options) = run(
             kernel, {"label_smoothing": jnp.float32(s), "z_loss": jnp.float32(c)}

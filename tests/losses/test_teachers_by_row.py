@@ -53,7 +53,8 @@ def drawn(parallel=None):
     The third token of a response is a tool's, without loss, of which sampler and trainer differ
     most.
     """
-    log_p, log_q = log_softmax(TABLE), log_softmax(SAMPLER)
+    log_p = log_softmax(TABLE)
+    log_q = log_softmax(SAMPLER)
     samples = []
     for prompt, one, two in itertools.product(range(2), range(V), range(V)):
         states = [prompt * (1 + V), prompt * (1 + V) + 1 + one]
@@ -96,7 +97,8 @@ def expected_of(likelihoods):
     """The divergence and its gradient in each state, by how often the states are met; by prompt
     `[2, 1 + V]`.
     """
-    value, gradient = 0.0, np.zeros(TABLE.shape)
+    value = 0.0
+    gradient = np.zeros(TABLE.shape)
     for prompt, place in np.ndindex(2, 1 + V):
         state = prompt * (1 + V) + place
         pair = TABLE[state][None] / TEMPERATURE, TEACHERS[prompt][state][None] / TEMPERATURE
@@ -118,7 +120,8 @@ def test_the_mean_over_the_samplers_responses(mesh, layout):
     """
     parallel = mesh and make_parallel_mesh(mesh, context_layout=layout, devices=jax.devices()[:4])
     batch = with_garbage(drawn(parallel), np.nan)
-    p, q = np.exp(log_softmax(TABLE)), np.exp(log_softmax(SAMPLER))
+    p = np.exp(log_softmax(TABLE))
+    q = np.exp(log_softmax(SAMPLER))
     met = np.ones((2, 1 + V))
     by_sampler = met.copy()
     for prompt in range(2):
@@ -133,7 +136,8 @@ def test_the_mean_over_the_samplers_responses(mesh, layout):
         right = of_page("ratio_before")(batch, parallel)
         return [gradient_of(batch, weights, parallel) for weights in (right, own, one)]
 
-    expected, wrong = expected_of(met), expected_of(by_sampler)
+    expected = expected_of(met)
+    wrong = expected_of(by_sampler)
     assert np.abs(wrong[1] - expected[1]).max() > 0.01
     for (value, gradient), (known, by_table) in zip(
         run(batch), (expected, wrong, wrong), strict=True
@@ -156,14 +160,17 @@ def test_the_ratio_before_each_token():
         samples, row_length=24, rows=4, num_segments=9, parallel=parallel
     )
     found = quick_jit(lambda b: of_page("ratio_before")(b, parallel))(with_garbage(batch, np.nan))
-    places, capped, others = by_sample(found, batch, len(samples)), 0, 0
+    places = by_sample(found, batch, len(samples))
+    capped = 0
+    others = 0
     for i, s in enumerate(samples):
         on = np.asarray(s.loss_mask)[s.start :] > 0
         d = np.where(
             on, np.float64(np.float32(s.old_log_probs)) - np.float32(s.rollout_log_probs), 0
         )
         ratio = np.exp(np.cumsum(d) - d)
-        capped, others = capped + int((ratio[on] > 2).sum()), others + int((ratio[on] < 2).sum())
+        capped = capped + int((ratio[on] > 2).sum())
+        others = others + int((ratio[on] < 2).sum())
         got = places[i, s.start - 1 : len(s.tokens) - 1]
         np.testing.assert_allclose(got[on], np.minimum(ratio, 2)[on], rtol=1e-5)
     assert capped > 3

@@ -32,7 +32,8 @@ from sharding import make_parallel_mesh
 from sharding.audit import audit
 from sharding.testing import assert_trees_close
 
-KINDS, TAILS = get_args(TopKDivergence), get_args(Tail)
+KINDS = get_args(TopKDivergence)
+TAILS = get_args(Tail)
 CLOSED = ("bucket", "renormalise")
 R, T, H, V, K = 4, 8, 12, 97, 6
 MIXED = "dp=2,cp=2,tp=2"
@@ -93,7 +94,8 @@ def test_it_is_never_negative(kind, tail):
 
 def test_left_out_it_is_negative_where_the_student_has_more_mass_on_the_ids():
     """It is -0.3 log 3. Clamping it at 0 would hide that, and lose the gradient."""
-    p, q = np.log([[0.9]]), np.log([[0.3]])
+    p = np.log([[0.9]])
+    q = np.log([[0.3]])
 
     def of(tail):
         return float(distillation.top_k_divergence(p, q, tail=tail)[0])
@@ -184,7 +186,8 @@ def test_the_mixture_is_not_continuous_at_its_ends():
 
     So both ends are refused.
     """
-    p, q = np.log([[0.5, 0.2]]), np.log([[0.4, 0.4]])
+    p = np.log([[0.5, 0.2]])
+    q = np.log([[0.4, 0.4]])
 
     def of(**options):
         return float(distillation.top_k_divergence(p, q, **options)[0])
@@ -207,7 +210,8 @@ def test_the_mixture_is_not_continuous_at_its_ends():
 @pytest.mark.parametrize("tail", TAILS)
 def test_probabilities_of_a_student_are_nan(tail):
     """Taken for log-probs, they gave 0.0112 renormalised, and -1.013 where the tail is left out."""
-    p, q = np.float32([[0.5, 0.2]]), np.log([[0.4, 0.4]])
+    p = np.float32([[0.5, 0.2]])
+    q = np.log([[0.4, 0.4]])
     ids = np.array([[3, -1]])
     assert np.isnan(distillation.top_k_divergence(p, q, tail=tail)).all()
     assert np.isnan(distillation.top_k_divergence(p, q, ids, tail=tail)).all()
@@ -245,10 +249,8 @@ def test_what_nemo_computed(record):
         record["options"],
         (np.asarray(record[x], np.float32) for x in ("student", "teacher")),
     )
-    kind, tail = (
-        f"{options['kl_type']}_kl",
-        "leave_out" if options["zero_outside_topk"] else "renormalise",
-    )
+    kind = f"{options['kl_type']}_kl"
+    tail = "leave_out" if options["zero_outside_topk"] else "renormalise"
     log_q = log_q - np.log(np.exp(log_q).sum(-1, keepdims=True))
 
     found, gradient = values_and_gradient(
@@ -274,7 +276,8 @@ def arrays():
 
     Positions without loss hold NaN and invalid ids.
     """
-    hidden, kernel = RNG.normal(size=(R, T, H)), RNG.normal(size=(H, V)) / 2
+    hidden = RNG.normal(size=(R, T, H))
+    kernel = RNG.normal(size=(H, V)) / 2
     ids, log_q = top_k(RNG.normal(size=(R, T, V)) * 2, K)
     ids[0, 1, 3:], ids[1, 3] = -1, -1
     off = MASK == 0
@@ -305,10 +308,16 @@ def truth(kind, tail):
         np.asarray(x, np.float64) if not isinstance(x, RolloutBatch) else x for x in ARRAYS
     )
     at = MASK > 0
-    rows, head = hidden[at], OracleHead(kernel)
-    z, of_ids, log_q = logits(rows, head), ids[at].astype(int), log_q[at]
-    log_p, n = id_log_probs(z, of_ids), int(at.sum())
-    g, values, masses = np.zeros_like(log_p), [], np.zeros(2)
+    rows = hidden[at]
+    head = OracleHead(kernel)
+    z = logits(rows, head)
+    of_ids = ids[at].astype(int)
+    log_q = log_q[at]
+    log_p = id_log_probs(z, of_ids)
+    n = int(at.sum())
+    g = np.zeros_like(log_p)
+    values = []
+    masses = np.zeros(2)
     for t in range(n):
         there = of_ids[t] >= 0
         if there.any():
@@ -428,7 +437,8 @@ def test_one_pass_and_two():
 @pytest.mark.nightly
 def test_micro_batches_add_up():
     hidden, kernel, ids, log_q, batch = ARRAYS
-    loss, batch = TopKDistillation(), taught(batch, ids, log_q)
+    loss = TopKDistillation()
+    batch = taught(batch, ids, log_q)
     parts = jax.tree.map(lambda x: x.reshape(2, R // 2, *x.shape[1:]), (hidden, batch))
     normalizer = Normalizer.of(loss, parts[1])
     found = 0.0
@@ -547,7 +557,8 @@ def test_checks_on_the_host():
 @pytest.mark.parametrize(("beta", "same"), [(1.0, "forward_kl"), (0.0, "reverse_kl")])
 def test_a_traced_share_of_0_leaves_a_divergence_out(beta, same):
     """Where one gives an id no probability, a divergence is infinite, and 0 times that is NaN."""
-    one, other = jnp.log(jnp.array([0.5, 0.2])), jnp.array([np.log(0.4), -np.inf])
+    one = jnp.log(jnp.array([0.5, 0.2]))
+    other = jnp.array([np.log(0.4), -np.inf])
     log_p, log_q = (one, other) if same == "forward_kl" else (other, one)
 
     def of(x, beta):

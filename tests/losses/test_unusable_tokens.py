@@ -139,14 +139,17 @@ def program(config: PolicyLossConfig, path: str, place: Place):
     """A function of (params, batch): loss, gradients by hidden states, kernel and bias, and
     metrics.
     """
-    parallel, memory = place.parallel, PATHS[path].get("memory")
+    parallel = place.parallel
+    memory = PATHS[path].get("memory")
 
     def loss_of(params, batch, normalizer):
-        head, options = Head(params["kernel"], params["bias"]), {"parallel": parallel}
+        head = Head(params["kernel"], params["bias"])
+        options = {"parallel": parallel}
         if memory is not None:
             options |= {"normalizer": normalizer, "memory": memory}
             return policy_loss_from_hidden(params["hidden"], head, batch, config, **options)
-        where, entropy = batch.loss_mask > 0, config.entropy_mode
+        where = batch.loss_mask > 0
+        entropy = config.entropy_mode
         stats = log_probs_from_hidden(
             params["hidden"], head, batch.targets, entropy=entropy, where=where, **options
         )
@@ -208,11 +211,13 @@ def test_each_rule(name, path, rule):
         agree(f"gradient of {what}", gradient[what], getattr(by_head, what), size, 3e-5)
 
 
-WEIGHT_0, RATIO_1 = Unusable("weight_0"), Unusable("ratio_1")
+WEIGHT_0 = Unusable("weight_0")
+RATIO_1 = Unusable("ratio_1")
 NO_LOSS = Unusable("weight_0", penalties="out")
 OUT = Unusable("weight_0", denominators="out", penalties="out")
 EVERY = (WEIGHT_0, NO_LOSS, OUT, RATIO_1, Unusable("ratio_1", penalties="out"))
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 NOT_FINITE = [
     ("log_probs", -INF),
     *((name, x) for name in ("old_log_probs", "rollout_log_probs") for x in (NAN, INF, -INF)),

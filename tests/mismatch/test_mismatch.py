@@ -42,7 +42,9 @@ def models(V, seed=0, distance=0.3, dtype=jnp.float32):
     def array(*shape):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    hidden, kernel, bias = array(R, T, H), array(H, V), array(V)
+    hidden = array(R, T, H)
+    kernel = array(H, V)
+    bias = array(V)
 
     def near(x):
         return x + jnp.asarray(distance, dtype) * array(*x.shape)
@@ -116,10 +118,8 @@ def test_fsdp_and_bf16(small_tiles, sequence_parallel):
     trainer, sampler = models(96, dtype=jnp.bfloat16)
     targets = jnp.zeros((R, T), jnp.int32)
     run = jax.jit(lambda a, b, p=parallel: token_mismatch(*a, *b, targets, where=WHERE, parallel=p))
-    got, alone = (
-        run(trainer, sampler),
-        jax.jit(lambda a, b: token_mismatch(*a, *b, targets, where=WHERE))(trainer, sampler),
-    )
+    got = run(trainer, sampler)
+    alone = jax.jit(lambda a, b: token_mismatch(*a, *b, targets, where=WHERE))(trainer, sampler)
     assert_trees_close(got, alone, rtol=2e-5, atol=2e-6)
     expected = mismatch.comparison(truth(trainer), truth(sampler))
     # the adapter's features are rounded to bf16, which the truth does not know: 2^-9 of a tenth of
@@ -133,12 +133,14 @@ def test_inside_a_users_shard_map():
     targets = jnp.zeros((R, T), jnp.int32)
 
     def inside(hidden, kernel, other_hidden, other_kernel, targets, where):
-        axes, yours = ShardAxes("dp", "cp", "tp"), Head(other_kernel, layout="vh")
+        axes = ShardAxes("dp", "cp", "tp")
+        yours = Head(other_kernel, layout="vh")
         return token_mismatch(
             hidden, kernel, other_hidden, yours, targets, where=where, parallel=axes
         )
 
-    tokens, states = mesh.tokens_spec, mesh.hidden_spec
+    tokens = mesh.tokens_spec
+    states = mesh.hidden_spec
     specs = (states, mesh.kernel_spec(), states, mesh.kernel_spec("vh"), tokens, tokens)
     got = jax.jit(jax.shard_map(inside, mesh=mesh.mesh, in_specs=specs, out_specs=tokens))(
         hidden, head.kernel, other_hidden, other.kernel, targets, WHERE
@@ -155,8 +157,10 @@ def test_inside_a_users_shard_map():
 @pytest.mark.parametrize("mesh", [None, "tp=8"])
 def test_of_equally_likely_tokens_the_first_counts(small_tiles, mesh):
     """In many blocks on many shards; -inf and padded columns are never likeliest."""
-    V, parallel = 4096, mesh and make_parallel_mesh(mesh)
-    hidden, targets = np.ones((1, 8, 2), np.float32), np.zeros((1, 8), np.int32)
+    V = 4096
+    parallel = mesh and make_parallel_mesh(mesh)
+    hidden = np.ones((1, 8, 2), np.float32)
+    targets = np.zeros((1, 8), np.int32)
     kernel = np.zeros((2, V), np.float32)
 
     def first(*likeliest):
@@ -286,7 +290,8 @@ def test_estimates_are_those_of_the_whole_distribution_where_each_token_was_draw
 
 def test_ranges_of_positions_and_entropies():
     trainer, sampler, rng = random_arrays()
-    entropy, positions = rng.random(trainer.shape), np.tile(np.arange(40) % 10, (3, 1))
+    entropy = rng.random(trainer.shape)
+    positions = np.tile(np.arange(40) % 10, (3, 1))
     tokens = TokenMismatch(trainer, sampler, entropy)
     report = mismatch_report(tokens, positions=positions, bins=5)
     d = trainer.astype(np.float64) - sampler
@@ -382,10 +387,8 @@ def test_two_npy_files(tmp_path, capsys):
 def test_two_files_of_hidden_states(tmp_path, capsys, shape):
     """In bf16, which numpy stores as bytes."""
     hidden, kernel, targets = wide_model()
-    hidden, targets = (
-        hidden[0, :32].reshape(*shape, WIDE),
-        np.asarray(targets[0, :32]).reshape(shape),
-    )
+    hidden = hidden[0, :32].reshape(*shape, WIDE)
+    targets = np.asarray(targets[0, :32]).reshape(shape)
     where = np.arange(32).reshape(shape) % 3 > 0
     np.savez(
         tmp_path / "a.npz",

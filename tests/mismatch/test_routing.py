@@ -70,7 +70,8 @@ def test_rows_stay_with_the_token_that_was_read(mesh, layout):
     expected = np.full(found.shape, -1)
     for row, t in zip(*np.nonzero(batch.segment_ids), strict=True):
         index = batch.sample_ids[row, batch.segment_ids[row, t] - 1]
-        rows, position = chosen(step_of(2)[index], index), batch.positions[row, t]
+        rows = chosen(step_of(2)[index], index)
+        position = batch.positions[row, t]
         if position < len(rows):
             expected[row, t] = rows[position]
     np.testing.assert_array_equal(found, expected)
@@ -94,7 +95,8 @@ def test_rows_of_a_prefix_are_those_of_all_its_samples(mesh, layout, alike):
     for row, segment in segments:
         at = batch.segment_ids[row] == segment
         behind = batch.sample_ids[row, segment - 1 : ends[row, at][0]]
-        found, positions = batch.extras["routed_experts"][row, at], batch.positions[row, at]
+        found = batch.extras["routed_experts"][row, at]
+        positions = batch.positions[row, at]
         same = [np.array_equal(found, rows_of[i][positions]) for i in behind if i >= 0]
         assert same
         assert all(same)
@@ -114,7 +116,8 @@ def test_the_report(mesh, layout):
     ]
     own = np.stack([(ids + batch.positions * 3 + i) % EXPERTS for i in range(LAYERS * K)], -1)
     own = own.reshape(sampled.shape).astype(np.int32)
-    native, replayed = batch.returns, 0.9 * batch.rollout_log_probs + 0.1 * batch.returns
+    native = batch.returns
+    replayed = 0.9 * batch.rollout_log_probs + 0.1 * batch.returns
     found = jax.jit(
         lambda own: finalize_metrics(
             routing_metrics(
@@ -122,10 +125,8 @@ def test_the_report(mesh, layout):
             )
         )
     )(own)
-    inside, there = (
-        batch.segment_ids > 0,
-        (sampled[..., 0] != -1) & (batch.segment_ids > 0)[..., None],
-    )
+    inside = batch.segment_ids > 0
+    there = (sampled[..., 0] != -1) & (batch.segment_ids > 0)[..., None]
     missed = np.array(
         [[x not in own[at] for x in sampled[at]] for at in np.ndindex(*sampled.shape[:3])]
     )

@@ -65,7 +65,8 @@ def gae(
     https://arxiv.org/abs/2503.01491; length_alpha, lambda = 1 - 1 / (alpha n) for n tokens, at
     least 0: VAPO, https://arxiv.org/abs/2504.05118.
     """
-    r, v = _read(rewards, mask), _read(values, mask)
+    r = _read(rewards, mask)
+    v = _read(values, mask)
     delta = r + gamma * np.append(v[1:], last_value)[: len(v)] - v
 
     def estimate(decay: float) -> Array:
@@ -320,7 +321,8 @@ def gdpo(
 
     2601.05242.
     """
-    scaled, which = rloo if leave_one_out else grpo, {"among": among, "rollouts": rollouts}
+    scaled = rloo if leave_one_out else grpo
+    which = {"among": among, "rollouts": rollouts}
     nothing = np.isnan(np.stack(rewards)).any(0)
     each = [np.where(nothing, np.nan, r) for r in rewards]
     total = sum(
@@ -505,7 +507,9 @@ def importance_weighted_distillation(
     https://arxiv.org/abs/2606.22600.
     """
     d = _read(teacher, mask) - _read(log_probs, mask)
-    out, before, whole = np.zeros(len(d)), 0.0, max(sum(abs(x) for x in d), 1e-8)
+    out = np.zeros(len(d))
+    before = 0.0
+    whole = max(sum(abs(x) for x in d), 1e-8)
     for t, x in enumerate(d):
         out[t] = (1 + gain * (1 - before / whole)) * x
         before += abs(x)
@@ -532,7 +536,9 @@ def optimal_token_baseline(
     # of each sample: its token, G and W at each place
     by_place: list[dict[int, tuple[int, float, float]]] = []
     for i, mask in enumerate(masks):
-        here, upto, found = np.nonzero(np.asarray(mask) > 0)[0], 0.0, {}
+        here = np.nonzero(np.asarray(mask) > 0)[0]
+        upto = 0.0
+        found = {}
         for count, t in enumerate(here):
             energy = 1 - 2 * np.exp(log_probs[i][t]) + sum_p2[i][t]
             upto += energy * (1.0 if weights is None else weights[i][t] ** 2)

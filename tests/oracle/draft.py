@@ -25,7 +25,8 @@ def probabilities(policy: Array, ids: Any) -> Array:
 
 def soft_cross_entropy(z: Array, policy: Array, ids: Any = None) -> tuple[Array, Array]:
     """-sum p log d of logits `[n, V]`, and its gradient: d sum p - p."""
-    log_d, p = log_softmax(z), probabilities(policy, ids)
+    log_d = log_softmax(z)
+    p = probabilities(policy, ids)
     return -(p * log_d).sum(-1), np.exp(log_d) * p.sum(-1, keepdims=True) - p
 
 
@@ -34,7 +35,8 @@ def acceptance(z: Array, policy: Array, ids: Any = None) -> tuple[Array, Array]:
 
     2606.12370.
     """
-    d, p = np.exp(log_softmax(z)), probabilities(policy, ids)
+    d = np.exp(log_softmax(z))
+    p = probabilities(policy, ids)
     below = (d < p) * 1.0
     return np.minimum(p, d).sum(-1), d * (below - (d * below).sum(-1, keepdims=True))
 
@@ -120,7 +122,8 @@ def draft_loss(
                 if objective == "end_to_end":
                     continue
                 if objective == "total_variation":
-                    value, slope = 1 - a, -by_a
+                    value = 1 - a
+                    slope = -by_a
                 else:
                     (value,), (slope,) = (
                         soft_cross_entropy(z, q, ids)
@@ -134,7 +137,8 @@ def draft_loss(
                 loss += coef * weights[0][i] * value
                 for k, ((_, by_a), slope) in enumerate(zip(chain, by_each, strict=True)):
                     slopes[k][i][t] = coef * weights[0][i] * slope * by_a
-    by_hidden, by_heads = [], []
+    by_hidden = []
+    by_heads = []
     for states, head, of in zip(hidden, heads, slopes, strict=True):
         each = [
             head_gradient(np.asarray(h, np.float64), head, dz, temperature)

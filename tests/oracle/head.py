@@ -42,7 +42,8 @@ class OracleHead:
 
     def product(self, hidden: Array) -> Array:
         """`[n, vocab_size]`: scale * (h @ kernel + bias + LoRA), before the soft-cap."""
-        h, v = np.asarray(hidden, np.float64), self.columns
+        h = np.asarray(hidden, np.float64)
+        v = self.columns
         x = self.read_hidden(hidden) @ self.read_kernel()[:, :v]
         if self.bias is not None:
             x = x + np.asarray(self.bias, np.float64)[:v]
@@ -110,18 +111,23 @@ def product_gradient(hidden: Array, head: OracleHead, dz: Array, temperature: An
 
 def through_products(hidden: Array, head: OracleHead, dx: Array) -> tuple[Array, HeadGradient]:
     """From d / dx to d / d(hidden) and d / d(kernel, bias, a, b)."""
-    h, v = np.asarray(hidden, np.float64), head.columns
+    h = np.asarray(hidden, np.float64)
+    v = head.columns
     kernel = head.read_kernel()
-    dh, d_kernel = dx @ kernel[:, :v].T, np.zeros_like(kernel)
+    dh = dx @ kernel[:, :v].T
+    d_kernel = np.zeros_like(kernel)
     d_kernel[:, :v] = head.read_hidden(hidden).T @ dx
     d_bias = d_a = d_b = None
     if head.bias is not None:
         d_bias = np.zeros(kernel.shape[1])
         d_bias[:v] = dx.sum(0)
     if head.a is not None:
-        a, b = np.asarray(head.a, np.float64), np.asarray(head.b, np.float64)
+        a = np.asarray(head.a, np.float64)
+        b = np.asarray(head.b, np.float64)
         d_low = head.lora_scale * dx @ b[:, :v].T
-        dh, d_a, d_b = dh + d_low @ a.T, h.T @ d_low, np.zeros_like(b)
+        dh = dh + d_low @ a.T
+        d_a = h.T @ d_low
+        d_b = np.zeros_like(b)
         d_b[:, :v] = head.lora_scale * (h @ a).T @ dx
     return dh, HeadGradient(d_kernel, d_bias, d_a, d_b)
 
@@ -161,9 +167,12 @@ def token_stats(z: Array, targets: Any, nucleus: Any = None) -> Stats:
     With a nucleus the log-prob is renormalised over it and the target; all else is of the full
     distribution.
     """
-    z, y = np.asarray(z, np.float64), np.asarray(targets, int)
-    row, finite = np.arange(len(y)), z > -np.inf
-    log_p, peak = log_softmax(z), z.max(-1)
+    z = np.asarray(z, np.float64)
+    y = np.asarray(targets, int)
+    row = np.arange(len(y))
+    finite = z > -np.inf
+    log_p = log_softmax(z)
+    peak = z.max(-1)
     within = np.where(nucleus_mask(nucleus, y, z.shape[1]), z, -np.inf)
     return Stats(
         log_softmax(within)[row, y],
@@ -178,7 +187,8 @@ def id_log_probs(z: Array, ids: Any) -> Array:
     """`[n, K]`: log p of each id over all columns; -inf where an id is -1, nan where another
     does not exist.
     """
-    log_p, ids = log_softmax(np.asarray(z, np.float64)), np.asarray(ids, int)
+    log_p = log_softmax(np.asarray(z, np.float64))
+    ids = np.asarray(ids, int)
     found = np.full(ids.shape, np.nan)
     for t, k in np.ndindex(ids.shape):
         if 0 <= ids[t, k] < log_p.shape[1]:
@@ -206,7 +216,8 @@ def set_entropy(z: Array, ids: Any) -> tuple[Array, Array]:
     by `z`. -1 is no id.
     """
     z = np.asarray(z, np.float64)
-    found, dz = np.zeros(len(z)), np.zeros_like(z)
+    found = np.zeros(len(z))
+    dz = np.zeros_like(z)
     for t, row in enumerate(np.asarray(ids, int)):
         inside = row[row >= 0]
         if len(inside):
@@ -219,7 +230,8 @@ def set_entropy(z: Array, ids: Any) -> tuple[Array, Array]:
 
 def id_gradient(z: Array, ids: Any, by_id: Any) -> Array:
     """d / dz of sum_t sum_k g_tk log p(id_tk): sum_k g_k ([j = id_k] - p_j), ids of -1 left out."""
-    p, ids = np.exp(log_softmax(np.asarray(z, np.float64))), np.asarray(ids, int)
+    p = np.exp(log_softmax(np.asarray(z, np.float64)))
+    ids = np.asarray(ids, int)
     dz = np.zeros_like(p)
     for t, k in np.ndindex(ids.shape):
         if ids[t, k] >= 0:
@@ -243,7 +255,8 @@ def logit_gradient(
     n is the number of finite z; where z is -inf all of it is 0. p' is p renormalised over the
     nucleus. The coefficients are numbers or `[n]`.
     """
-    z, y = np.asarray(z, np.float64), np.asarray(targets, int)
+    z = np.asarray(z, np.float64)
+    y = np.asarray(targets, int)
     g, e, c, u = (
         np.broadcast_to(np.asarray(x, np.float64), len(y))[:, None]
         for x in (by_log_prob, by_entropy, by_log_z, by_mean_logit)

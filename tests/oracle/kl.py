@@ -74,7 +74,8 @@ def kl_divergence(
     w = np.exp(clamp(gap))
     dw = np.zeros_like(d) if sampling_log_probs is None else w * inside(gap)
     f, df = VALUES[estimator.removesuffix("+")](d)
-    value, slope = w * f, w * df + dw * f
+    value = w * f
+    slope = w * df + dw * f
     if estimator.startswith("low_var_kl"):
         slope = np.where(np.abs(value) <= 10.0, slope, 0.0)
         value = np.clip(value, -10.0, 10.0)
@@ -106,7 +107,8 @@ def kl_penalty(
     w = float(np.exp(clamp(mean)))
     d = log_probs - ref_log_probs
     f, df = VALUES[estimator.removesuffix("+")](d)
-    value, free = w * f, np.ones_like(d)
+    value = w * f
+    free = np.ones_like(d)
     if estimator.startswith("low_var_kl"):
         free = (np.abs(value) <= 10.0) * 1.0
         value = np.clip(value, -10.0, 10.0)

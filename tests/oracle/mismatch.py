@@ -14,11 +14,10 @@ def comparison(trainer: Array, sampler: Array) -> dict[str, Array]:
     """KL both ways, total variation and whether both like the same token most, of logits
     `[n, V]`; `[n]` each.
     """
-    log_p, log_q = (
-        log_softmax(np.asarray(trainer, np.float64)),
-        log_softmax(np.asarray(sampler, np.float64)),
-    )
-    p, q = np.exp(log_p), np.exp(log_q)
+    log_p = log_softmax(np.asarray(trainer, np.float64))
+    log_q = log_softmax(np.asarray(sampler, np.float64))
+    p = np.exp(log_p)
+    q = np.exp(log_q)
     return {
         "kl": (times_log(q, log_q) - q * np.where(q > 0, log_p, 0.0)).sum(-1),
         "reverse_kl": (times_log(p, log_p) - p * np.where(p > 0, log_q, 0.0)).sum(-1),
@@ -45,7 +44,8 @@ def figures(d: Sequence[float]) -> dict[str, float]:
     """Moments and quantiles of d = trainer - sampler; a quantile lies between the two sorted
     values around it.
     """
-    ordered, n = sorted(abs(x) for x in d), len(d)
+    ordered = sorted(abs(x) for x in d)
+    n = len(d)
 
     def quantile(q: float) -> float:
         at = q * (n - 1)
@@ -57,7 +57,8 @@ def figures(d: Sequence[float]) -> dict[str, float]:
         f"abs_q{name}": quantile(q)
         for name, q in (("50", 0.5), ("90", 0.9), ("99", 0.99), ("99.9", 0.999))
     }
-    mean, square = sum(d) / n, sum(x * x for x in d) / n
+    mean = sum(d) / n
+    square = sum(x * x for x in d) / n
     return found | {
         "mean": mean,
         "abs_mean": sum(ordered) / n,

@@ -136,11 +136,13 @@ def statistic(a: Array, b: Array, name: str, mask: Array) -> Array:
 
 def accepted(a: Array, b: Array, rejection: Mapping[str, Any], mask: Array) -> Array:
     """Within [low, high]; the bounds of k1 are of exp(k1), the ratio b / a."""
-    name, high = rejection["statistic"], rejection.get("high", np.inf)
+    name = rejection["statistic"]
+    high = rejection.get("high", np.inf)
     low = rejection.get("low", -np.inf if name.endswith("diff") else 0.0)
     if name.endswith("k1"):
         with np.errstate(divide="ignore"):
-            low, high = np.log(low), np.log(high)
+            low = np.log(low)
+            high = np.log(high)
     k = statistic(a, b, name, mask)
     return (low <= k) & (k <= high)
 
@@ -189,7 +191,9 @@ def correction(
     if unknown:
         raise ValueError(f"off_policy: got {sorted(unknown)}, expected {sorted(OPTIONS)}")
     o = {**OPTIONS, **options}
-    level, low, high = o["weights"], o["low"], o["high"]
+    level = o["weights"]
+    low = o["low"]
+    high = o["high"]
 
     def pairs(name):
         a, b = (_known(policies, x) for x in name.split("/"))

@@ -45,10 +45,16 @@ def value_loss(
         return np.array([2 * x if abs(x) <= delta else 2 * delta * np.sign(x) for x in e])
 
     weights = sample_weights(samples, aggregation, aggregation_norm)
-    losses, gradients, clipped, values, errors = [], [], [], [], []
+    losses = []
+    gradients = []
+    clipped = []
+    values = []
+    errors = []
     for s, w in zip(samples, weights, strict=True):
-        v, g = s.at("new_values"), s.at("returns")
-        near, far = v, np.zeros(len(v), bool)
+        v = s.at("new_values")
+        g = s.at("returns")
+        near = v
+        far = np.zeros(len(v), bool)
         if clip is not None:
             near = np.clip(v, s.at("values") - clip, s.at("values") + clip)
             far = np.abs(v - s.at("values")) > clip
@@ -87,7 +93,8 @@ def sft_loss(
     https://arxiv.org/abs/2508.05629.
     """
     weights = sample_weights(samples, aggregation, aggregation_norm)
-    losses, gradients = [], []
+    losses = []
+    gradients = []
     for s, w in zip(samples, weights, strict=True):
         moments = label_smoothing != 0 or z_loss != 0
         log_z, mean = (
@@ -146,7 +153,9 @@ def mtp_loss(
     depths = len(hidden)
     heads = [head] * depths if isinstance(head, OracleHead) else list(head)
     metrics: Metrics = {}
-    loss, by_hidden, by_head = 0.0, [], []
+    loss = 0.0
+    by_hidden = []
+    by_head = []
     for k, (states, its_head) in enumerate(zip(hidden, heads, strict=True), 1):
         here = [replace(shifted(s, k), hidden=h) for s, h in zip(samples, states, strict=True)]
         nll, gradients, said = sft_loss(with_stats(here, its_head), aggregation=aggregation)
@@ -169,18 +178,19 @@ def divergence(
     with m = beta q + (1 - beta) p. By p a divergence has the slopes f_j; by logits p_j (f_j - sum_i
     p_i f_i). GKD, 2306.13649.
     """
-    log_p, log_q = (
-        log_softmax(np.asarray(student, np.float64)),
-        log_softmax(np.asarray(teacher, np.float64)),
-    )
-    p, q = np.exp(log_p), np.exp(log_q)
+    log_p = log_softmax(np.asarray(student, np.float64))
+    log_q = log_softmax(np.asarray(teacher, np.float64))
+    p = np.exp(log_p)
+    q = np.exp(log_q)
     if kind == "forward_kl":
         return (times_log(q, log_q) - q * np.where(q > 0, log_p, 0.0)).sum(-1), p - q
     if kind == "reverse_kl":
-        against, share = log_q, 1.0
+        against = log_q
+        share = 1.0
     else:
         with np.errstate(divide="ignore"):
-            against, share = np.log(beta * q + (1 - beta) * p), 1 - beta
+            against = np.log(beta * q + (1 - beta) * p)
+            share = 1 - beta
     gap = np.where(p > 0, log_p, 0.0) - np.where(p > 0, against, 0.0)
     value = share * (p * gap).sum(-1)
     if kind == "jensen_shannon":
@@ -198,24 +208,31 @@ def top_k_divergence(
     log-probs that are then compared; through 1 - sum p a log p_k has p_k of them, through the sum
     that it is divided by p_k / sum p.
     """
-    p, q = np.exp(np.asarray(log_p, np.float64)), np.exp(np.asarray(log_q, np.float64))
+    p = np.exp(np.asarray(log_p, np.float64))
+    q = np.exp(np.asarray(log_q, np.float64))
     own = p
     if tail == "bucket":
-        p, q = np.append(p, 1 - p.sum()), np.append(q, 1 - q.sum())
+        p = np.append(p, 1 - p.sum())
+        q = np.append(q, 1 - q.sum())
     elif tail == "renormalise":
-        p, q = p / p.sum(), q / q.sum()
-    m, towards = beta * q + (1 - beta) * p, beta * p + (1 - beta) * q
+        p = p / p.sum()
+        q = q / q.sum()
+    m = beta * q + (1 - beta) * p
+    towards = beta * p + (1 - beta) * q
 
     def kl(a, b):
         return sum(x * np.log(x / y) for x, y in zip(a, b, strict=True) if x > 0)
 
     # adaptive: ROLL's head and tail by cumulative mass of the ascending teacher; detached shares
-    total, rest, gap = 0.0, 0.0, np.abs(q - p)
+    total = 0.0
+    rest = 0.0
+    gap = np.abs(q - p)
     for i in np.argsort(q, kind="stable"):
         total += q[i]
         rest += gap[i] * (total <= beta)
     g = 1 - rest / gap.sum() if gap.sum() > 0 else 0.0
-    forward, reverse = -q, p * np.log(p / q) + p
+    forward = -q
+    reverse = p * np.log(p / q) + p
     value, h = {
         "skewed_forward_kl": (kl(q, m), -q * (1 - beta) * p / m),
         "skewed_reverse_kl": (kl(p, towards), p * np.log(p / towards) + p - p * beta * p / towards),
@@ -249,8 +266,11 @@ def sampled_tail(log_p: Array, log_q: Array, drawn: int) -> tuple[float, Array]:
     p + q is p (q / p - 1 + log(p / q)).
     """
     log_p, log_q = (np.asarray(x, np.float64) for x in (log_p, log_q))
-    p, q, d = np.exp(log_p), np.exp(log_q), log_p - log_q
-    value, slopes = float((p * d - p + q)[:-1].sum()), p * d
+    p = np.exp(log_p)
+    q = np.exp(log_q)
+    d = log_p - log_q
+    value = float((p * d - p + q)[:-1].sum())
+    slopes = p * d
     slopes[-1] = 0.0
     if drawn < 0:
         value += float(np.exp(-d[-1]) - 1 + d[-1])
@@ -267,12 +287,15 @@ def score_centering(
     c_v = q_v f(p_v, q_v) - a p_v, a = rho f(1 - P, 1 - Q), rho = (1 - Q) / (1 - P); renormalised,
     of p / P and a of 0, and the gradient of log(p_v / P) has P's too. 2609.20807.
     """
-    p, q = np.exp(np.asarray(log_p, np.float64)), np.exp(np.asarray(log_q, np.float64))
+    p = np.exp(np.asarray(log_p, np.float64))
+    q = np.exp(np.asarray(log_q, np.float64))
     if tail == "renormalise":
-        p, q = p / p.sum(), q / q.sum()
+        p = p / p.sum()
+        q = q / q.sum()
         c = q * np.array([f(x, y) for x, y in zip(p, q, strict=True)])
         return float(advantage * (c * np.log(p)).sum()), advantage * (c - p * c.sum())
-    rest_p, rest_q = 1 - p.sum(), 1 - q.sum()
+    rest_p = 1 - p.sum()
+    rest_q = 1 - q.sum()
     c = (
         q * np.array([f(x, y) for x, y in zip(p, q, strict=True)])
         - rest_q / rest_p * f(rest_p, rest_q) * p
@@ -287,10 +310,8 @@ def mismatch_metrics(samples: Sequence[OracleSample]) -> Metrics:
     Names: verl's rollout correction, https://verl.readthedocs.io/en/latest/algo/rollout_corr.html.
     """
     present = [s for s in samples if s.count]
-    trainer, sampler = (
-        [s.at("old_log_probs") for s in present],
-        [s.at("rollout_log_probs") for s in present],
-    )
+    trainer = [s.at("old_log_probs") for s in present]
+    sampler = [s.at("rollout_log_probs") for s in present]
     d = [t - r for t, r in zip(trainer, sampler, strict=True)]
     sums = np.array([x.sum() for x in d])
     of_trainer, of_sampler = (np.array([-x.mean() for x in each]) for each in (trainer, sampler))
@@ -324,7 +345,8 @@ def policies_apart(d: Sequence[Array], sums: Array) -> Metrics:
     def half(x):
         return 2 * x - 1 - np.log(2 * x)
 
-    weights, of_samples = np.exp(everyone), np.exp(clamp(sums))
+    weights = np.exp(everyone)
+    of_samples = np.exp(clamp(sums))
 
     def share(w):
         return float(w.sum() ** 2 / (len(w) * np.sum(w * w)))

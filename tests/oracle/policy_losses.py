@@ -73,7 +73,8 @@ def clipped_surrogate(
     Schulman et al. 2017, https://arxiv.org/abs/1707.06347; dual clip: Ye et al. 2020,
     https://arxiv.org/abs/1912.09729.
     """
-    plain, clipped = -advantages * s, -advantages * np.clip(s, 1 - low, 1 + high)
+    plain = -advantages * s
+    clipped = -advantages * np.clip(s, 1 - low, 1 + high)
     values = np.maximum(plain, clipped)
     slope = np.where(clipped > plain, 0.0, -advantages)
     indicators = {"clip_fraction": (clipped > plain) * 1.0}
@@ -140,7 +141,8 @@ def cispo(
     Its equation 7 has a mask: A > 0 with r above the upper bound, A < 0 with r below the lower one.
     TRL and NeMo-RL have r = exp(mean of d) as well.
     """
-    low, high = 1 - clip_low, 1 + clip_high
+    low = 1 - clip_low
+    high = 1 + clip_high
     r = (
         t.held_ratio
         if level == "token"
@@ -167,15 +169,24 @@ def aspo(
     0, else -A (c / sg(c)) / sg(c) with c = min(r, 1 + high); -A dual log_prob where the weight, c
     or 1 / c, is above dual.
     """
-    low, high = 1 - clip_low, 1 + clip_high
-    values, slope = np.zeros(len(t.d)), np.zeros(len(t.d))
-    clipped, heavy = np.zeros(len(t.d)), np.zeros(len(t.d))
+    low = 1 - clip_low
+    high = 1 + clip_high
+    values = np.zeros(len(t.d))
+    slope = np.zeros(len(t.d))
+    clipped = np.zeros(len(t.d))
+    heavy = np.zeros(len(t.d))
     for i, a in enumerate(t.advantages):
-        r, held, moves = t.ratio[i], t.held_ratio[i], t.ratio_slope[i]
+        r = t.ratio[i]
+        held = t.held_ratio[i]
+        moves = t.ratio_slope[i]
         if a < 0:
-            now, weight, out = max(r, low), max(held, low), held < low
+            now = max(r, low)
+            weight = max(held, low)
+            out = held < low
         else:
-            now, weight, out = min(r, high) / min(held, high) ** 2, 1 / min(held, high), held > high
+            now = min(r, high) / min(held, high) ** 2
+            weight = 1 / min(held, high)
+            out = held > high
             moves /= min(held, high) ** 2
         values[i], slope[i] = -a * now, 0.0 if out else -a * moves
         if weight > dual_clip:
@@ -193,7 +204,8 @@ def sapo(
 
     TRL and AReaL have r = exp(mean of d) as well.
     """
-    n, tau = len(t.d), np.where(t.advantages > 0, tau_positive, tau_negative)
+    n = len(t.d)
+    tau = np.where(t.advantages > 0, tau_positive, tau_negative)
     mean = mean_of(t.d)
     r = t.ratio if level == "token" else np.full(n, np.exp(clamp(mean)))
     gate = np.exp(-np.logaddexp(0.0, -tau * (r - 1)))
@@ -220,10 +232,8 @@ def vespo(
     """
     w = np.exp(min(max(float(np.sum(clamp(t.held - t.old))), np.log(1e-8)), 20.0))
     below = t.advantages < 0
-    k, rate = (
-        np.where(below, k_negative, k_positive),
-        np.where(below, lambda_negative, lambda_positive),
-    )
+    k = np.where(below, k_negative, k_positive)
+    rate = np.where(below, lambda_negative, lambda_positive)
     weight = w**k * np.exp(rate * (1 - w))
     slope = -weight * t.advantages
     return TokenLoss(slope * t.log_probs, slope, {"sequence_weight": weight})
@@ -265,7 +275,8 @@ def by_sign(t: Tokens, *, positive: Any = None, negative: Any = None) -> TokenLo
     Le Roux et al. 2025, https://arxiv.org/abs/2503.14286: -A log_prob, and -sg(min(r, 1)) A
     log_prob.
     """
-    good, n = t.advantages > 0, len(t.d)
+    good = t.advantages > 0
+    n = len(t.d)
     asked = (
         positive or {"name": "reinforce"},
         negative or {"name": "cispo", "clip_low": 1.0, "clip_high": 0.0},
@@ -332,8 +343,10 @@ def gmpo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLo
     space. Where tokens have advantages of their own, each is bounded by its own sign, and one of 0
     counts as d' = 0, as in verl.
     """
-    n, a = len(t.d), mean_of(t.advantages)
-    up, down = t.advantages > 0, t.advantages < 0
+    n = len(t.d)
+    a = mean_of(t.advantages)
+    up = t.advantages > 0
+    down = t.advantages < 0
     bounded = np.where(
         up, np.minimum(t.d, clip_high), np.where(down, np.maximum(t.d, -clip_low), 0.0)
     )

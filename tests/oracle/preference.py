@@ -54,7 +54,9 @@ def links(link: str, c: float, r: float, e: float) -> tuple[float, float, float]
     """
 
     def value(c, r):
-        h, q, s = c - r, max(e, 1e-3), sigmoid
+        h = c - r
+        q = max(e, 1e-3)
+        s = sigmoid
         w = s(h / 0.05)
         return {
             "hinge": max(0.0, 1 - h),
@@ -144,7 +146,8 @@ def preference_loss(
     """
     coef = (1.0 if name == "orpo" else 0.0) if nll_coef is None else nll_coef
     pairs = pairs_of(samples)
-    gradients, total = [np.zeros(len(s.mask)) for s in samples], 0.0
+    gradients = [np.zeros(len(s.mask)) for s in samples]
+    total = 0.0
     rewards: dict[str, list[float]] = {"chosen": [], "rejected": []}
     means: dict[str, list[float]] = {"chosen": [], "rejected": []}
     for c, r in pairs:
@@ -180,14 +183,16 @@ def kto(
     weights.
     """
     present = [s for s in samples if s.count]
-    total, gradients = 0.0, []
+    total = 0.0
+    gradients = []
     rewards: dict[str, list[float]] = {"chosen": [], "rejected": []}
     means: dict[str, list[float]] = {"chosen": [], "rejected": []}
     for s in samples:
         if not s.count:
             gradients.append(np.zeros(len(s.mask)))
             continue
-        d, good = told(s, True)[1], s.reward > 0
+        d = told(s, True)[1]
+        good = s.reward > 0
         sign, w = (1, desirable_weight) if good else (-1, undesirable_weight)
         v = sigmoid(sign * beta * (d - reference_point))
         total += w * (1 - v)
@@ -205,7 +210,8 @@ def a2po(samples: Sequence[OracleSample], *, beta=1e-3) -> tuple[float, list[Arr
     less V*, given so.
     """
     present = [s for s in samples if s.count]
-    total, gradients = 0.0, []
+    total = 0.0
+    gradients = []
     implied_by: dict[str, list[float]] = {"chosen": [], "rejected": []}
     means: dict[str, list[float]] = {"chosen": [], "rejected": []}
     for s in samples:
@@ -233,7 +239,9 @@ def real(samples: Sequence[OracleSample], *, tau=0.5) -> tuple[float, list[Array
     tokens.
     """
     groups = sorted({s.group_id for s in samples if s.count})
-    gradients, total, one_sided = [np.zeros(len(s.mask)) for s in samples], 0.0, 0
+    gradients = [np.zeros(len(s.mask)) for s in samples]
+    total = 0.0
+    one_sided = 0
     s_of = {True: [], False: []}
     for group in groups:
         members = [i for i, s in enumerate(samples) if s.group_id == group and s.count]
@@ -277,7 +285,8 @@ def bradley_terry(
     each sample's score.
     """
     pairs = pairs_of(samples)
-    gradient, total = np.zeros(len(samples)), 0.0
+    gradient = np.zeros(len(samples))
+    total = 0.0
     for c, r in pairs:
         value, slope = smoothed(
             scores[c] - scores[r] - margin * (samples[c].reward - samples[r].reward)

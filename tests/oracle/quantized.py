@@ -65,7 +65,8 @@ def quantized(
 
 def dequantized(values: Any, scale: Any) -> Array:
     """values * scale, each entry of the scale for as many values as there are for one."""
-    values, scale = np.asarray(values, np.float64), np.asarray(scale, np.float64)
+    values = np.asarray(values, np.float64)
+    scale = np.asarray(scale, np.float64)
     for axis in range(2):
         scale = np.repeat(scale, values.shape[axis] // scale.shape[axis], axis)
     return values * scale

@@ -139,7 +139,8 @@ def policy_loss(
     for name in ("old", "rollout"):
         if all(getattr(s, f"{name}_log_probs") is not None for s in samples):
             policies[name] = [s.at(f"{name}_log_probs") for s in samples]
-    masks, advantages = [s.here for s in samples], [t.advantages for t in tokens]
+    masks = [s.here for s in samples]
+    advantages = [t.advantages for t in tokens]
     corrections = correction(policies, advantages, masks, c["off_policy"] or {}, mean)
     parts = [sample_loss(s, t, o, c) for s, t, o in zip(samples, tokens, corrections, strict=True)]
 
@@ -225,7 +226,8 @@ def with_policy_loss(s: OracleSample, c: Mapping[str, Any]) -> OracleSample:
 
 def compared(c: Mapping[str, Any]) -> set[str]:
     """The policies that the config compares."""
-    off, kl = c["off_policy"] or {}, c["kl"] or {}
+    off = c["off_policy"] or {}
+    kl = c["kl"] or {}
     pairs = [r.get("compares", "old/rollout") for r in off.get("rejections", ())]
     if off.get("weights", "none") != "none" or off.get("veto") is not None:
         pairs.append(off.get("compares", "old/rollout"))
@@ -271,7 +273,8 @@ def sample_loss(
     by_log_probs = weighed @ jacobian if jacobian.ndim == 2 else weighed * jacobian
     said = {**token_values(t), **indicators, **corrected.indicators}
     if s.ref_log_probs is not None or c["kl"]["coef"] != 0:
-        estimator, importance = c["kl"]["estimator"], c["kl"]["importance"]
+        estimator = c["kl"]["estimator"]
+        importance = c["kl"]["importance"]
         base = t.held  # read for a ratio alone
         if importance in ("token", "sequence"):
             base = old_log_probs(s, t.held, c["kl"]["compares"].split("/")[1])
@@ -372,7 +375,8 @@ def through_head(
 
     With `sizes` the sums of the sizes of their terms instead: what is rounded is a term.
     """
-    by_hidden, by_head = [], []
+    by_hidden = []
+    by_head = []
     for s, cotangents in zip(samples, by_stats, strict=True):
         y, nucleus, temperature = head_inputs(s)
         z = logits(s.at("hidden"), head, temperature)
@@ -399,7 +403,8 @@ def covariance(samples: Sequence[OracleSample]) -> list[Array]:
 
     2505.22617.
     """
-    a, p = [s.at("advantages") for s in samples], [s.at("log_probs") for s in samples]
+    a = [s.at("advantages") for s in samples]
+    p = [s.at("log_probs") for s in samples]
     return [(x - token_mean(a)) * (y - token_mean(p)) for x, y in zip(a, p, strict=True)]
 
 

@@ -68,7 +68,8 @@ def test_token_losses():
 
 def test_losses_with_a_soft_weight_or_a_mask_by_probability():
     t = tokens([2.0, 0.25], [1, -3])  # w = 0.5
-    up, down = 0.5**2 * np.exp(1.5), 0.5**3 * np.exp(1.0)
+    up = 0.5**2 * np.exp(1.5)
+    down = 0.5**3 * np.exp(1.0)
     check("vespo", t, [-up * t.log_probs[0], 3 * down * t.log_probs[1]])
     gate = 1 / (1 + np.exp(1 - 0.5**0.5))  # s = sqrt(0.5)
     sapo = {"level": "sequence", "tau_negative": 1.0}
@@ -156,7 +157,8 @@ def test_sequence_losses():
 
 
 def test_divergences_of_dppo():
-    p, q = np.array([0.6, 0.3, 0.6, 0.3]), np.array([0.3, 0.6, 0.3, 0.6])
+    p = np.array([0.6, 0.3, 0.6, 0.3])
+    q = np.array([0.3, 0.6, 0.3, 0.6])
     t = Tokens(np.log(p), np.log(q), np.array([1.0, 1, -1, -1]), np.log(p))
     plain = -t.advantages * (p / q) * np.log(p)
     check(
@@ -171,7 +173,8 @@ def test_divergences_of_dppo():
     # of Bernoulli(0.3) from Bernoulli(0.6): 0.1838
     kl = 0.3 * np.log(0.3 / 0.6) + 0.7 * np.log(0.7 / 0.4)
     other = 0.6 * np.log(0.6 / 0.3) + 0.4 * np.log(0.4 / 0.7)  # 0.1920
-    between, below = (kl + other) / 2, kl - 1e-6
+    between = (kl + other) / 2
+    below = kl - 1e-6
     check("dppo_kl", t, plain * [1, 1, 1, 0], {"clip_low": between, "clip_high": between})
     check("dppo_kl", t, plain * [0, 1, 1, 0], {"clip_low": below, "clip_high": below})
 
@@ -220,7 +223,8 @@ def test_step():
     lp = [np.log([0.5, 0.6]), np.log([0.25])]
     old = [np.log([0.5, 0.4]), np.log([0.25])]
     rollout = [old[0] - np.log([1.0, 8.0]), old[1] - np.log([20.0])]
-    a, h = [np.ones(2), -np.ones(1)], [np.array([1.0, 2.0]), np.array([4.0])]
+    a = [np.ones(2), -np.ones(1)]
+    h = [np.array([1.0, 2.0]), np.array([4.0])]
     samples = [
         OracleSample(np.ones(len(x)), x, e, o, x - 1, r, b)
         for x, e, o, r, b in zip(lp, h, old, rollout, a, strict=True)
@@ -268,7 +272,9 @@ def test_step():
 
 def test_corrections():
     d = [np.log([2.0, 0.5, 4.0]), np.log([0.125])]
-    zero, a, masks = [np.zeros(3), np.zeros(1)], [np.ones(3), -np.ones(1)], [[1, 0, 1, 1], [1]]
+    zero = [np.zeros(3), np.zeros(1)]
+    a = [np.ones(3), -np.ones(1)]
+    masks = [[1, 0, 1, 1], [1]]
     policies = {"current": zero, "old": d, "rollout": zero}
 
     def weights(**options):
@@ -443,7 +449,8 @@ def test_some_of_a_vocabulary():
 
 
 def test_returns():
-    mask, r = [0, 1, 1, 0, 1, 0], np.array([np.nan, 1, 2, np.nan, 4, np.nan])
+    mask = [0, 1, 1, 0, 1, 0]
+    r = np.array([np.nan, 1, 2, np.nan, 4, np.nan])
     np.testing.assert_allclose(advantages.discounted_returns(r, mask, 0.5), [0, 3, 4, 0, 4, 0])
     np.testing.assert_allclose(
         advantages.discounted_returns(r, mask, 0.5, "discount"), [0, 2.5, 3, 0, 4, 0]
@@ -459,8 +466,10 @@ def test_returns():
 
 
 def test_groups():
-    r, g = [1.0, 0.0, 0.5, 0.25], [7, 7, 8, 7]
-    mean, std = 1.25 / 3, np.std([1.0, 0.0, 0.25], ddof=1)
+    r = [1.0, 0.0, 0.5, 0.25]
+    g = [7, 7, 8, 7]
+    mean = 1.25 / 3
+    std = np.std([1.0, 0.0, 0.25], ddof=1)
     centred = np.array([1 - mean, -mean, 0, 0.25 - mean])
     np.testing.assert_allclose(advantages.dr_grpo(r, g), centred)
     np.testing.assert_allclose(
@@ -495,7 +504,9 @@ def test_groups():
 
 
 def test_several_rewards():
-    r, g, masks = [[1.0, 0.0], [0.0, 100.0]], [7, 7], [[1, 1, 1], [0, 1]]
+    r = [[1.0, 0.0], [0.0, 100.0]]
+    g = [7, 7]
+    masks = [[1, 1, 1], [0, 1]]
     plain = advantages.gdpo(r, g, masks, weights=[1.0, 0.5], whitened=None, epsilon=0.0)
     np.testing.assert_allclose(np.concatenate(plain), np.array([0.5, 0.5, 0.5, 0, -0.5]) * 0.5**0.5)
     over_samples = advantages.gdpo(r, g, masks, weights=[1.0, 0.5], whitened="samples", epsilon=0.0)
@@ -529,9 +540,11 @@ def test_whitening():
         [1.0, np.nan], [-2.0, np.nan], [-1.5, np.nan], [1, 0], 2.0
     )
     np.testing.assert_allclose(got, [2, 0])
-    own, teacher = np.log([0.5, 0.2, 1.0, 0.4]), np.log([0.8, 0.1, 0.5, 0.3])
+    own = np.log([0.5, 0.2, 1.0, 0.4])
+    teacher = np.log([0.8, 0.1, 0.5, 0.3])
     got = advantages.importance_weighted_distillation(own, teacher, [1, 1, 0, 1])
-    weights, d = [1.5, 1.338023, 1.099144], [0.470004, -0.693147, -0.287682]
+    weights = [1.5, 1.338023, 1.099144]
+    d = [0.470004, -0.693147, -0.287682]
     np.testing.assert_allclose(got[[0, 1, 3]], np.multiply(weights, d), rtol=2e-6)
     np.testing.assert_allclose(-(got * own)[[0, 1, 3]].mean(), -0.431243, rtol=1e-5)
 
@@ -540,7 +553,8 @@ def test_a_teacher_that_is_mixed_with_the_policy():
     """p = 0.4 against 0.8, 0.1 and nothing: 0.2 of the teacher and 0.8 of the policy are 1.2,
     0.85 and 0.8 times p.
     """
-    own, teacher = np.log([0.4, 0.4, 1.0, 0.4]), np.log([0.8, 0.1, 0.5, 1e-300])
+    own = np.log([0.4, 0.4, 1.0, 0.4])
+    teacher = np.log([0.8, 0.1, 0.5, 1e-300])
     got = advantages.on_policy_distillation(np.zeros(4), own, teacher, [1, 1, 0, 1], alpha=0.2)
     np.testing.assert_allclose(got, [*np.log([1.2, 0.85]), 0, np.log(0.8)], rtol=1e-12)
     got = advantages.trust_region_credit(own, teacher, [1, 1, 0, 1], 0.2)
@@ -552,7 +566,8 @@ def test_a_teacher_that_is_mixed_with_the_policy():
 
 def test_a_sampled_tail():
     """One id with p = 0.5 and q = 0.4; the drawn token has 0.3 and 0.4, or is that id."""
-    of_id, ratio = 0.5 * np.log(1.25) - 0.1, np.log(0.75)
+    of_id = 0.5 * np.log(1.25) - 0.1
+    ratio = np.log(0.75)
     value, slopes = sampled_tail(np.log([0.5, 0.3]), np.log([0.4, 0.4]), -1)
     np.testing.assert_allclose(
         [value, *slopes], [of_id + 1 / 3 + ratio, 0.5 * np.log(1.25), ratio], rtol=1e-12
@@ -583,7 +598,8 @@ def test_other_losses():
     loss, _, _, metrics = mtp_loss([s], [[np.zeros((4, 2))]] * 2, flat, coef=0.5)
     np.testing.assert_allclose([loss, metrics["mtp_2_nll"]], [0.5 * np.log(8), np.log(8)])
     assert abs(adaptive_kl_coef(0.1, 6.0, 3.0, 1000) - 0.102) < 1e-12
-    p, q = np.array([0.5, 0.5]), np.array([0.25, 0.75])
+    p = np.array([0.5, 0.5])
+    q = np.array([0.25, 0.75])
     by_hand = {
         "reverse_kl": np.sum(p * np.log(p / q)),
         "forward_kl": np.sum(q * np.log(q / p)),

@@ -68,7 +68,10 @@ def response(case, flat):
 
 def slime_samples(case: Case):
     """Samples of response tokens with their statistics, and (logits, targets, nucleus) of each."""
-    temperature, samples, heads, end = case.config["rollout_temperature"], [], [], 0
+    temperature = case.config["rollout_temperature"]
+    samples = []
+    heads = []
+    end = 0
     parts = {
         k: response(case, case.inputs[k])
         for k in ("loss_mask", "advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")
@@ -80,10 +83,8 @@ def slime_samples(case: Case):
         zip(case.inputs["total_lengths"], case.inputs["response_lengths"], strict=True)
     ):
         end += total
-        z, y = (
-            case.inputs["logits"][end - n - 1 : end - 1] / temperature,
-            case.inputs["tokens"][end - n : end],
-        )
+        z = case.inputs["logits"][end - n - 1 : end - 1] / temperature
+        y = case.inputs["tokens"][end - n : end]
         nucleus = None if keep is None else keep[i]
         stats = token_stats(z, y, nucleus)
         mine = {k: v[i] for k, v in parts.items() if k != "loss_mask"}
@@ -95,7 +96,8 @@ def slime_samples(case: Case):
         heads.append((z, y, nucleus, slice(end - n - 1, end - 1)))
         filled += parts["loss_mask"][i].sum()
         if filled == denominators[i]:
-            rollout, filled = rollout + 1, 0.0
+            rollout = rollout + 1
+            filled = 0.0
     return samples, heads
 
 
@@ -130,7 +132,8 @@ def slime_config(c):
 
 def test_slime_policy_loss(slime_case):
     c, (samples, heads) = slime_case.config, slime_samples(slime_case)
-    config, halved = slime_config(c), np.ones(len(samples))
+    config = slime_config(c)
+    halved = np.ones(len(samples))
     if slime_case.name == "gspo":
         # This vector's forward has lost its clamp (-2.69871 is the loss of plain ratios, -2.52407
         # that of clipped ones) and its backward has not: a maximum shares its gradient between the
@@ -190,7 +193,9 @@ def verl_config(c):
 
 
 def test_verl_policy_loss(verl_case):
-    c, config, more = verl_case.config, verl_config(verl_case.config), {}
+    c = verl_case.config
+    config = verl_config(verl_case.config)
+    more = {}
     if "rollout_is_weights" in verl_case.inputs:
         more["rollout_log_probs"] = verl_case.inputs["old_log_probs"] - np.log(
             verl_case.inputs["rollout_is_weights"]
@@ -233,7 +238,10 @@ def rows(case, name):
 
 
 def test_slime_value(slime_value):
-    i, end, samples, places = slime_value.inputs, 0, [], []
+    i = slime_value.inputs
+    end = 0
+    samples = []
+    places = []
     parts = {k: response(slime_value, i[k]) for k in ("loss_mask", "old_values", "returns")}
     for k, (total, n) in enumerate(zip(i["total_lengths"], i["response_lengths"], strict=True)):
         end += total
@@ -274,7 +282,10 @@ def test_verl_value(verl_value):
 
 
 def test_slime_sft(slime_sft):
-    i, end, samples, places = slime_sft.inputs, 0, [], []
+    i = slime_sft.inputs
+    end = 0
+    samples = []
+    places = []
     masks = response(slime_sft, i["loss_mask"])
     for mask, total, n in zip(masks, i["total_lengths"], i["response_lengths"], strict=True):
         end += total
@@ -293,7 +304,8 @@ def test_slime_sft(slime_sft):
 
 def test_slime_log_probs_and_entropy(slime_stats):
     i = slime_stats.inputs
-    keep, e = i.get("keep_mask"), i["cotangent_entropy"] * slime_stats.config["with_entropy_grad"]
+    keep = i.get("keep_mask")
+    e = i["cotangent_entropy"] * slime_stats.config["with_entropy_grad"]
     stats = token_stats(i["logits"], i["targets"], keep)
     alike(stats.log_probs, slime_stats.outputs["log_probs"])
     alike(stats.entropy, slime_stats.outputs["entropy"])
@@ -313,13 +325,17 @@ def test_slime_gae(slime_gae):
 
 
 def test_slime_whiten(slime_whiten):
-    i, mask = slime_whiten.inputs, slime_whiten.inputs["mask"]
+    i = slime_whiten.inputs
+    mask = slime_whiten.inputs["mask"]
     (got,) = advantages.whiten([i["values"]], [mask], shift_mean=slime_whiten.config["shift_mean"])
     alike(got, slime_whiten.outputs["whitened"] * mask)
 
 
 def test_slime_reinforce_plus_plus(slime_rpp):
-    i, c, found, masks = slime_rpp.inputs, slime_rpp.config, [], None
+    i = slime_rpp.inputs
+    c = slime_rpp.config
+    found = []
+    masks = None
     kls = response(slime_rpp, i["kl"])
     if "baseline" in slime_rpp.name:  # its rewards are centred before
         every = [np.ones(len(x)) for x in kls]
@@ -338,7 +354,8 @@ def test_slime_reinforce_plus_plus(slime_rpp):
 
 
 def test_verl_gae(verl_gae):
-    c, masks = verl_gae.config, rows(verl_gae, "loss_mask")
+    c = verl_gae.config
+    masks = rows(verl_gae, "loss_mask")
     arrays = zip(rows(verl_gae, "rewards"), rows(verl_gae, "values"), masks, strict=True)
     found = [advantages.gae(r, v, m, c["gamma"], c["lam"]) for r, v, m in arrays]
     whitened = advantages.whiten([a for a, _ in found], masks, epsilon=1e-8)
@@ -347,13 +364,13 @@ def test_verl_gae(verl_gae):
 
 
 def test_verl_outcome_advantages(verl_outcome):
-    i, c, masks = verl_outcome.inputs, verl_outcome.config, rows(verl_outcome, "loss_mask")
+    i = verl_outcome.inputs
+    c = verl_outcome.config
+    masks = rows(verl_outcome, "loss_mask")
     token_rewards = rows(verl_outcome, "rewards")
-    rewards, groups, alone = (
-        [r.sum() for r in token_rewards],
-        i.get("group"),
-        {"singletons": "reward"},
-    )
+    rewards = [r.sum() for r in token_rewards]
+    groups = i.get("group")
+    alone = {"singletons": "reward"}
     lengths = [m.sum() for m in masks]
     by_sample = {
         "grpo-stdTrue": lambda: advantages.grpo(rewards, groups, **alone),
@@ -389,10 +406,8 @@ def verl_correction(case, options):
 
 
 def test_verl_weights(verl_weights):
-    threshold, options = (
-        verl_weights.config["rollout_is_threshold"],
-        {"weights": verl_weights.config["rollout_is"]},
-    )
+    threshold = verl_weights.config["rollout_is_threshold"]
+    options = {"weights": verl_weights.config["rollout_is"]}
     if isinstance(threshold, str):
         low, high = map(float, threshold.split("_"))
         options |= {"low": low, "high": high, "outside": "zero"}
@@ -404,7 +419,8 @@ def test_verl_weights(verl_weights):
 
 
 def test_verl_rejections(verl_rejection):
-    c, rejections = verl_rejection.config, []
+    c = verl_rejection.config
+    rejections = []
     for statistic, bounds in zip(
         c["rollout_rs"].split(","), c["rollout_rs_threshold"].split(","), strict=True
     ):

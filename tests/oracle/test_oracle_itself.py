@@ -196,7 +196,8 @@ class TestGradients:
     @pytest.mark.parametrize("config", VARIANTS, ids=str)
     def test_policy_loss(self, config):
         samples = make_step()
-        held, result = [s.log_probs for s in samples], policy_loss(samples, config)
+        held = [s.log_probs for s in samples]
+        result = policy_loss(samples, config)
         for i, s in enumerate(samples):
             by_log_probs = slopes(
                 lambda x, i=i: policy_loss(changed(samples, i, log_probs=x), config, held).loss,
@@ -214,7 +215,8 @@ class TestGradients:
     def test_unusable_tokens(self, rule, config):
         samples = unusable(make_step())
         config = config | {"unusable": rule, "aggregation": "sequence_mean_token_mean"}
-        held, result = [s.log_probs for s in samples], policy_loss(samples, config)
+        held = [s.log_probs for s in samples]
+        result = policy_loss(samples, config)
         assert np.isfinite(result.loss)
         for i, s in enumerate(samples):
             by_log_probs = slopes(
@@ -234,11 +236,9 @@ class TestGradients:
         log-prob of its sequence.
         """
         rng = np.random.default_rng(7)
-        x, a, selected = (
-            -30 * rng.random(4) - 30,
-            np.array([1.0, -2, 0.5, -1]),
-            np.array([1, 0, 0, 1]),
-        )
+        x = -30 * rng.random(4) - 30
+        a = np.array([1.0, -2, 0.5, -1])
+        selected = np.array([1, 0, 0, 1])
         old = x - shift * np.array([1, 1, 0.02, 1.2])
         options = {"gspo": {"clip_high": 1e9}}.get(name, {})
         variants = [options, {**options, "gradient": "token"}] if name == "gspo" else [options]
@@ -260,10 +260,8 @@ class TestGradients:
     @pytest.mark.parametrize("estimator", ESTIMATORS)
     def test_kl_at_any_log_ratio(self, estimator, importance):
         d = np.array([-100.0, -25.0, -19.0, -3.0, -0.5, 0.3, 5.0, 15.0, 25.0, 100.0])
-        ref, sampling = (
-            np.full(len(d), -1.5),
-            d - 1.5 - np.linspace(-1, 1, len(d)) if importance else None,
-        )
+        ref = np.full(len(d), -1.5)
+        sampling = d - 1.5 - np.linspace(-1, 1, len(d)) if importance else None
         value, slope = kl_divergence(ref + d, ref, estimator, sampling)
         assert np.isfinite([value, slope]).all()
         w = np.exp(ref + d - sampling) if importance else np.ones(len(d))
@@ -285,7 +283,8 @@ class TestGradients:
     @pytest.mark.parametrize("nucleus", [None, "ids", "mask"])
     def test_logits(self, nucleus):
         rng = np.random.default_rng(1)
-        z, y = rng.normal(size=(3, 6)) * 2, np.array([0, 5, 2])
+        z = rng.normal(size=(3, 6)) * 2
+        y = np.array([0, 5, 2])
         g, e, c, u = rng.normal(size=(4, 3))
         if nucleus == "ids":
             nucleus = np.array([[0, 1, -1], [2, 3, -1], [-1, -1, -1]])
@@ -310,11 +309,9 @@ class TestGradients:
         for name in ("kernel", "bias", "b"):  # columns that do not exist
             arrays[name][..., 5:] = np.nan
         head = OracleHead(**arrays, lora_scale=0.5, softcap=softcap, scale=0.7, vocab_size=5)
-        hidden, temperature, weights = (
-            rng.normal(size=(3, 4)),
-            np.array([1.0, 0.5, 2.0]),
-            rng.normal(size=(3, 5)),
-        )
+        hidden = rng.normal(size=(3, 4))
+        temperature = np.array([1.0, 0.5, 2.0])
+        weights = rng.normal(size=(3, 5))
         by_hidden, by_head = head_gradient(hidden, head, weights, temperature)
         agree(by_hidden, slopes(lambda x: np.sum(weights * logits(x, head, temperature)), hidden))
         for name, x in arrays.items():
@@ -435,11 +432,9 @@ class TestGradients:
     @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jensen_shannon"])
     def test_divergence(self, kind):
         rng = np.random.default_rng(6)
-        student, teacher, weights = (
-            rng.normal(size=(3, 5)),
-            rng.normal(size=(3, 5)),
-            rng.normal(size=3),
-        )
+        student = rng.normal(size=(3, 5))
+        teacher = rng.normal(size=(3, 5))
+        weights = rng.normal(size=3)
         value, gradient = divergence(student, teacher, kind, 0.3)
         assert (value > 0).all()
         moved = slopes(lambda x: np.sum(weights * divergence(x, teacher, kind, 0.3)[0]), student)
@@ -451,7 +446,8 @@ class TestInvariances:
     @pytest.mark.parametrize("config", VARIANTS, ids=str)
     def test_order_of_samples(self, config):
         samples = make_step()
-        forward, backward = policy_loss(samples, config), policy_loss(samples[::-1], config)
+        forward = policy_loss(samples, config)
+        backward = policy_loss(samples[::-1], config)
         for name, value in forward.metrics.items():
             np.testing.assert_allclose(backward.metrics[name], value, rtol=1e-12, err_msg=name)
         for one, other in zip(forward.by_log_probs, backward.by_log_probs[::-1], strict=True):
@@ -476,7 +472,8 @@ class TestInvariances:
                     }
                 )
             )
-        with_holes, without = policy_loss(samples, config), policy_loss(bare, config)
+        with_holes = policy_loss(samples, config)
+        without = policy_loss(bare, config)
         assert with_holes.metrics == without.metrics
         assert not any(np.isnan(g).any() for g in with_holes.by_log_probs)
 

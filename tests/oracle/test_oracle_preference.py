@@ -65,7 +65,8 @@ def test_gradients(name, options):
 
 
 def test_gradients_of_kto():
-    samples, options = make_step(), {"reference_point": 0.3, "beta": 0.5, "undesirable_weight": 1.3}
+    samples = make_step()
+    options = {"reference_point": 0.3, "beta": 0.5, "undesirable_weight": 1.3}
     check(lambda s: kto(s, **options)[0], samples, kto(samples, **options)[1])
 
 
@@ -76,11 +77,9 @@ def test_gradients_of_a2po_and_real():
 
 
 def test_gradients_of_bradley_terry():
-    samples, scores, options = (
-        make_step(),
-        np.array([0.3, -1.0, 2.0, 0.5]),
-        {"margin": 0.5, "centring": 0.1},
-    )
+    samples = make_step()
+    scores = np.array([0.3, -1.0, 2.0, 0.5])
+    options = {"margin": 0.5, "centring": 0.1}
     _, gradient, _ = bradley_terry(samples, scores, **options)
     for i in range(4):
         ends = [

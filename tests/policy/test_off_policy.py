@@ -28,7 +28,8 @@ def near():
     return jnp.asarray(OLD + 0.1 * RNG.normal(size=OLD.shape), jnp.float32)
 
 
-BATCH, LOG_PROBS = dataclasses.replace(BATCH, rollout_log_probs=near()), near()
+BATCH = dataclasses.replace(BATCH, rollout_log_probs=near())
+LOG_PROBS = near()
 MASK = np.asarray(BATCH.loss_mask) > 0
 D = np.asarray(BATCH.old_log_probs, np.float64) - np.asarray(BATCH.rollout_log_probs, np.float64)
 JOINED = OffPolicyConfig(
@@ -220,10 +221,8 @@ VECTORS = {
 def test_what_others_drop(name):
     old, rollout, mask, rejections, stays = VECTORS[name]
     old, rollout, mask = (jnp.array([x], jnp.float32) for x in (old, rollout, mask))
-    policies, segments = (
-        {"current": None, "old": old, "rollout": rollout},
-        Segments(jnp.ones(mask.shape, int), 1),
-    )
+    policies = {"current": None, "old": old, "rollout": rollout}
+    segments = Segments(jnp.ones(mask.shape, int), 1)
     weights, _ = correction(policies, mask, mask, segments, OffPolicyConfig(rejections=rejections))
     assert weights[0].tolist() == stays
 

@@ -224,7 +224,8 @@ def test_samples_per_second():
 def test_processes_take_turns(tmp_path):
     """Each imports from its own checkout, and prints its figures last."""
     other = tmp_path / "other"
-    script, module = tmp_path / "script.py", other / "benchmarks" / "__init__.py"
+    script = tmp_path / "script.py"
+    module = other / "benchmarks" / "__init__.py"
     module.parent.mkdir(parents=True)
     module.touch()
     script.write_text(
@@ -277,7 +278,8 @@ def test_dequantised_logits_have_the_numbers_of_a_head_of_8_bits(dtype):
     hidden = jax.random.normal(keys[0], (1, 24, 32))
     kernel = jax.random.normal(keys[1], (32, 96))
     ids = jax.random.randint(keys[2], (1, 24), 0, 96)
-    ones, last = jnp.ones((1, 24)), jnp.arange(24) == 23
+    ones = jnp.ones((1, 24))
+    last = jnp.arange(24) == 23
     batch = RolloutBatch(
         ids,
         ids,

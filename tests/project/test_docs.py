@@ -85,7 +85,8 @@ def test_a_tutorial_shows_its_example(page, example, left_out):
     """The page's functions and classes are those of the program, which tests train."""
     code = re.findall(r"^(?:>>>|\.\.\.) ?(.*)$", (DOCS / f"{page}.md").read_text(), re.MULTILINE)
     source = (DOCS.parent / f"examples/{example}.py").read_text()
-    shown, program = definitions("\n".join(code)), definitions(source)
+    shown = definitions("\n".join(code))
+    program = definitions(source)
     assert [name for name, text in shown.items() if program.get(name) != text] == PAGE_ALONE.get(
         page, []
     )
@@ -127,7 +128,8 @@ def test_the_reference_holds_every_public_name():
 @pytest.mark.parametrize("name", policy_losses.BY_NAME)
 def test_which_loss_when_knows_every_loss(name):
     """With the papers that its docstring names."""
-    page, loss = (DOCS / "choosing_a_loss.md").read_text(), policy_losses.BY_NAME[name]
+    page = (DOCS / "choosing_a_loss.md").read_text()
+    loss = policy_losses.BY_NAME[name]
     assert f"`{loss.__name__}`" in page
     for link in re.findall(r"https://[\w./-]+", loss.__doc__):
         assert f"({link})" in page
@@ -163,7 +165,8 @@ def test_figures_are_the_same_bytes_on_any_machine(tmp_path):
     )
     old = {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2", "MATPLOTLIBRC": str(tmp_path)}
     names = ("kl", "packing")
-    here, there = drawn(tmp_path / "here", names), drawn(tmp_path / "there", names, **old)
+    here = drawn(tmp_path / "here", names)
+    there = drawn(tmp_path / "there", names, **old)
     assert here == there
     assert set(here) == set(names)
 

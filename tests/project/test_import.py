@@ -231,7 +231,9 @@ def test_paths_that_pages_write_can_be_imported():
     paths = written_paths()
     assert len(paths) > 200
     for path in paths:
-        parts, found, depth = path.split("."), None, 0
+        parts = path.split(".")
+        found = None
+        depth = 0
         with contextlib.suppress(ModuleNotFoundError):
             for depth in range(1, len(parts) + 1):
                 found = importlib.import_module(".".join(parts[:depth]))

@@ -154,7 +154,8 @@ def test_what_a_function_takes(name):
 
     Traced alone: what a function takes is a question of shapes.
     """
-    call, takes = CALLS[name], TAKES[name]
+    call = CALLS[name]
+    takes = TAKES[name]
     jax.eval_shape(call, packed(), None)
     stack = packed(micro_batches=2)
     whole = whole_step()

@@ -59,7 +59,8 @@ def prose_of(source):
     """The docstrings and the comments of a file, each entry of a list of arguments a paragraph
     of its own.
     """
-    comments, last = [], 0
+    comments = []
+    last = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             text = token.string.lstrip("# ")

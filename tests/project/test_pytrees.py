@@ -32,7 +32,8 @@ OBJECTS = [
 
 @pytest.mark.parametrize("given", OBJECTS, ids=lambda x: type(x).__name__)
 def test_a_tree_is_put_together_without_its_constructor(monkeypatch, given):
-    cls, calls = type(given), []
+    cls = type(given)
+    calls = []
     monkeypatch.setattr(cls, "__post_init__", lambda self: calls.append(self))
     found = jax.jit(lambda x: jax.tree.map(lambda leaf: 2 * leaf, x))(given)
     assert type(found) is cls
@@ -45,7 +46,8 @@ def test_a_tree_is_put_together_without_its_constructor(monkeypatch, given):
 
 
 def test_static_fields_tell_trees_apart():
-    one, other = Metric(1.0, 1.0, "sum"), Metric(1.0, 1.0, "mean")
+    one = Metric(1.0, 1.0, "sum")
+    other = Metric(1.0, 1.0, "mean")
     assert jax.tree.structure(one) != jax.tree.structure(other)
     with pytest.raises(ValueError, match="reduce"):
         Metric(1.0, 1.0, "median")
@@ -69,7 +71,8 @@ def test_a_function_of_them_is_stored_and_runs_in_another_process(tmp_path, mesh
         command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    expected, found = stored.numbers(step(*given)), np.load(tmp_path / "found.npz")
+    expected = stored.numbers(step(*given))
+    found = np.load(tmp_path / "found.npz")
     assert len(expected) > 70
     assert set(found) == set(expected)
     for name, x in expected.items():

@@ -63,7 +63,8 @@ def test_plain_words():
     by a single word.
     """
     begins = re.compile(r"(Of|The same of|What is static)\b")
-    code, texts = sources(".py"), sources(".py", ".md", ".rst")
+    code = sources(".py")
+    texts = sources(".py", ".md", ".rst")
     found = [
         f"{path}: {x[:60]}" for path, text in code for x in docstrings(text) if begins.match(x)
     ]

@@ -64,10 +64,13 @@ NAMES = [
     for field in dataclasses.fields(BATCH)
     if isinstance(getattr(BATCH, field.name), np.ndarray)
 ]
-HIDDEN, KERNEL = jnp.ones((1, 8, 4)), jnp.ones((4, 9))
+HIDDEN = jnp.ones((1, 8, 4))
+KERNEL = jnp.ones((4, 9))
 STATS = TokenStats(jnp.full((1, 8), -1.0))
 CONFIG = PolicyLossConfig(PPO(), kl=KL(0.1))
-VALUES, REWARDS, GROUPS = STATS.log_probs, jnp.zeros((1, 2)), jnp.zeros((1, 2), int)
+VALUES = STATS.log_probs
+REWARDS = jnp.zeros((1, 2))
+GROUPS = jnp.zeros((1, 2), int)
 TAKE_A_BATCH = {
     "policy_loss": lambda batch: policy_loss(STATS, batch, CONFIG),
     "policy_loss, gspo": lambda batch: policy_loss(STATS, batch, PolicyLossConfig(GSPO())),
@@ -145,7 +148,8 @@ def test_a_normalizer_and_samples_of_another_type():
         RolloutBatch.from_samples(SAMPLES[0], row_length=8)
 
 
-X, IDS = jnp.zeros((1, 8)), jnp.ones((1, 8), int)
+X = jnp.zeros((1, 8))
+IDS = jnp.ones((1, 8), int)
 OF_GROUPS = {"rewards": REWARDS, "group_ids": GROUPS, "among": GROUPS >= 0, "rollout_ids": GROUPS}
 TAKE_ARRAYS = {
     **{

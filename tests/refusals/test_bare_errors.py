@@ -88,7 +88,8 @@ def bare(function, given):
 @pytest.mark.parametrize("name", SURFACE)
 def test_no_error_is_bare(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a text is a path too
-    function, good = SURFACE[name], arguments_of(name, SURFACE[name])
+    function = SURFACE[name]
+    good = arguments_of(name, SURFACE[name])
     found = []
     for argument in good:
         left, _ = LEFT.get((name, argument), LEFT.get(("", argument), ((), "")))

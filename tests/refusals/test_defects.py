@@ -169,7 +169,8 @@ def test_2_every_k3_of_policies_that_agree_is_small_and_not_negative():
 def eager_calls(parallel):
     p = {"parallel": parallel}
     config = PolicyLossConfig(kl=KL(0.1), entropy_coef=0.1)
-    x, kernel = LOG_PROBS, KERNEL
+    x = LOG_PROBS
+    kernel = KERNEL
     return {
         "log_probs_from_hidden": lambda: log_probs_from_hidden(
             HIDDEN, kernel, BATCH.targets, entropy="bonus", **p
@@ -258,7 +259,8 @@ def test_4_curvature_of_the_kl_at_the_old_policy(estimator, mesh):
     gave a Hessian of 0.
     """
     parallel = mesh and make_parallel_mesh(mesh)
-    targets, v = jnp.asarray(BATCH.targets), jnp.asarray(RNG.normal(size=KERNEL.shape), jnp.float32)
+    targets = jnp.asarray(BATCH.targets)
+    v = jnp.asarray(RNG.normal(size=KERNEL.shape), jnp.float32)
 
     def plain(k):
         return reference_from_hidden(HIDDEN, k, targets).log_probs
@@ -316,7 +318,8 @@ def test_5_no_log_prob_is_above_0(mesh, temperature):
     p = {"parallel": parallel, "temperature": temperature}
     ids = {"nucleus_ids": jnp.stack([targets, targets * 0], -1)}
     mask = jnp.concatenate([jnp.ones((8, 7)), jnp.zeros((8, 1))], 1)
-    segments, positions = jnp.ones((8, 8), jnp.int32), jnp.broadcast_to(jnp.arange(8), (8, 8))
+    segments = jnp.ones((8, 8), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(8), (8, 8))
     batch = RolloutBatch(targets, targets, segments, positions, mask, jnp.arange(8)[:, None])
     for log_probs in (
         jax.jit(lambda h, k: log_probs_from_hidden(h, k, targets, **p).log_probs)(hidden, kernel),
@@ -341,8 +344,10 @@ def test_5_no_log_prob_is_above_0(mesh, temperature):
 def test_7_five_thousand_samples_in_any_order(name):
     """[186, 256] slots took the square of their number: 9 GB."""
     rng = np.random.default_rng(4)
-    slots, count = 186 * 256, 5000
-    rewards, ids = rng.normal(size=count).astype(np.float32), rng.integers(0, 700, count)
+    slots = 186 * 256
+    count = 5000
+    rewards = rng.normal(size=count).astype(np.float32)
+    ids = rng.integers(0, 700, count)
     lengths = rng.integers(1, 9, count)
     more = ["lengths"] * (name == "opo")
     known = {"lengths": lengths} if more else {}
@@ -388,10 +393,12 @@ def test_8_losses_from_hidden_states_with_x64(frozen, mesh):
 @pytest.mark.parametrize("mesh", [None, MIXED])
 def test_8_narrow_targets_of_a_wide_vocabulary(dtype, mesh):
     """70000 columns wrap around in uint16: a target of 4464 was found in column 70000 too."""
-    parallel, columns = mesh and make_parallel_mesh(mesh), 70000
+    parallel = mesh and make_parallel_mesh(mesh)
+    columns = 70000
     most = min(np.iinfo(dtype).max, columns - 1)
     targets = jnp.asarray([[0, 1, most // 2, most - 1], [most, columns % (most + 1), 5, 100]])
-    hidden, kernel = HIDDEN[:2, :4], jax.random.normal(jax.random.key(0), (H, columns))
+    hidden = HIDDEN[:2, :4]
+    kernel = jax.random.normal(jax.random.key(0), (H, columns))
     for call in (
         lambda y: log_probs_from_hidden(hidden, kernel, y, parallel=parallel).log_probs,
         lambda y: log_probs_from_logits(hidden @ kernel, y, parallel=parallel).log_probs,
@@ -411,7 +418,8 @@ def test_the_slope_of_a_distance_is_0_where_policies_agree():
 
 
 def test_tokens_of_advantage_0_are_not_clipped_by_dppo():
-    x, old = jnp.array([[-3.0, -0.1]]), jnp.array([[-0.1, -3.0]])
+    x = jnp.array([[-3.0, -0.1]])
+    old = jnp.array([[-0.1, -3.0]])
     result, indicators = DPPO(clip_low=0.1, clip_high=0.1)(x, old, jnp.zeros((1, 2)))
     assert not indicators["clip_fraction"].any()
     assert not result.any()

@@ -33,7 +33,12 @@ from jaxppo.policy_losses import GMPO
 
 
 def without(R=2, T=4, S=1):
-    integers, floats = (lambda *s: jnp.zeros(s, jnp.int32)), (lambda *s: jnp.zeros(s))
+    def integers(*s):
+        return jnp.zeros(s, jnp.int32)
+
+    def floats(*s):
+        return jnp.zeros(s)
+
     tokens = [integers(R, T)] * 4 + [floats(R, T)] + [integers(R, S)] * 3
     values = dict.fromkeys(("advantages", "old_log_probs", "values", "returns"), floats(R, T))
     return RolloutBatch(*tokens, **values, rewards=floats(R, S))

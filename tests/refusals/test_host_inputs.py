@@ -20,7 +20,8 @@ from jaxppo.contrib.gigpo import state_groups, step_returns
 from jaxppo.mismatch.routing import routed_experts
 from sharding import pack
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 IDS = np.array([[1, 2, 3, 4]])
 
 

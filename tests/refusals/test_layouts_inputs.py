@@ -25,7 +25,8 @@ def per_segment():
     return make_parallel_mesh("dp=2,cp=4", context_layout="zigzag_per_segment")
 
 
-ROWS, IDS = np.ones((2, 48), np.float32), np.ones((2, 48), np.int32)
+ROWS = np.ones((2, 48), np.float32)
+IDS = np.ones((2, 48), np.int32)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from jaxppo import Head, LoRA, log_probs_from_hidden, log_probs_from_logits
 from sharding import make_parallel_mesh
 
 R, T, H, V = 2, 4, 3, 10
-HIDDEN, KERNEL, TARGETS = jnp.ones((R, T, H)), jnp.ones((H, V)), jnp.zeros((R, T), jnp.int32)
+HIDDEN = jnp.ones((R, T, H))
+KERNEL = jnp.ones((H, V))
+TARGETS = jnp.zeros((R, T), jnp.int32)
 LOGITS = jnp.ones((R, T, V))
 
 OF_BOTH = [
@@ -247,10 +249,8 @@ def test_what_the_mesh_does_not_divide(call):
 def test_vmap_over_a_mesh(call):
     targets = jax.random.randint(jax.random.key(0), (3, R, T), 0, V)
     logits = jax.random.normal(jax.random.key(1), (R, T, V))
-    hidden, kernel = (
-        jax.random.normal(jax.random.key(2), (R, T, H)),
-        jax.random.normal(jax.random.key(3), (H, V)),
-    )
+    hidden = jax.random.normal(jax.random.key(2), (R, T, H))
+    kernel = jax.random.normal(jax.random.key(3), (H, V))
     arrays = {"logits": logits} if call is from_logits else {"hidden": hidden, "kernel": kernel}
 
     def run(parallel):

@@ -43,7 +43,8 @@ from jaxppo.policy.off_policy import Rejection
 from sharding import pack
 
 V = 16
-INF, NAN = math.inf, math.nan
+INF = math.inf
+NAN = math.nan
 
 
 def sample(**changes):
@@ -313,7 +314,9 @@ BATCHES = {
     ),
 }
 
-HIDDEN, KERNEL, TARGETS = jnp.ones((1, 4, 6)), jnp.ones((6, V)), jnp.zeros((1, 4), jnp.int32)
+HIDDEN = jnp.ones((1, 4, 6))
+KERNEL = jnp.ones((6, V))
+TARGETS = jnp.zeros((1, 4), jnp.int32)
 
 
 ROWS = jnp.ones((1, 8))
@@ -555,7 +558,8 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_files_of_batches_are_data(name, tmp_path):
-    path, content = tmp_path / "step_1.npz", FILES[name]
+    path = tmp_path / "step_1.npz"
+    content = FILES[name]
     if isinstance(content, bytes):
         path.write_bytes(content)
     elif content is not None:

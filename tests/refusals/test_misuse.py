@@ -102,7 +102,8 @@ def test_token_aligned_arrays_passed_as_target_aligned():
 
 
 def test_a_loss_of_each_kind_is_poisoned_with_its_gradient():
-    wrong, x = unshifted(BATCH), LOG_PROBS
+    wrong = unshifted(BATCH)
+    x = LOG_PROBS
     wrong = dataclasses.replace(wrong, values=wrong.advantages, returns=wrong.advantages)
     hidden = jnp.asarray(RNG.normal(size=(*x.shape, H)), jnp.float32)
     for loss, at in (

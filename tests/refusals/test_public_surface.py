@@ -15,7 +15,8 @@ from public_surface import R, T, arguments_of, names_of, surface
 from jaxppo.base.arrays import PER_TOKEN_VALUES
 
 SURFACE = surface()
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 def filled(x, value):
@@ -336,7 +337,8 @@ def outcome(name, argument, function, given):
 
 @pytest.mark.parametrize("name", SURFACE)
 def test_a_wrong_argument_is_named(name):
-    function, good = SURFACE[name], arguments_of(name, SURFACE[name])
+    function = SURFACE[name]
+    good = arguments_of(name, SURFACE[name])
     wrong = []
     for argument, x in good.items():
         kind = OF_FUNCTION.get((name, argument), OF_NAME.get(argument))

@@ -19,7 +19,8 @@ from jaxppo import RolloutBatch, TokenStats
 from jaxppo.batch.reads import ENTROPIES, FINITE, FLAGS, LOG_PROBS, PER_TOKEN, SAMPLED, WEIGHTS
 
 SURFACE = surface()
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 NOT_FINITE = {"NaN": NAN, "infinity": INF}
 OF_KIND = {  # by kind, values that break its rule
     LOG_PROBS: {**NOT_FINITE, "a probability": 0.5},
@@ -175,7 +176,8 @@ def outcome(function, given, argument, name, x):
 def test_an_unsound_entry_is_no_plausible_number(name, argument):
     if name in PASSED_ON:
         return
-    function, given = SURFACE[name], arguments_of(name, SURFACE[name])
+    function = SURFACE[name]
+    given = arguments_of(name, SURFACE[name])
     found = function(**given)
     if is_loss(found):
         return
@@ -199,7 +201,8 @@ def test_an_unsound_entry_is_no_plausible_number(name, argument):
 
 @pytest.mark.parametrize(("name", "argument"), [x for x in TAKES if x[1] != "stats"])
 def test_a_log_prob_of_a_sampler_above_0_counts_as_0(name, argument):
-    function, given = SURFACE[name], arguments_of(name, SURFACE[name])
+    function = SURFACE[name]
+    given = arguments_of(name, SURFACE[name])
     if name in PASSED_ON or "rollout_log_probs" not in read_by(function, given, argument):
         return
     batch = given[argument]

@@ -30,14 +30,16 @@ from jaxppo.sharding import audit, pack, shift_left
 MESH = make_parallel_mesh("dp=4,tp=2")
 SAMPLES = [Sample([5, 6, 7], response_start=1) for _ in range(8)]
 BATCH = RolloutBatch.from_samples(SAMPLES, row_length=4, parallel=MESH)
-ROWS, LISTS = jnp.ones((8, 4)), [[1, 1, 1, 1]]
+ROWS = jnp.ones((8, 4))
+LISTS = [[1, 1, 1, 1]]
 
 
 def summed(w, x):
     return jnp.sum(w * x), {"largest": Metric(x.max(), jnp.float32(1), "max")}
 
 
-PARAMS, MICRO_BATCHES = np.ones(3, np.float32), np.ones((2, 3), np.float32)
+PARAMS = np.ones(3, np.float32)
+MICRO_BATCHES = np.ones((2, 3), np.float32)
 
 
 def accumulated(loss_fn=summed, micro_batches=MICRO_BATCHES, params=PARAMS):

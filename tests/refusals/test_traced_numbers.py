@@ -20,7 +20,9 @@ BATCH = RolloutBatch.from_samples(
     [Sample([1, 2, 3, 4], response_start=1, **LOG_PROBS)], row_length=4
 )
 BATCH = dataclasses.replace(BATCH, policy_versions=jnp.array([[1, 2, 3, 3]]))
-REWARDS, GROUPS, SETS = jnp.array([[1.0, 0.0]]), jnp.array([[0, 0]]), jnp.log(jnp.array([0.5, 0.2]))
+REWARDS = jnp.array([[1.0, 0.0]])
+GROUPS = jnp.array([[0, 0]])
+SETS = jnp.log(jnp.array([0.5, 0.2]))
 MASK = BATCH.loss_mask
 # a function of one number, a value that it takes, and values that it refuses
 CASES = {

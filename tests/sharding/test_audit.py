@@ -429,7 +429,9 @@ def test_a_linear_solve_runs_its_solver_alone():
 
 
 def test_flops_of_ragged_products_and_convolutions():
-    rows, kernels, sizes = jnp.ones((10, 3)), jnp.ones((2, 3, 7)), jnp.array([4, 6])
+    rows = jnp.ones((10, 3))
+    kernels = jnp.ones((2, 3, 7))
+    sizes = jnp.array([4, 6])
     assert count_flops(jax.make_jaxpr(lax.ragged_dot)(rows, kernels, sizes)).high == 2 * 10 * 3 * 7
     gradient = jax.grad(lambda k: lax.ragged_dot(rows, k, sizes).sum())
     # nobody reads the product itself

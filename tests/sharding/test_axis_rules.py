@@ -138,10 +138,8 @@ def test_numbers_on_such_a_mesh_are_those_of_one_device():
     mesh = mesh_of(AXES, fsdp=2, context=2, tensor_sequence=2)
     parallel = ParallelMesh.from_rules(mesh, MAXTEXT)
     hidden = jax.random.normal(jax.random.key(0), (4, 8, 8))
-    kernel, targets = (
-        jax.random.normal(jax.random.key(1), (8, 24)),
-        jnp.arange(32).reshape(4, 8) % 24,
-    )
+    kernel = jax.random.normal(jax.random.key(1), (8, 24))
+    targets = jnp.arange(32).reshape(4, 8) % 24
 
     def loss(hidden, kernel, targets, parallel=None):
         return log_probs_from_hidden(

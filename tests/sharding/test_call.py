@@ -64,7 +64,8 @@ def test_inside_a_users_shard_map():
 
 
 def test_check_vma_off_is_noticed():
-    axes, p = ShardAxes("dp", "cp", "tp"), ParallelMesh(MESH)
+    axes = ShardAxes("dp", "cp", "tp")
+    p = ParallelMesh(MESH)
     mapped = jax.shard_map(
         lambda x: total(axes, x), mesh=MESH, in_specs=p.tokens_spec, out_specs=P(), check_vma=False
     )
@@ -105,7 +106,8 @@ def test_a_second_eager_call_compiles_nothing():
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 def test_how_often_a_call_is_traced(mesh):
-    traced, p = [], mesh and make_parallel_mesh(mesh)
+    traced = []
+    p = mesh and make_parallel_mesh(mesh)
 
     def counted(axes, x):
         traced.append(x)
@@ -141,7 +143,8 @@ def test_a_gradient_within_a_jit_does_not_trace_the_primal_function(mesh):
 
 
 def test_vmap_of_a_per_shard_call():
-    axes, p = ShardAxes("dp", "cp", "tp"), ParallelMesh(MESH)
+    axes = ShardAxes("dp", "cp", "tp")
+    p = ParallelMesh(MESH)
     batched = jax.vmap(lambda x: total(axes, x))
     mapped = jax.shard_map(batched, mesh=MESH, in_specs=P(None, *p.tokens_spec), out_specs=P())
     np.testing.assert_array_equal(jax.jit(mapped)(jnp.stack([X, 2 * X])), [X.sum(), 2 * X.sum()])
@@ -215,7 +218,8 @@ def test_an_array_on_one_device_beside_a_mesh_is_named():
 
     JAX named the library's own arguments.
     """
-    mesh, one = make_parallel_mesh("dp=2,cp=2,tp=2"), jax.device_put(X, jax.devices()[3])
+    mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
+    one = jax.device_put(X, jax.devices()[3])
     with pytest.raises(
         ValueError,
         match=r"^x: got an array on device 3 in total, expected all 8 devices of the mesh; ",

@@ -177,10 +177,8 @@ def test_a_device_with_padding_only_adds_exactly_nothing():
     hidden = np.where(
         BATCH.loss_mask[..., None] > 0, rng.normal(size=(*BATCH.targets.shape, 8)), np.nan
     )
-    hidden, kernel = (
-        jnp.asarray(hidden, jnp.float32),
-        jnp.asarray(rng.normal(size=(8, 64)), jnp.float32),
-    )
+    hidden = jnp.asarray(hidden, jnp.float32)
+    kernel = jnp.asarray(rng.normal(size=(8, 64)), jnp.float32)
     config = PolicyLossConfig(kl=KL(0.1), entropy_coef=0.01)
     axes: ShardAxes = parallel.axes
 
@@ -255,7 +253,8 @@ def test_what_is_none_has_no_collectives():
         )
 
     bare = dataclasses.replace(BATCH, ref_log_probs=None, values=None)
-    none, metric = moved("none", bare), moved("metric", bare)
+    none = moved("none", bare)
+    metric = moved("metric", bare)
     assert none[0] < metric[0]  # the sum of the entropy over the vocabulary
     assert none[1] < metric[1]  # its metric
     assert moved("none", dataclasses.replace(BATCH, ref_log_probs=None)) == none

@@ -47,7 +47,8 @@ M, K, N = 10_000, 5_000, 10_000  # 1e12 flops
 
 
 def product(dtype, attributes=""):
-    lhs, rhs = f"{dtype}[{M},{K}]{{1,0}}", f"{dtype}[{K},{N}]{{1,0}}"
+    lhs = f"{dtype}[{M},{K}]{{1,0}}"
+    rhs = f"{dtype}[{K},{N}]{{1,0}}"
     inside = f"%p = {lhs} parameter(0)\n  %q = {rhs} parameter(1)\n"
     dims = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     fused = f"%gemm (p: {lhs}, q: {rhs}) -> bf16[{M},{N}] {{\n  {inside}"

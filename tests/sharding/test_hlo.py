@@ -103,7 +103,8 @@ def test_a_module_is_read():
 
 def test_the_turns_of_loops_in_it():
     module = parse(MODULE)
-    main, body = module.computations["main"], module.computations["outer.body"]
+    main = module.computations["main"]
+    body = module.computations["outer.body"]
     around = loop(module, main["loop"], values(module, main))
     assert around.turns == (5, 5)
     inside = loop(module, body["loop.4"], values(module, body, around.body_args))

@@ -84,10 +84,8 @@ def test_layouts_are_as_pictured():
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 8])
 def test_layouts_are_permutations(layout, shards):
     lengths = np.array([[0, 5, 48 - 24], [48, 0, 0]]) if layout == "zigzag_per_segment" else None
-    held, places = (
-        logical_positions(layout, 48, shards, lengths),
-        physical_places(layout, 48, shards, lengths),
-    )
+    held = logical_positions(layout, 48, shards, lengths)
+    places = physical_places(layout, 48, shards, lengths)
     np.testing.assert_array_equal(np.argsort(held, axis=-1), places)
     if shards == 1:
         np.testing.assert_array_equal(held.reshape(-1, 48)[0], np.arange(48))
@@ -113,7 +111,8 @@ def test_zigzag_balances_causal_attention():
 def test_redistribute_is_exact_for_every_dtype(mesh, layout):
     parallel = make_parallel_mesh(mesh)
     shards = parallel.context_size
-    ids, rng = logical_segments(shards), np.random.default_rng(0)
+    ids = logical_segments(shards)
+    rng = np.random.default_rng(0)
     tree = {
         "bf16": jnp.asarray(rng.normal(size=(R, T, 2, 3)), jnp.bfloat16),
         "f32": jnp.asarray(rng.normal(size=(R, T)), jnp.float32).at[0, 0].set(jnp.nan),
@@ -173,7 +172,8 @@ def test_transpose_of_redistribute_is_exact(source, target):
 ])  # fmt: skip
 def test_bytes_moved_by_redistribute(mesh, source, target, expected):
     parallel = make_parallel_mesh(mesh)
-    x, ids = jnp.ones((2 * R, T)), jnp.ones((2 * R, T), jnp.int32)
+    x = jnp.ones((2 * R, T))
+    ids = jnp.ones((2 * R, T), jnp.int32)
 
     def move(x, ids):
         return redistribute(x, parallel, source, target, ids, S)
@@ -202,7 +202,8 @@ def test_shift_left(mesh, layout):
     """
     parallel = make_parallel_mesh(mesh, context_layout=layout)
     shards = parallel.context_size
-    ids, rng = logical_segments(shards), np.random.default_rng(2)
+    ids = logical_segments(shards)
+    rng = np.random.default_rng(2)
     tree = {
         "i": rng.integers(0, 99, size=(R, T)),
         "b": rng.integers(0, 2, size=(R, T, 2)).astype(bool),
@@ -258,7 +259,8 @@ def test_what_a_shift_by_3_moves(layout, expected):
     only), and the shard.
     """
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
-    x, ids = jnp.ones((2, T)), jnp.ones((2, T), jnp.int32)
+    x = jnp.ones((2, T))
+    ids = jnp.ones((2, T), jnp.int32)
     assert collectives(
         parallel, lambda x, ids: shift_left(x, parallel, 3, 0, ids, S), x, ids
     ) == sorted(expected)
@@ -281,7 +283,8 @@ def test_scan_affine_is_the_serial_loop(mesh, layout):
     """In f64, in both directions, over segments and over whole rows, with anything at padding."""
     parallel = make_parallel_mesh(mesh, context_layout=layout)
     shards = parallel.context_size
-    ids, rng = logical_segments(shards), np.random.default_rng(4)
+    ids = logical_segments(shards)
+    rng = np.random.default_rng(4)
     a, b = rng.normal(size=(2, R, T))
 
     def scans(a, b, whole_a, whole_b, ids):
@@ -299,7 +302,8 @@ def test_scan_affine_is_the_serial_loop(mesh, layout):
     with jax.enable_x64(True):
         inputs = [physical(x, layout, shards) for x in (*dirty, a, b, ids)]
         got = jax.jit(scans)(*inputs)
-    ones, half = np.ones((R, T)), np.full((R, T), 0.5)
+    ones = np.ones((R, T))
+    half = np.full((R, T), 0.5)
     for reverse, (packed, whole, halved) in zip((True, False), got, strict=True):
         assert packed.dtype == np.float64
         for y, expected in (
@@ -322,7 +326,8 @@ def test_gradient_of_scan_affine(layout, reverse):
     """
     shards = 4
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
-    ids, rng = logical_segments(shards), np.random.default_rng(5)
+    ids = logical_segments(shards)
+    rng = np.random.default_rng(5)
     a, b, weight = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(3, R, T)))
     a = jnp.where(rng.random((R, T)) < 0.2, 0, a)
 
@@ -333,7 +338,8 @@ def test_gradient_of_scan_affine(layout, reverse):
     there = [physical(x, layout, shards) for x in (a, b, weight, ids)]
     got = jax.jit(lambda *xs: gradient(*xs, parallel))(*there)
     one = jax.jit(lambda *xs: gradient(*xs, None))(a, b, weight, ids)
-    y, before_a = serial_scan(a, b, ids, reverse), np.roll(a, 1 if reverse else -1, axis=1)
+    y = serial_scan(a, b, ids, reverse)
+    before_a = np.roll(a, 1 if reverse else -1, axis=1)
     # b_t gets w_t and, through y_t, a_(t-1) of b_(t-1)'s
     of_b = serial_scan(before_a, weight, ids, not reverse)
     way = np.s_[:, :: 1 if reverse else -1]
@@ -351,7 +357,8 @@ def test_second_derivatives(layout):
     device.
     """
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
-    ids, rng = logical_segments(4), np.random.default_rng(7)
+    ids = logical_segments(4)
+    rng = np.random.default_rng(7)
     a, b = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(2, R, T)) / 2)
 
     def penalty(a, b, ids, parallel):
@@ -380,7 +387,8 @@ def test_what_a_scan_moves(layout, expected):
     each segment.
     """
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
-    x, ids = jnp.ones((2, T)), jnp.ones((2, T), jnp.int32)
+    x = jnp.ones((2, T))
+    ids = jnp.ones((2, T), jnp.int32)
     assert collectives(
         parallel, lambda a, b, ids: scan_affine(a, b, parallel, True, ids, S), x, x, ids
     ) == sorted(expected)
@@ -404,7 +412,8 @@ def test_context_over_two_axes_explicit_and_inside_shard_map(context, layout):
     other tokens' values.
     """
     mesh = jax.make_mesh((2, 2, 2), ("rows", "slow", "fast"))
-    ids, x = logical_segments(4), np.random.default_rng(6).normal(size=(R, T)).astype(np.float32)
+    ids = logical_segments(4)
+    x = np.random.default_rng(6).normal(size=(R, T)).astype(np.float32)
     parallel = ParallelMesh(mesh, data="rows", context=context, tensor=None, context_layout=layout)
     targets = {"zigzag_per_segment": "zigzag", "striped": "zigzag_per_segment"}
     target = targets.get(layout, "contiguous" if layout == "zigzag" else "zigzag")
@@ -437,7 +446,8 @@ def test_context_over_three_axes(context, layout):
     """Orders that are not their own inverse."""
     mesh = jax.make_mesh((2, 1, 4), ("a", "b", "c"))
     parallel = ParallelMesh(mesh, data=None, context=context, tensor=None, context_layout=layout)
-    ids, x = logical_segments(8), np.random.default_rng(7).normal(size=(R, T)).astype(np.float32)
+    ids = logical_segments(8)
+    x = np.random.default_rng(7).normal(size=(R, T)).astype(np.float32)
     there = physical(x, layout, 8), physical(ids, layout, 8)
     got = jax.jit(lambda x, ids: shift_left(x, parallel, 5, 0, ids, S))(*there)
     np.testing.assert_array_equal(got, physical(serial_shift(x, ids, 5, 0), layout, 8))

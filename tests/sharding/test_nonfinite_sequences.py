@@ -128,7 +128,8 @@ def test_scan_affine(shards, layout, reverse):
             # how far from the end that the recurrence starts at; `span` turns such distances into
             # places
             end, sign = (last, -1) if reverse else (first, 1)
-            at, far = abs(end - p), last - first
+            at = abs(end - p)
+            far = last - first
 
             def span(start, stop, end=end, sign=sign):
                 return end + sign * np.arange(start, stop)
@@ -319,7 +320,8 @@ def test_returns_and_advantages(shards, layout):
     parallel, ids, physical = on(shards, layout)
     rewards, values = np.random.default_rng(7).normal(size=(2, R, T)).astype(np.float32)
     mask = ((ids > 0) & (np.arange(T) % 5 > 0)).astype(np.float32)
-    there, numbers = physical(ids), np.arange(R * S).reshape(R, S)
+    there = physical(ids)
+    numbers = np.arange(R * S).reshape(R, S)
     packed = {"context_layout": layout, "context_shards": shards}
     batch = RolloutBatch(*[there] * 4, loss_mask=physical(mask), sample_ids=numbers, **packed)
 

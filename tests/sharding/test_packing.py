@@ -338,7 +338,8 @@ def test_micro_batches_and_devices_have_even_loads(lengths, row_length, data, mi
         np.concatenate(sequences).tolist()
     )
     loads = (rows > 0).sum(-1)
-    longest, shares = max(lengths), sum(lengths) / micro_batches
+    longest = max(lengths)
+    shares = sum(lengths) / micro_batches
     assert np.abs(loads.sum(-1) - shares).max() <= longest
     if len(lengths) >= loads.size:
         assert np.ptp(loads, axis=-1).max() <= longest
@@ -349,7 +350,8 @@ def test_bundles_that_fit_the_fewest_rows_alone_are_packed_so():
     """Spread over four rows, the bundle of 1 + 0 + 0 tokens would find no row with three free
     segments.
     """
-    lengths, bundles = [3, 3, 3, 1, 0, 0, 7, 7, 4], [0, 0, 0, 1, 1, 1, 2, 3, 4]
+    lengths = [3, 3, 3, 1, 0, 0, 7, 7, 4]
+    bundles = [0, 0, 0, 1, 1, 1, 2, 3, 4]
     loads = [3, 0, 0, 2, 0, 0, 0, 5, 6]
     packed = pack(
         [range(n) for n in lengths],

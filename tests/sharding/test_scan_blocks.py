@@ -17,7 +17,8 @@ CASES = [("cp=1", "contiguous"), ("cp=2", "zigzag"), ("cp=2", "striped"), ("cp=4
 
 def serial(a, b, reverse):
     """y of `[1, T]` in float64."""
-    y, step = np.zeros(T), 1 if reverse else -1
+    y = np.zeros(T)
+    step = 1 if reverse else -1
     for t in range(T)[::-step]:
         linked = 0 <= t + step < T and IDS[0, t + step] == IDS[0, t]
         if IDS[0, t]:

@@ -100,7 +100,8 @@ def test_trees_that_agree():
 
 
 def test_nan_equals_nan_only_on_demand():
-    got, expected = [np.array([1.0, np.nan])], [np.array([np.nan, np.nan])]
+    got = [np.array([1.0, np.nan])]
+    expected = [np.array([np.nan, np.nan])]
     assert_trees_close(expected, expected, equal_nan=True)
     with pytest.raises(AssertionError, match="1 of 2 differ"):
         assert_trees_close(got, expected, equal_nan=True)

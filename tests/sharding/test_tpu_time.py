@@ -371,11 +371,13 @@ def test_permutations_at_the_same_time():
     """Over the same link one waits for the other, whatever they join; over others both are sent
     at once.
     """
-    one, two = SIZE / 1e9 + LATENCY, 2 * SIZE / 1e9 + LATENCY
+    one = SIZE / 1e9 + LATENCY
+    two = 2 * SIZE / 1e9 + LATENCY
     up, up_done = permuted("up", "{0,1}")
     again, again_done = permuted("again", "{0,1},{2,3}")
     down, down_done = permuted("down", "{1,0},{2,1}")
-    same, other = up + again + up_done + again_done, up + down + up_done + down_done
+    same = up + again + up_done + again_done
+    other = up + down + up_done + down_done
     assert spent(time_of(same)) == {
         "collectives": pytest.approx(two),
         "overlapped": pytest.approx(LATENCY),
@@ -444,7 +446,8 @@ V6E = dataclasses.replace(ROUND, wraps=16)
 AROUND_FOUR, BACK = "{0,1},{1,2},{2,3},{3,0}", "{1,0},{2,1},{3,2},{0,3}"
 # the chip, the size of its slice, the places in the order of the mesh, permutations, messages on
 # the busiest link
-LINE, PLANE = [(x, 0) for x in range(4)], [(0, 0), (1, 0), (0, 1), (1, 1)]
+LINE = [(x, 0) for x in range(4)]
+PLANE = [(0, 0), (1, 0), (0, 1), (1, 1)]
 SQUARE = [(x, y) for y in range(4) for x in range(4)]
 PERMUTED = {
     "to the neighbour": (V6E, (4, 1, 1), LINE, "{0,1}", 1),

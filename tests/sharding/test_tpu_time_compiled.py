@@ -307,7 +307,8 @@ def test_a_compiled_gather_in_parts():
     """A v5e sends the parts of a gather beside products; the gather is sent once."""
 
     def both(x):
-        gathered, product = lax.all_gather(x, "b", axis=0, tiled=True), x
+        gathered = lax.all_gather(x, "b", axis=0, tiled=True)
+        product = x
         for _ in range(4):
             product = jnp.tanh(product @ x)
         return gathered @ product

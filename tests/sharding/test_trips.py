@@ -111,7 +111,9 @@ def test_a_loop_turns_as_often_as_was_read(condition, after, before, unknown):
     found = loop.turns(lambda slots: read(condition, slots))
     assert 0 <= found.low <= found.high
 
-    state, taken, seen = before, 0, []
+    state = before
+    taken = 0
+    seen = []
     unknown = unknown or [(0, True)]
     while taken < 1000 and run(condition, state, unknown[taken % len(unknown)]):
         seen.append(state)

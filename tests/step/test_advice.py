@@ -360,7 +360,9 @@ def odd(tokens, i):
 
 def run(steps=2, *, rate=0.3, temperature=1.0, entropy_coef=0.0, reward=odd, blind=False):
     """What `advise` says behind each step, with the history up to it."""
-    params, history, said = start(), [], []
+    params = start()
+    history = []
+    said = []
     for step in range(steps):
         prompts = jnp.repeat(
             1 + (step + jnp.arange(PROMPTS, dtype=jnp.int32)) % (VOCAB - 1), SAMPLES

@@ -33,7 +33,8 @@ def by_hand(entropies, target, step, most, coef):
 def test_the_coefficients_of_a_run(step, most, first):
     adaptive = AdaptiveEntropy(target=0.2, step=step, most=most)
     update = jax.jit(adaptive.update)
-    state, used = adaptive.init(first), []
+    state = adaptive.init(first)
+    used = []
     for entropy in np.float32(ENTROPIES):
         used.append(float(adaptive.coef(state)))
         state = update(state, entropy)
@@ -124,7 +125,8 @@ def entropies(samples):
 @pytest.mark.parametrize("layout", [None, "contiguous", "zigzag"])
 def test_quantiles_and_places(layout):
     parallel = layout and make_parallel_mesh("dp=2,cp=2,tp=2", context_layout=layout)
-    samples, wanted = step_of(6, 40), (0.0, 0.25, 0.5, 0.8, 1.0)
+    samples = step_of(6, 40)
+    wanted = (0.0, 0.25, 0.5, 0.8, 1.0)
     batch = RolloutBatch.from_samples(
         samples, row_length=32, rows=24, num_segments=8, parallel=parallel
     )

@@ -115,7 +115,8 @@ CASES = {  # loss, mesh axes, dtype of parameters, of products
 @pytest.mark.parametrize("case", CASES)
 def test_a_head_on_a_mesh(case):
     loss_fn, kind, dtype, narrowed = CASES[case]
-    parallel, params = mesh_of(kind=kind), params_of(dtype)
+    parallel = mesh_of(kind=kind)
+    params = params_of(dtype)
     specs = {"kernel": P(None, "tp"), "bias": P("tp"), "a": P(), "b": P(None, "tp")}
     params = jax.device_put(params, {name: parallel.sharding(spec) for name, spec in specs.items()})
     hidden = HIDDEN.astype(narrowed or dtype)
@@ -131,7 +132,8 @@ def test_a_head_on_a_mesh(case):
 
 def test_a_kernel_used_twice_and_in_a_jitted_loss():
     """Two calls use it as a head, and the model as an embedding."""
-    parallel, params = mesh_of(), {"embed": params_of()["kernel"].T}
+    parallel = mesh_of()
+    params = {"embed": params_of()["kernel"].T}
 
     @jax.jit
     def loss_fn(params, part):
@@ -156,10 +158,8 @@ def test_a_kernel_used_twice_and_in_a_jitted_loss():
 
 def test_keys_of_random_numbers_lie_among_micro_batches():
     """Such keys were once refused, since they are no numbers."""
-    keys, x = (
-        jax.random.split(jax.random.key(0), K),
-        jnp.arange(4 * K, dtype=jnp.float32).reshape(K, 4),
-    )
+    keys = jax.random.split(jax.random.key(0), K)
+    x = jnp.arange(4 * K, dtype=jnp.float32).reshape(K, 4)
 
     def loss_fn(w, part):
         key, x = part

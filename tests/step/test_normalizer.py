@@ -109,7 +109,8 @@ def of_hidden(batch, config, **options):
 @pytest.mark.parametrize("other", ["larger", "smaller"])
 def test_counts_of_another_step(loss, mesh, aggregation, other):
     """Before, a larger one gave -0.171 for -0.239."""
-    parallel, config = mesh and make_parallel_mesh(mesh), PolicyLossConfig(aggregation=aggregation)
+    parallel = mesh and make_parallel_mesh(mesh)
+    config = PolicyLossConfig(aggregation=aggregation)
     run = jax.jit(
         lambda batch, normalizer: loss(batch, config, parallel=parallel, normalizer=normalizer)
     )
@@ -197,7 +198,8 @@ def test_the_part_of_another_micro_batch():
 def test_one_micro_batch_is_the_step():
     batches = packed(micro_batches=1)
     first = jax.tree.map(lambda x: x[0], batches)
-    stacked, alone = Normalizer.of(SFT(), batches), Normalizer.of(SFT(), first)
+    stacked = Normalizer.of(SFT(), batches)
+    alone = Normalizer.of(SFT(), first)
     expected = loss_at(first, normalizer=alone)[0]
     for normalizer in (jax.tree.map(lambda x: x[0], stacked), None):
         np.testing.assert_array_equal(loss_at(first, normalizer=normalizer)[0], expected)

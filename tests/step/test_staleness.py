@@ -132,7 +132,8 @@ def test_versions_travel_with_their_tokens(make):
         sample = Sample([5, 6, 7, 8, 9], response_start=2, policy_versions=[3, 3, 4])
         batch = RolloutBatch.from_samples([sample], row_length=8)
     else:
-        prompt, completion = np.array([[5, 6]]), np.array([[7, 8, 9]])
+        prompt = np.array([[5, 6]])
+        completion = np.array([[7, 8, 9]])
         batch = RolloutBatch.from_padded(
             prompt, completion, np.ones((1, 3)), policy_versions=jnp.array([[3, 3, 4]])
         )
@@ -189,7 +190,8 @@ def draw(tables, versions, rng):
     """Draws samples in which later tokens may come from a newer policy than earlier ones."""
     found = []
     for i in range(PROMPTS * COPIES):
-        prompt, drawn = i // COPIES, np.sort(rng.choice(versions, PLACES))
+        prompt = i // COPIES
+        drawn = np.sort(rng.choice(versions, PLACES))
         log_p = np.stack(
             [jax.nn.log_softmax(tables[v][prompt, place]) for place, v in enumerate(drawn)]
         )
@@ -235,7 +237,8 @@ def learn(table, batch, prompts, version, corrected):
 
 
 def final_reward(lag, corrected=True, seed=1):
-    rng, tables = np.random.default_rng(seed), [np.zeros((PROMPTS, PLACES, VOCAB), np.float32)]
+    rng = np.random.default_rng(seed)
+    tables = [np.zeros((PROMPTS, PLACES, VOCAB), np.float32)]
     for version in range(STEPS):
         samples = draw(
             tables, np.arange(max(0, version - lag), max(0, version - lag // 2) + 1), rng

@@ -56,7 +56,8 @@ def test_the_fewest_largest_go(place, bound):
 
 
 def test_tokens_of_one_drift_go_together_and_impossible_ones_first():
-    ids, old = jnp.array([[1] * 6]), jnp.array([[-1.0, -1.0, -1.0, -1.0, -jnp.inf, -jnp.inf]])
+    ids = jnp.array([[1] * 6])
+    old = jnp.array([[-1.0, -1.0, -1.0, -1.0, -jnp.inf, -jnp.inf]])
     rollout = old - jnp.array([[0.0, 0.5, 0.5, 0.5, 0.0, 0.0]])
     batch = RolloutBatch(ids, ids, ids, ids, jnp.ones((1, 6)), jnp.array([[0]]), old_log_probs=old)
     batch = dataclasses.replace(batch, rollout_log_probs=rollout.at[0, 5].set(-1.0))
@@ -117,7 +118,8 @@ def test_the_sampler_is_at_most_0_and_unsound_entries_keep_nothing():
     """The drift of 0.1 above 0 is 0, not 0.01; an entry that is no log-prob makes the mask NaN
     there.
     """
-    ids, old = jnp.array([[1] * 3]), jnp.array([[0.0, -1.0, -1.0]])
+    ids = jnp.array([[1] * 3])
+    old = jnp.array([[0.0, -1.0, -1.0]])
     batch = RolloutBatch(ids, ids, ids, ids, jnp.ones((1, 3)), jnp.array([[0]]), old_log_probs=old)
     batch = dataclasses.replace(batch, rollout_log_probs=jnp.array([[0.1, -1.001, -1.2]]))
     assert second_moment_mask(batch, 0.001).tolist() == [[1, 1, 0]]
@@ -130,7 +132,8 @@ def test_the_sampler_is_at_most_0_and_unsound_entries_keep_nothing():
 
 def test_an_entropy_that_is_not_finite_makes_the_loss_nan():
     """Once it was taken as the highest of all, and the loss was finite."""
-    ids, one = jnp.array([[1, 1, 1, 1]]), jnp.array([[-1.0, -1.0, -1.0, -1.0]])
+    ids = jnp.array([[1, 1, 1, 1]])
+    one = jnp.array([[-1.0, -1.0, -1.0, -1.0]])
     mask = jnp.array([[1.0, 1.0, 1.0, 0.0]])
     batch = RolloutBatch(
         ids,

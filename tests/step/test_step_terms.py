@@ -40,7 +40,8 @@ def oracle(router, which):
     score = scores.mean(0)
     if which == "balance":  # E sum(share of tokens whose largest score is e * mean score of e)
         used = np.eye(E)[scores.argmax(-1)].mean(0)
-        value, by_score = E * np.sum(used * score), E * used
+        value = E * np.sum(used * score)
+        by_score = E * used
     else:  # the entropy of the mean scores, which is no product
         value, by_score = -np.sum(score * np.log(score)), -(np.log(score) + 1)
     by_logit = scores * (by_score - (scores * by_score).sum(-1, keepdims=True)) / len(x)
@@ -148,7 +149,8 @@ COUNTS = jnp.ones(K)
 
 
 def test_what_is_refused():
-    product, term = FUNCTIONS["balance"], StepTerm.of(FUNCTIONS["balance"], BEFORE, COUNTS)
+    product = FUNCTIONS["balance"]
+    term = StepTerm.of(FUNCTIONS["balance"], BEFORE, COUNTS)
     one = jax.tree.map(lambda x: x[0], term)
     own = {"used": jnp.ones(E), "score": jnp.ones(E)}
     for call, error, message in (

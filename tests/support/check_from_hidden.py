@@ -24,14 +24,16 @@ ROUNDING = 5e-6  # the rounding error of a log-prob from f32 products
 
 def of_hidden(config: dict[str, Any], where: Place, shape: HeadShape) -> Any:
     """A compiled function of (params, batch, options, key): loss, gradient, metrics, selection."""
-    mine, parallel = of_jaxppo(config), where.parallel
+    mine = of_jaxppo(config)
+    parallel = where.parallel
     fixed = {"none": {"temperature": 1.0}, "number": {"temperature": TEMPERATURE}}.get(
         shape.temperature, {}
     )
 
     @quick_jit
     def run(params: Any, batch: Any, options: Any, key: Any) -> Any:
-        options, selected = options | fixed, None
+        options = options | fixed
+        selected = None
         if mine.loss.selects:
             stats = stats_from(
                 params["hidden"], params["head"], batch, mine, shape, parallel, options
@@ -69,7 +71,8 @@ def given_to(step: Step, found: HeadStep, shape: HeadShape, batch: Any) -> tuple
     def rows(name, fill, dtype):
         return to_rows(batch, samples, [getattr(s, name) for s in samples], fill, dtype)
 
-    samples, garbage = found.samples, step.garbage
+    samples = found.samples
+    garbage = step.garbage
     hidden = rows("hidden", garbage, np.float32)
     if shape.way == "logits":
         hidden = np.pad(

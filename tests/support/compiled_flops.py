@@ -14,7 +14,8 @@ def compiled_flops(text):
     module = parse(text)
 
     def of(name):
-        computation, total = module.computations[name], 0.0
+        computation = module.computations[name]
+        total = 0.0
         for x in computation.values():
             total += product_flops(computation, x) if x.op in ("dot", "convolution") else 0
             inner = [of(called) for names in x.calls.values() for called in names]

@@ -111,7 +111,8 @@ def forked(seed: int, groups: int = 2) -> Step:
     kernel = rng.normal(size=(H, V)).astype(np.float32)
     step = Step([], numbers, table, kernel)
     for i, own in enumerate(of_samples):
-        start, count = own["response_start"], len(own["tokens"]) - own["response_start"]
+        start = own["response_start"]
+        count = len(own["tokens"]) - own["response_start"]
         mask = [*[0] * start, *(rng.random(count) < 0.8).astype(int).tolist()]
         bare = Sample(own["tokens"], start)
         log_p = log_softmax(table[step.predicting(bare)].astype(np.float64) @ kernel)

@@ -96,7 +96,9 @@ class Packing:
     @property
     def places(self) -> list[tuple[int, int, int]]:
         """Row, start and segment id of each sample."""
-        filled, count, places = [0] * self.rows, [0] * self.rows, []
+        filled = [0] * self.rows
+        count = [0] * self.rows
+        places = []
         for i, length in enumerate(self.lengths):
             row = i % self.rows
             count[row] += 1

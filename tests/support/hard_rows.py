@@ -34,11 +34,9 @@ def hard_batch(seed=0, **more):
     by.
     """
     rng = np.random.default_rng(seed)
-    segment_ids, positions, mask = (
-        np.zeros((R, T), int),
-        np.zeros((R, T), int),
-        np.zeros((R, T), np.float32),
-    )
+    segment_ids = np.zeros((R, T), int)
+    positions = np.zeros((R, T), int)
+    mask = np.zeros((R, T), np.float32)
     for row, lengths in enumerate(LENGTHS):
         start = 0
         for s, length in enumerate(lengths):

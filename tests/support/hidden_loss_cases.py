@@ -16,7 +16,8 @@ from jaxppo import (
 
 R, T, H, V = 8, 64, 16, 1003
 # bytes; the second number is too small for a chunk of the one pass
-ONE_PASS, TWO_PASSES = 2**30, 2**17
+ONE_PASS = 2**30
+TWO_PASSES = 2**17
 KEYS = jax.random.split(jax.random.key(0), 10)
 
 
@@ -25,7 +26,8 @@ def normal(i, *shape):
 
 
 def make_batch(mask):
-    ids, one = jnp.ones((R, T), jnp.int32), jnp.zeros((R, 1), jnp.int32)
+    ids = jnp.ones((R, T), jnp.int32)
+    one = jnp.zeros((R, 1), jnp.int32)
     near = -jnp.log(V)
     per_token = {
         "advantages": normal(1),
@@ -39,7 +41,8 @@ def make_batch(mask):
 
 
 BATCH = make_batch(jax.random.bernoulli(KEYS[6], 0.4, (R, T)).astype(jnp.float32))
-HIDDEN, KERNEL = normal(7, R, T, H), 0.3 * normal(8, H, V)
+HIDDEN = normal(7, R, T, H)
+KERNEL = 0.3 * normal(8, H, V)
 
 
 def step(parallel, hidden, kernel, batch=BATCH, config=None, memory=ONE_PASS, lora=None, **options):

@@ -42,7 +42,8 @@ def graph(root, *packages, with_types):
     """{module: the modules that it imports}; an imported name that is no module counts as its
     module.
     """
-    files, found = modules(root, *packages), {}
+    files = modules(root, *packages)
+    found = {}
     for name, path in files.items():
         package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
         wanted = [
@@ -59,7 +60,8 @@ def circles(edges):
     """The sets of modules that import each other in a circle."""
 
     def reached(start):
-        seen, pending = set(), [start]
+        seen = set()
+        pending = [start]
         while pending:
             new = edges[pending.pop()] - seen
             seen |= new

@@ -99,7 +99,8 @@ def with_jaxppo(folder, wheel, kind, *more):
 
 
 def _closure(names):
-    found, waiting = {}, list(names)
+    found = {}
+    waiting = list(names)
     while waiting:
         name = waiting.pop().lower().replace("_", "-")
         if name not in found:

@@ -59,7 +59,8 @@ def kill_in_line(number):
 
 
 def fill_disk(size):
-    save, saves = Checkpoints.save, []
+    save = Checkpoints.save
+    saves = []
 
     def limited(self, *args):
         saves.append(args)
@@ -71,7 +72,9 @@ def fill_disk(size):
 
 
 if __name__ == "__main__":
-    event, number, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+    event = sys.argv[1]
+    number = int(sys.argv[2])
+    arguments = sys.argv[3:]
     folder = arguments[arguments.index("--out") + 1]
     {
         "file": lambda: befall_at_change(number, folder, kill),

@@ -61,7 +61,8 @@ def reference_from_logits(
         )
         of_ids = of_ids if where is None else jnp.where(where[..., None], of_ids, 0)
     if where is not None:
-        log_probs, h = jnp.where(where, log_probs, 0), jnp.where(where, h, 0)
+        log_probs = jnp.where(where, log_probs, 0)
+        h = jnp.where(where, h, 0)
     found = {"none": None, "metric": jax.lax.stop_gradient(h), "bonus": h}[entropy]
     # of equal ones the lowest id is first
     likeliest = jax.lax.top_k(log_p, top_k) if top_k else (None, None)
@@ -90,7 +91,8 @@ def plain_logits(hidden: Any, head: Any, where: Any = None) -> jax.Array:
     head = as_head("head", head)
     dtype = wider_dtype(hidden.dtype, jnp.float32)
     hidden = hidden if where is None else jnp.where(where[..., None], hidden, 0)
-    hidden, kernel = hidden.astype(dtype), head.kernel if head.layout == "hv" else head.kernel.T
+    hidden = hidden.astype(dtype)
+    kernel = head.kernel if head.layout == "hv" else head.kernel.T
 
     def product(a, b):
         return jnp.matmul(a, b.astype(dtype), precision="highest")
@@ -124,8 +126,10 @@ def reference_divergence(
     def log_softmax(states):
         return jax.nn.log_softmax(plain_logits(*states, where=where) / temperature)
 
-    log_p, log_q = log_softmax(student), jax.lax.stop_gradient(log_softmax(teacher))
-    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    log_p = log_softmax(student)
+    log_q = jax.lax.stop_gradient(log_softmax(teacher))
+    p = jnp.exp(log_p)
+    q = jnp.exp(log_q)
     log_m = jnp.log(beta * q + (1 - beta) * p)
 
     def kl(p, log_p, log_q):

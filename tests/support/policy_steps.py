@@ -60,7 +60,8 @@ def step_of(seed: int, count: int = 9) -> list[Sample]:
     rng = np.random.default_rng(seed)
     samples = []
     for i in range(count):
-        prompt, response = int(rng.integers(1, 4)), 0 if i == 1 else int(rng.integers(1, 9))
+        prompt = int(rng.integers(1, 4))
+        response = 0 if i == 1 else int(rng.integers(1, 9))
         mask = np.zeros(prompt + response)
         mask[prompt:] = (rng.random(response) < 0.7) * (i != 2)
         normal = functools.partial(rng.normal, size=response)

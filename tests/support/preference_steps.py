@@ -51,7 +51,8 @@ def step_of(seed: int) -> list[Sample]:
     rng = np.random.default_rng(seed)
     samples = []
     for i in range(COUNT):
-        prompt, response = int(rng.integers(1, 4)), int(rng.integers(2, 9))
+        prompt = int(rng.integers(1, 4))
+        response = int(rng.integers(2, 9))
         mask = np.zeros(prompt + response)
         mask[prompt:] = rng.random(response) < 0.7
         mask[-1] = 1

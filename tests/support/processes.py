@@ -106,7 +106,8 @@ def refusals(rank):
     from jaxppo import RolloutBatch
     from sharding import make_parallel_mesh, multihost
 
-    own, shared = make_parallel_mesh("dp=2,cp=4"), make_parallel_mesh("cp=4,tp=2")
+    own = make_parallel_mesh("dp=2,cp=4")
+    shared = make_parallel_mesh("cp=4,tp=2")
     good = own_samples(rank)
 
     def change(i, **values):

@@ -198,7 +198,8 @@ def in_micro_batches(g: Given) -> Any:
 
 
 def padded(g: Given) -> Any:
-    ids, mask = g.batch.tokens, g.batch.segment_ids == 1
+    ids = g.batch.tokens
+    mask = g.batch.segment_ids == 1
     more = {"rewards": g.batch.rewards[:, 0], "old_log_probs": g.batch.returns}
     return RolloutBatch.from_padded(
         ids[:, :8], ids.astype(jnp.int32), mask, prompt_mask=mask[:, :8], **more
@@ -295,10 +296,8 @@ def divergence(g: Given) -> Any:
 
 def moved(g: Given) -> Any:
     """The functions that move and sum rows, on numbers of two dtypes."""
-    ids, layout = (
-        g.batch.segment_ids,
-        "contiguous" if g.parallel is None else g.parallel.context_layout,
-    )
+    ids = g.batch.segment_ids
+    layout = "contiguous" if g.parallel is None else g.parallel.context_layout
     to = redistribute((g.hidden, ids), g.parallel, layout, "striped")
     later = shift_left((g.hidden, g.batch.positions), by=3, segment_ids=ids, **g.on)
     solved = scan_affine(g.batch.values, g.batch.returns, segment_ids=ids, **g.on)

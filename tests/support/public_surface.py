@@ -72,12 +72,15 @@ BATCH = dataclasses.replace(
     BATCH, **{n: jnp.asarray(x) for n, x in vars(BATCH).items() if isinstance(x, np.ndarray)}
 )
 PLAIN = dataclasses.replace(BATCH, loss_weights=None)
-HIDDEN, KERNEL = jnp.full((R, T, H), 0.5, jnp.float32), jnp.ones((H, V), jnp.float32) * 0.1
+HIDDEN = jnp.full((R, T, H), 0.5, jnp.float32)
+KERNEL = jnp.ones((H, V), jnp.float32) * 0.1
 LOG = jnp.full((R, T), -1.5, jnp.float32)
 IDS = jnp.tile(jnp.array([2, -1]), (R, T, 1))
 OF_IDS = jnp.full((R, T, K), -1.5, jnp.float32)
 STATS = TokenStats(LOG, -LOG, LOG, LOG, -LOG, -LOG / 3, OF_IDS, IDS, OF_IDS)
-MASK, REWARDS, GROUPS = BATCH.loss_mask, BATCH.rewards, BATCH.group_ids
+MASK = BATCH.loss_mask
+REWARDS = BATCH.rewards
+GROUPS = BATCH.group_ids
 ON_POLICY = PolicyLossConfig(ratio_to="current")
 COVARIANCE = PolicyLossConfig(ClipCov())
 EXTRAS = {"selected": MASK, "teacher_ids": IDS, "teacher_log_probs": OF_IDS}

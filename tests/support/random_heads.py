@@ -94,7 +94,9 @@ def head_step(step: Step, shape: HeadShape, unusable: bool = False) -> HeadStep:
 
     With `unusable`, some log-probs of the old policy and the sampler are not finite.
     """
-    rng, v, columns = step.rng(2), shape.vocab_size, shape.columns
+    rng = step.rng(2)
+    v = shape.vocab_size
+    columns = shape.columns
     sizes: dict[str, tuple[int, ...]] = {"kernel": (H, columns)}
     sizes |= ({"bias": (columns,)} if shape.bias else {}) | (
         {"a": (H, RANK), "b": (RANK, columns)} if shape.lora else {}
@@ -107,7 +109,8 @@ def head_step(step: Step, shape: HeadShape, unusable: bool = False) -> HeadStep:
     hidden = [held(rng.normal(size=(s.prompt + len(s.mask), H)), shape.dtype) for s in step.samples]
     if shape.way == "logits":
         hidden = [held(logits(h, head), shape.dtype) for h in hidden]
-        head, arrays = OracleHead(np.eye(v)), {}
+        head = OracleHead(np.eye(v))
+        arrays = {}
     found = []
     for h, sample in zip(hidden, step_samples(step), strict=True):
         n = len(h)
@@ -152,7 +155,8 @@ def loss_from(
     """Loss and metrics, in the shape's way; `given` are temperature, nucleus_ids, normalizer and
     selection.
     """
-    temperature, ids = given["temperature"], given["nucleus_ids"]
+    temperature = given["temperature"]
+    ids = given["nucleus_ids"]
     of_loss = {"parallel": parallel, "normalizer": given["normalizer"]}
     batch = with_selected(batch, given["selected"])
     if shape.way == "one call":

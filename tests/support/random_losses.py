@@ -171,9 +171,12 @@ def needed(config: dict[str, Any]) -> set[str]:
 def of_jaxppo(config: dict[str, Any], numbers: dict[str, Any] | None = None) -> PolicyLossConfig:
     """The config, its coefficients replaced by `numbers`, which may be traced."""
     loss = loss_of(config["loss"], {} if numbers is None else numbers["loss"])
-    kl, off, entropy_coef = config["kl"], config["off_policy"], config["entropy_coef"]
+    kl = config["kl"]
+    off = config["off_policy"]
+    entropy_coef = config["entropy_coef"]
     if numbers is not None:
-        kl, entropy_coef = kl and kl | {"coef": numbers["kl"]}, numbers["entropy_coef"]
+        kl = kl and kl | {"coef": numbers["kl"]}
+        entropy_coef = numbers["entropy_coef"]
     if off is not None:
         off = OffPolicyConfig(
             **off | {"rejections": tuple(Rejection(**r) for r in off["rejections"])}
@@ -253,7 +256,8 @@ def check_metrics(
     """Raises if a loss or a metric is not the oracle's, or if one of the two has a metric that
     the other lacks.
     """
-    weights, parts = expected.weights, expected.parts
+    weights = expected.weights
+    parts = expected.parts
 
     def total(values):
         return sum(w * np.abs(v).sum() for w, v in zip(weights, values, strict=True))

@@ -133,7 +133,8 @@ def step_samples(
     """
     found = []
     for i, s in enumerate(step.samples):
-        rng, n = step.rng(i), s.prompt + len(s.mask)
+        rng = step.rng(i)
+        n = s.prompt + len(s.mask)
         mask = np.zeros(n)
         mask[max(s.prompt - 1, 0) : max(n - 1, 0)] = s.mask
         own = -0.05 - rng.exponential(2.0, n) if log_probs is None else log_probs[i]
@@ -221,19 +222,19 @@ def places(
     mesh = draw(st.sampled_from(meshes))
     sizes = dict(part.split("=") for part in (mesh or "dp=1").split(","))
     data = int(sizes.get("dp", 1)) * int(sizes.get("fsdp", 1))
-    context, tensor = int(sizes.get("cp", 1)), int(sizes.get("tp", 1))
+    context = int(sizes.get("cp", 1))
+    tensor = int(sizes.get("tp", 1))
     layout = draw(st.sampled_from(LAYOUTS)) if context > 1 else "contiguous"
     by_position = sequence_parallel and tensor > 1 and draw(st.booleans())
-    count, length = (
-        draw(st.sampled_from(micro_batches)),
-        draw(st.sampled_from([LONGEST, 2 * LONGEST])),
-    )
+    count = draw(st.sampled_from(micro_batches))
+    length = draw(st.sampled_from([LONGEST, 2 * LONGEST]))
     enough = [
         r
         for r in (1, 2, 3, 4, 8)
         if r % data == 0 and r * (count or 1) * (length // LONGEST) >= MOST
     ]
-    rows, segments = draw(st.sampled_from(enough)), draw(st.sampled_from([2, 5, 8]))
+    rows = draw(st.sampled_from(enough))
+    segments = draw(st.sampled_from([2, 5, 8]))
     explicit = mesh is not None and draw(st.booleans())
     return Place(mesh, explicit, layout, by_position, length, rows, segments, count)
 
@@ -244,7 +245,8 @@ def given_samples(
     """The samples to pack, without the values that the batch shall lack."""
     given = []
     for s, drawn in zip(samples, step.samples, strict=True):
-        n, start = len(s.mask), drawn.prompt
+        n = len(s.mask)
+        start = drawn.prompt
         loss_mask = np.concatenate([[0.0], s.mask[:-1]])[:n]
         there = [k for k in VALUES if k not in lacking] + ["loss_weights"] * (
             s.loss_weights is not None
@@ -353,7 +355,8 @@ def of_each(batch: RolloutBatch, samples: list[OracleSample], x: Any) -> np.ndar
     """`[samples]` from an array `[R, S]` or `[K, R, S]`; raises if it is not 0 where there is no
     sample.
     """
-    x, ids = np.asarray(x, np.float64).reshape(-1), np.asarray(batch.sample_ids).reshape(-1)
+    x = np.asarray(x, np.float64).reshape(-1)
+    ids = np.asarray(batch.sample_ids).reshape(-1)
     assert not np.any(x[ids < 0]), f"got {x[ids < 0]} where no sample is, expected 0"
     return np.array([x[ids == s.sample_id][0] for s in samples])
 
@@ -372,7 +375,8 @@ def agree(
       rtol: the relative tolerance.
       share: the share of the size that is tolerated.
     """
-    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    got = np.asarray(got, np.float64)
+    expected = np.asarray(expected, np.float64)
     assert got.shape == expected.shape, f"{name}: got shape {got.shape}, expected {expected.shape}"
     exact = got == expected  # true for equal infinities too
     with np.errstate(invalid="ignore"):

@@ -10,7 +10,8 @@ from policy_steps import step_of
 from jaxppo import RolloutBatch, Sample
 
 # prefixes: of all samples, and of the first two of three groups
-SYSTEM, TOOLS = [41, 42, 43], [44, 45, 46, 47]
+SYSTEM = [41, 42, 43]
+TOOLS = [44, 45, 46, 47]
 
 
 def three_levels(seed: int, count: int = 9) -> list[Sample]:
@@ -59,7 +60,8 @@ def by_token(x, batch: RolloutBatch) -> dict:
 
 def assert_same_tokens(x, batch, y, other, **tolerance):
     """Both arrays have the same value at each token with loss."""
-    found, expected = by_token(x, batch), by_token(y, other)
+    found = by_token(x, batch)
+    expected = by_token(y, other)
     assert found.keys() == expected.keys()
     got, want = (
         np.array([values[key] for key in sorted(expected)]) for values in (found, expected)

@@ -33,8 +33,10 @@ def check(params, alone, placed, config):
 
 def main():
     assert jax.device_count() == 8
-    parallel, params = user.mesh(), user.parameters()
-    alone, placed = user.batches(None)[0], user.batches(parallel)[0].put(parallel)
+    parallel = user.mesh()
+    params = user.parameters()
+    alone = user.batches(None)[0]
+    placed = user.batches(parallel)[0].put(parallel)
     for config in user.configs()[1:3]:
         check(params, alone, placed, config)
     assert np.isfinite(

@@ -65,11 +65,11 @@ def is_biased(config, name):
 def tensors(config, seed=0):
     """Every tensor by its published name, matrices as [out, in]."""
     rng = np.random.default_rng(seed)
-    width, head_dim, mlp = config["hidden_size"], config["head_dim"], config["intermediate_size"]
-    queries, keys = (
-        config["num_attention_heads"] * head_dim,
-        config["num_key_value_heads"] * head_dim,
-    )
+    width = config["hidden_size"]
+    head_dim = config["head_dim"]
+    mlp = config["intermediate_size"]
+    queries = config["num_attention_heads"] * head_dim
+    keys = config["num_key_value_heads"] * head_dim
     shapes = {
         "model.embed_tokens.weight": (config["vocab_size"], width),
         "model.norm.weight": (width,),

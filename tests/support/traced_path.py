@@ -50,7 +50,8 @@ def gradient(**options: Any) -> Callable[[], Any]:
     from jaxppo import PolicyLossConfig, RolloutBatch, policy_loss_from_hidden
 
     T, H, V = 512, 16, 1024
-    ids, ones = jnp.zeros((1, T), jnp.int32), jnp.ones((1, T))
+    ids = jnp.zeros((1, T), jnp.int32)
+    ones = jnp.ones((1, T))
     places = jnp.arange(T, dtype=jnp.int32)[None]
     batch = RolloutBatch(
         ids,

@@ -15,8 +15,10 @@ from flax import nnx
 
 need = functools.partial(pytest.importorskip, reason="Tunix is not installed: the extra tunix")
 registry = need("tunix.rl.function_registry")
-clusters, grpo_learner = need("tunix.rl.rl_cluster"), need("tunix.rl.grpo.grpo_learner")
-base_rollout, qwen3 = need("tunix.rl.rollout.base_rollout"), need("tunix.models.qwen3.model")
+clusters = need("tunix.rl.rl_cluster")
+grpo_learner = need("tunix.rl.grpo.grpo_learner")
+base_rollout = need("tunix.rl.rollout.base_rollout")
+qwen3 = need("tunix.models.qwen3.model")
 # the main branch has it; () stands for no class
 LossOutput = getattr(need("tunix.sft.utils"), "LossOutput", ())
 

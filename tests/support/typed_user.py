@@ -102,8 +102,10 @@ def samples() -> list[Sample]:
 
 
 def batches(parallel: ParallelMesh | None) -> list[RolloutBatch]:
-    ids, mask = jnp.ones((2, 4), jnp.int32), jnp.array([[0, 0, 1, 1]] * 2)
-    places, zeros = jnp.array([[0, 1, 2, 3]] * 2), jnp.zeros((2, 4))
+    ids = jnp.ones((2, 4), jnp.int32)
+    mask = jnp.array([[0, 0, 1, 1]] * 2)
+    places = jnp.array([[0, 1, 2, 3]] * 2)
+    zeros = jnp.zeros((2, 4))
     pair = RolloutBatch.from_samples(
         samples(), row_length=16, rows=4, parallel=parallel, twin=samples()
     )
@@ -148,7 +150,8 @@ def hidden_of(params: Params, batch: RolloutBatch) -> jax.Array:
 def loss_of(
     params: Params, batch: RolloutBatch, config: PolicyLossConfig, parallel: ParallelMesh | None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    hidden, head = hidden_of(params, batch), head_of(params)
+    hidden = hidden_of(params, batch)
+    head = head_of(params)
     loss, found = policy_loss_from_hidden(
         hidden, head, batch, config, parallel=parallel, normalizer=None, temperature=0.7
     )
@@ -159,7 +162,9 @@ def loss_of(
 
 def by_hand(params: Params, batch: RolloutBatch, config: PolicyLossConfig) -> jax.Array:
     """The same loss from log-probs, which come from logits."""
-    hidden, where, temperature = hidden_of(params, batch), batch.loss_mask > 0, jnp.float32(0.7)
+    hidden = hidden_of(params, batch)
+    where = batch.loss_mask > 0
+    temperature = jnp.float32(0.7)
     stats: TokenStats = log_probs_from_hidden(
         hidden,
         head_of(params),
