@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jaxppo.base.arrays import Aggregation, Coefficient, check, check_floating, check_type
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss, for_each
+from jaxppo.losses.token_loss import Asks, Losses, Reads, TokenLoss, WeighedBatch, for_each
 from jaxppo.policy_losses.base import number
 from jaxppo.sharding import Segments
 
@@ -80,5 +80,7 @@ class Features(TokenLoss[States]):
         inside = jnp.minimum(error, beta)
         return {"features": (inside * (error - inside / 2) / beta).mean(axis=-1)}
 
-    def metrics(self, stats: States, step: Step, constants: Any) -> Terms:
-        return means(self.terms(stats, step.batch, constants, step.segments), step.batch.loss_mask)
+    def metrics(self, stats: States, weighed: WeighedBatch, constants: Any) -> Terms:
+        return means(
+            self.terms(stats, weighed.batch, constants, weighed.segments), weighed.batch.loss_mask
+        )

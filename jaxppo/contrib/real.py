@@ -17,7 +17,7 @@ from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
 from jaxppo.losses.preference.base import Numbers, OfPairs
-from jaxppo.losses.token_loss import Losses, Reads, Step
+from jaxppo.losses.token_loss import Losses, Reads, WeighedBatch
 from jaxppo.policy_losses.base import number
 from jaxppo.sharding import Segments
 
@@ -102,15 +102,15 @@ class REAL(OfPairs[TokenStats]):
             reads["log_probs"] = stats.log_probs
         return reads
 
-    def constants(self, stats: TokenStats | None, step: Step) -> Float[Array, "R T"]:
+    def constants(self, stats: TokenStats | None, weighed: WeighedBatch) -> Float[Array, "R T"]:
         """1 where this batch has all loss tokens of a sample's group, and NaN where others are
         elsewhere.
         """
-        segments = step.segments
-        tokens = segments.sum(step.batch.loss_mask)
-        groups = _groups(step.batch, segments, tokens)
+        segments = weighed.segments
+        tokens = segments.sum(weighed.batch.loss_mask)
+        groups = _groups(weighed.batch, segments, tokens)
         here = groups.sum(groups.gather(tokens))[groups.own]
-        is_whole = (tokens == 0) | (here == step.normalizer.denominators)
+        is_whole = (tokens == 0) | (here == weighed.normalizer.denominators)
         return segments.spread(jnp.where(is_whole, jnp.float32(1), jnp.nan))
 
     def terms(
@@ -137,11 +137,11 @@ class REAL(OfPairs[TokenStats]):
     def sides(self, x: Labelled) -> dict[str, PerSample]:
         return {"log_ratio": x.log_ratio}
 
-    def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
-        tokens = step.segments.sum(step.batch.loss_mask)
-        x = self.of_batch(stats, step.batch, step.segments, tokens)
-        one_sided = means({"one_sided": step.segments.spread(x.one_sided)}, step.weights)
-        return super().metrics(stats, step, constants) | one_sided
+    def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: Any) -> Terms:
+        tokens = weighed.segments.sum(weighed.batch.loss_mask)
+        x = self.of_batch(stats, weighed.batch, weighed.segments, tokens)
+        one_sided = means({"one_sided": weighed.segments.spread(x.one_sided)}, weighed.weights)
+        return super().metrics(stats, weighed, constants) | one_sided
 
 
 def _groups(batch: RolloutBatch, segments: Segments, tokens: Numbers) -> ById:

@@ -37,7 +37,7 @@ from jaxppo.losses.hooks import (
     reads_of,
 )
 from jaxppo.losses.parts import ALONE, Part
-from jaxppo.losses.token_loss import Reads, Step, masked_batch
+from jaxppo.losses.token_loss import Reads, WeighedBatch, masked_batch
 from jaxppo.policy.unusable import not_finite
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call, vary
 from jaxppo.step.aggregation import Normalizer, Parallel, step_normalizer, token_weights
@@ -139,29 +139,31 @@ def _loss_of_parts(
         if not one_pass:
             with note("two passes: the loss of a token depends on others"):
                 stats = stats_with_kept_logits(axes, static.head, arrays)
-    steps = [
-        step_of(axes, part, normalizer, own, batch, stats, inputs)
+    weighed_batches = [
+        weighed_batch(axes, part, normalizer, own, batch, stats, inputs)
         for part, normalizer, own in zip(static.parts, normalizers, numbers, strict=True)
     ]
     total = None
     if inputs is not None and one_pass:
-        total, stats = _one_pass(inputs, static.parts, steps, numbers)
-        steps = [_with_stats(step, stats) for step in steps]
+        total, stats = _one_pass(inputs, static.parts, weighed_batches, numbers)
+        weighed_batches = [_with_stats(weighed, stats) for weighed in weighed_batches]
     if static.names == (ALONE,):
-        return finish(steps[0], stats, total)
-    results = [finish(step, stats) for step in steps]
+        return finish(weighed_batches[0], stats, total)
+    results = [finish(weighed, stats) for weighed in weighed_batches]
     return _added(static.names, results, total, numbers)
 
 
 def _one_pass(
     inputs: tuple[HeadCall, Inputs],
     parts: tuple[Part, ...],
-    steps: Sequence[Step],
+    weighed_batches: Sequence[WeighedBatch],
     numbers: Sequence[Numbers],
 ) -> tuple[Float[Array, ""], Any]:
     """The weighted sum of all losses of tokens, and the statistics, in one pass of the head."""
     call, arrays = inputs
-    known = [_known_before(step, own) for step, own in zip(steps, numbers, strict=True)]
+    known = [
+        _known_before(weighed, own) for weighed, own in zip(weighed_batches, numbers, strict=True)
+    ]
     by_token = [tokens for tokens, _ in known]
     shared = [whole for _, whole in known]
     return reduce_tokens(call, arrays, _OfTokens(parts), by_token, shared)
@@ -188,7 +190,7 @@ def _added(
     return total, metrics | {"loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
 
 
-def step_of(
+def weighed_batch(
     axes: ShardAxes,
     part: Part,
     normalizer: Normalizer | None,
@@ -196,7 +198,7 @@ def step_of(
     batch: RolloutBatch,
     stats: Any,
     inputs: HeadInputs = None,
-) -> Step:
+) -> WeighedBatch:
     """Per-shard: weighs tokens and checks rules, with the statistics and the step's normalizer if
     there are any.
 
@@ -230,46 +232,46 @@ def step_of(
     if batch.loss_weights is not None:
         weights *= masked(batch.loss_weights, batch.loss_mask)
     known = frozenset(name for name, x in reads.items() if x is not None)
-    step = Step(
+    weighed = WeighedBatch(
         loss, batch, batch, segments, denominators, weights, broken, known, None, None, capped
     )
-    return _without_left_out(step, stats)
+    return _without_left_out(weighed, stats)
 
 
-def _with_stats(step: Step, stats: Any) -> Step:
-    """The step after one pass, which has given statistics: their rules are checked too, and
+def _with_stats(weighed: WeighedBatch, stats: Any) -> WeighedBatch:
+    """The batch after one pass, which has given statistics: their rules are checked too, and
     tokens left out by them.
     """
-    reads = reads_of(step.loss, stats, step.whole_batch, step.segments)
-    new = {name for name, x in reads.items() if x is not None} - step.known
+    reads = reads_of(weighed.loss, stats, weighed.whole_batch, weighed.segments)
+    new = {name for name, x in reads.items() if x is not None} - weighed.known
     if new:
-        arrays = lax.stop_gradient({**reads, "loss_mask": step.whole_batch.loss_mask})
-        broken = step.broken + count_broken_tokens(arrays, new, step.segments)
-        step = dataclasses.replace(step, broken=broken)
-    return _without_left_out(step, stats)
+        arrays = lax.stop_gradient({**reads, "loss_mask": weighed.whole_batch.loss_mask})
+        broken = weighed.broken + count_broken_tokens(arrays, new, weighed.segments)
+        weighed = dataclasses.replace(weighed, broken=broken)
+    return _without_left_out(weighed, stats)
 
 
-def _without_left_out(step: Step, stats: Any) -> Step:
-    """The step without the tokens that the loss leaves out, and with weights of NaN where a rule
+def _without_left_out(weighed: WeighedBatch, stats: Any) -> WeighedBatch:
+    """The batch without the tokens that the loss leaves out, and with weights of NaN where a rule
     is broken.
     """
-    loss = step.loss
-    mask = step.whole_batch.loss_mask
-    weights = step.weights
-    left_out = loss.left_out(stats, step.whole_batch)
+    loss = weighed.loss
+    mask = weighed.whole_batch.loss_mask
+    weights = weighed.weights
+    left_out = loss.left_out(stats, weighed.whole_batch)
     if left_out is not None:  # the normalizer knows whether the denominators count them
         check_tokens(f"{name_of(loss)}.left_out", left_out, mask.shape)
         weights = jnp.where(left_out, 0, weights)
         mask = jnp.where(left_out, 0, mask)
-    unusable = loss.unusable_tokens(stats, step.whole_batch)
+    unusable = loss.unusable_tokens(stats, weighed.whole_batch)
     if unusable is not None:
         check_tokens(f"{name_of(loss)}.unusable_tokens", unusable, mask.shape)
     # NaN in the weights makes gradients NaN too; a factor of the summed losses would cost one more
     # multiplication of the kernel's gradient
-    batch = masked_batch(step.whole_batch, mask)
-    weights = weights * jnp.where(step.broken.any, jnp.nan, 1)
+    batch = masked_batch(weighed.whole_batch, mask)
+    weights = weights * jnp.where(weighed.broken.any, jnp.nan, 1)
     return dataclasses.replace(
-        step, batch=batch, weights=weights, left_out=left_out, unusable=unusable
+        weighed, batch=batch, weights=weights, left_out=left_out, unusable=unusable
     )
 
 
@@ -321,35 +323,37 @@ def _broken_rules(
     )
 
 
-def finish(step: Step, stats: Any, total: Float[Array, ""] | None = None) -> LossAndMetrics:
+def finish(
+    weighed: WeighedBatch, stats: Any, total: Float[Array, ""] | None = None
+) -> LossAndMetrics:
     """Per-shard: the loss, `total` where one pass has computed it already, and its metrics."""
-    loss = step.loss
-    axes = step.segments.axes
-    mask = step.batch.loss_mask
-    constants = lax.stop_gradient(constants_of(loss, stats, step))
+    loss = weighed.loss
+    axes = weighed.segments.axes
+    mask = weighed.batch.loss_mask
+    constants = lax.stop_gradient(constants_of(loss, stats, weighed))
     seen = loss.seen(stats, mask)
     if total is None:
-        losses = loss_of_tokens(loss, seen, step.batch, constants, step.segments)
-        weighted = (jnp.where(mask > 0, losses, 0) * step.weights).sum()
+        losses = loss_of_tokens(loss, seen, weighed.batch, constants, weighed.segments)
+        weighted = (jnp.where(mask > 0, losses, 0) * weighed.weights).sum()
         total = axes.psum(vary(weighted, axes.tokens), axes.tokens)
-    broken = step.broken.metric(total)
+    broken = weighed.broken.metric(total)
     # also if no token has a weight
-    total += jnp.where(step.broken.any | ~jnp.isfinite(total), jnp.nan, 0)
-    terms = metrics_of(loss, lax.stop_gradient(seen), step, constants)
-    if step.unusable is not None:
-        terms["unusable_tokens"] = (step.unusable, jnp.ones_like(mask), "sum")
+    total += jnp.where(weighed.broken.any | ~jnp.isfinite(total), jnp.nan, 0)
+    terms = metrics_of(loss, lax.stop_gradient(seen), weighed, constants)
+    if weighed.unusable is not None:
+        terms["unusable_tokens"] = (weighed.unusable, jnp.ones_like(mask), "sum")
     of_loss = Metric(lax.stop_gradient(total), jnp.float32(1), "sum")
     return total, reduce_metrics(axes, terms) | {"loss": of_loss, "broken_rules": broken}
 
 
-def _known_before(step: Step, numbers: Numbers) -> tuple[Any, Any]:
+def _known_before(weighed: WeighedBatch, numbers: Numbers) -> tuple[Any, Any]:
     """The inputs of `_OfTokens` beside the statistics: arrays by token, and arrays that every
     token reads whole.
     """
-    constants = lax.stop_gradient(constants_of(step.loss, None, step))
-    weights = step.weights * numbers.get("part.coef", 1)
-    by_segment = {name: getattr(step.batch, name) for name in PER_SEGMENT}
-    tokens = dataclasses.replace(step.batch, **dict.fromkeys(PER_SEGMENT))  # type: ignore[arg-type]
+    constants = lax.stop_gradient(constants_of(weighed.loss, None, weighed))
+    weights = weighed.weights * numbers.get("part.coef", 1)
+    by_segment = {name: getattr(weighed.batch, name) for name in PER_SEGMENT}
+    tokens = dataclasses.replace(weighed.batch, **dict.fromkeys(PER_SEGMENT))  # type: ignore[arg-type]
     return (tokens, weights, constants), (by_segment, numbers)
 
 

@@ -23,7 +23,7 @@ from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
 from jaxppo.head.head import Head
 from jaxppo.losses.doors import from_stats
 from jaxppo.losses.recorded_top_k import check_top_k
-from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
+from jaxppo.losses.token_loss import Asks, Losses, Reads, TokenLoss, WeighedBatch
 from jaxppo.losses.top_k_divergence import top_k_divergence
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call
 from jaxppo.step.aggregation import Normalizer
@@ -191,5 +191,5 @@ class DivergenceLoss(TokenLoss[Float[Array, "R T"]]):
     ) -> Losses:
         return {"divergence": stats}
 
-    def metrics(self, stats: Float[Array, "R T"], step: Step, constants: Any) -> Terms:
-        return means({"divergence": stats}, step.batch.loss_mask)
+    def metrics(self, stats: Float[Array, "R T"], weighed: WeighedBatch, constants: Any) -> Terms:
+        return means({"divergence": stats}, weighed.batch.loss_mask)

@@ -24,11 +24,11 @@ from jaxppo.base.pytree import register
 from jaxppo.batch.loss_tokens import LossTokens
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.compute import Numbers, Static, step_of
+from jaxppo.losses.compute import Numbers, Static, weighed_batch
 from jaxppo.losses.doors import from_stats
 from jaxppo.losses.hooks import constants_of, flags_of, metrics_of, name_of, terms_of
 from jaxppo.losses.parts import ALONE, OfPolicy, Parts
-from jaxppo.losses.token_loss import Losses, Step, TokenLoss
+from jaxppo.losses.token_loss import Losses, TokenLoss, WeighedBatch
 from jaxppo.sharding import ShardAxes, segment_sum
 from jaxppo.step.aggregation import Normalizer, Parallel
 
@@ -130,28 +130,31 @@ def _per_shard(
     stats, numbers = lax.stop_gradient((stats, numbers))
     names, parts, _ = call
     steps = [
-        step_of(axes, *its, batch, stats) for its in zip(parts, normalizers, numbers, strict=True)
+        weighed_batch(axes, *its, batch, stats)
+        for its in zip(parts, normalizers, numbers, strict=True)
     ]
     each = zip(names, steps, numbers, strict=True)
-    return {name: _explained(step, stats, its, batch) for name, step, its in each}
+    return {name: _explained(weighed, stats, its, batch) for name, weighed, its in each}
 
 
-def _explained(step: Step, stats: Any, numbers: Numbers, batch: RolloutBatch) -> ExplainedTokens:
-    loss = step.loss
-    mask = step.batch.loss_mask
-    weights = step.weights * numbers.get("part.coef", 1)
-    constants = constants_of(loss, stats, step)
+def _explained(
+    weighed: WeighedBatch, stats: Any, numbers: Numbers, batch: RolloutBatch
+) -> ExplainedTokens:
+    loss = weighed.loss
+    mask = weighed.batch.loss_mask
+    weights = weighed.weights * numbers.get("part.coef", 1)
+    constants = constants_of(loss, stats, weighed)
     seen = loss.seen(stats, mask)
 
     def contributed(stats: Any) -> tuple[Array, Losses]:
-        terms = terms_of(loss, loss.seen(stats, mask), step.batch, constants, step.segments)
+        terms = terms_of(loss, loss.seen(stats, mask), weighed.batch, constants, weighed.segments)
         total = functools.reduce(jnp.add, terms.values())
         return jnp.where(mask > 0, total, 0) * weights, terms
 
     contribution, pull, terms = jax.vjp(contributed, stats, has_aux=True)
     by_stats = jax.tree.leaves(pull(jnp.ones_like(contribution)))
     slopes = [x for x in by_stats if x.dtype != jax.dtypes.float0]  # of integers, such as ids
-    metrics = metrics_of(loss, seen, step, constants)
+    metrics = metrics_of(loss, seen, weighed, constants)
     reported = {
         name: x
         for name, x in metrics.items()
@@ -160,8 +163,8 @@ def _explained(step: Step, stats: Any, numbers: Numbers, batch: RolloutBatch) ->
     arrays: dict[str, Any] = {name.removesuffix("_mean"): x[0] for name, x in reported.items()}
     if isinstance(stats, TokenStats):
         arrays["log_probs"] = seen.log_probs
-    if step.batch.advantages is not None:
-        arrays["advantages"] = step.batch.advantages
+    if weighed.batch.advantages is not None:
+        arrays["advantages"] = weighed.batch.advantages
     arrays |= {"weight": weights, "contribution": contribution} | {
         f"loss/{name}": x for name, x in terms.items()
     }
@@ -169,11 +172,11 @@ def _explained(step: Step, stats: Any, numbers: Numbers, batch: RolloutBatch) ->
     still = functools.reduce(
         jnp.logical_and, [(x == 0).reshape(*mask.shape, -1).all(axis=-1) for x in slopes]
     )
-    left_out = jnp.zeros(mask.shape, bool) if step.left_out is None else step.left_out
-    own = flags_of(f"{name_of(loss)}.reasons", loss.reasons(seen, step, constants), mask.shape)
+    left_out = jnp.zeros(mask.shape, bool) if weighed.left_out is None else weighed.left_out
+    own = flags_of(f"{name_of(loss)}.reasons", loss.reasons(seen, weighed, constants), mask.shape)
     unusable = left_out | own.pop("unusable", False)
     reasons = {
-        "padding": step.batch.segment_ids <= 0,
+        "padding": weighed.batch.segment_ids <= 0,
         "masked": ~((mask > 0) | left_out),
         "unusable": unusable,
     }

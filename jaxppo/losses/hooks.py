@@ -67,7 +67,7 @@ def check_attributes(loss: TokenLoss[Any]) -> None:
     check_type(f"{what}.asks", loss.asks, isinstance(loss.asks, Asks), "losses.token_loss.Asks")
 
 
-def constants_of(loss: TokenLoss[Any], stats: Any, step: Any) -> Any:
+def constants_of(loss: TokenLoss[Any], stats: Any, weighed: Any) -> Any:
     """The loss's constants.
 
     Those of a token-local loss of a head must not need `stats`: one pass has none yet.
@@ -75,7 +75,7 @@ def constants_of(loss: TokenLoss[Any], stats: Any, step: Any) -> Any:
     what = f"{name_of(loss)}.constants"
     local = loss.token_local and loss.of_head
     try:
-        found = loss.constants(None if local else stats, step)
+        found = loss.constants(None if local else stats, weighed)
     except AttributeError as error:
         if not local or "NoneType" not in str(error):
             raise
@@ -88,7 +88,7 @@ def constants_of(loss: TokenLoss[Any], stats: Any, step: Any) -> Any:
         for path, x in jax.tree.leaves_with_path(found):
             where = f"{what}{jax.tree_util.keystr(path)}"
             shape = jnp.shape(x)
-            expected = step.batch.loss_mask.shape
+            expected = weighed.batch.loss_mask.shape
             check(
                 where,
                 f"shape {shape}",
@@ -126,11 +126,11 @@ def loss_of_tokens(
     return losses * jnp.where(jnp.isfinite(losses), 1, jnp.nan)
 
 
-def metrics_of(loss: TokenLoss[Any], stats: Any, step: Any, constants: Any) -> Terms:
+def metrics_of(loss: TokenLoss[Any], stats: Any, weighed: Any, constants: Any) -> Terms:
     """The loss's metrics, before they are reduced."""
-    found = loss.metrics(stats, step, constants)
+    found = loss.metrics(stats, weighed, constants)
     what = f"{name_of(loss)}.metrics"
-    shape = step.batch.loss_mask.shape
+    shape = weighed.batch.loss_mask.shape
     check_mapping(what, found, f"by name {TERM}")
     taken = sorted(OF_EVERY_LOSS.intersection(found))
     check(what, taken, not taken, "other names: every loss reports these")

@@ -20,7 +20,7 @@ from jaxppo.batch.extras import extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
 from jaxppo.head.token_arguments import check_stats
-from jaxppo.losses.token_loss import OF_EVERY_LOSS, Asks, Losses, Reads, Step, TokenLoss
+from jaxppo.losses.token_loss import OF_EVERY_LOSS, Asks, Losses, Reads, TokenLoss, WeighedBatch
 from jaxppo.losses.unusable_tokens import (
     agreeing,
     excused,
@@ -189,31 +189,31 @@ class PolicyTokenLoss(OfConfig):
                 reads["entropy"] = stats.entropy
         return reads | excused(config, log_probs, _current(stats), batch)
 
-    def constants(self, stats: TokenStats | None, step: Step) -> Correction | None:
+    def constants(self, stats: TokenStats | None, weighed: WeighedBatch) -> Correction | None:
         """The off-policy correction, None without one."""
         off_policy = self.config.off_policy
-        batch = step.batch
+        batch = weighed.batch
         if off_policy is None:
             return None
         weights, indicators = off_policy_correction(
             _policies(stats, batch),
             batch.advantages,
             batch.loss_mask,
-            step.segments,
+            weighed.segments,
             off_policy,
-            step.normalizer.weight_mean,
+            weighed.normalizer.weight_mean,
         )
         if off_policy.opsm_fraction == "response" and "opsm_clipfrac" in indicators:
-            share = _response_share(batch, step.segments)
+            share = _response_share(batch, weighed.segments)
             indicators = indicators | {"opsm_clipfrac": indicators["opsm_clipfrac"] * share}
         return Correction(weights, indicators)
 
     def reasons(
-        self, stats: TokenStats, step: Step, constants: Correction | None
+        self, stats: TokenStats, weighed: WeighedBatch, constants: Correction | None
     ) -> dict[str, Bool[Array, "R T"]]:
         """Why the policy loss does not move a token."""
         off_policy = self.config.off_policy
-        batch = step.batch
+        batch = weighed.batch
         advantages = batch.advantages
         reasons: dict[str, Bool[Array, "R T"]] = {}
         without = without_policy_loss(self.config, None, batch)
@@ -221,15 +221,17 @@ class PolicyTokenLoss(OfConfig):
             reasons["unusable"] = without
         if off_policy is not None and constants is not None:
             policies = _policies(stats, batch)
-            reasons |= left_out_by(policies, advantages, batch.loss_mask, step.segments, off_policy)
+            reasons |= left_out_by(
+                policies, advantages, batch.loss_mask, weighed.segments, off_policy
+            )
             if off_policy.outside == "zero":
                 reasons["weight outside its bounds"] = constants.weights == 0
 
         def policy(log_probs: Float[Array, "R T"]) -> tuple[Float[Array, "R T"], Indicators]:
-            return self._policy(log_probs, batch, None, step.segments)
+            return self._policy(log_probs, batch, None, weighed.segments)
 
         values, pull, indicators = jax.vjp(policy, stats.log_probs, has_aux=True)
-        still = pull(step.weights + 0 * values)[0] == 0
+        still = pull(weighed.weights + 0 * values)[0] == 0
         reasons["advantage 0"] = still & (advantages == 0)
         selected = batch.extras.get(SELECTED)
         if selected is not None:
@@ -260,52 +262,56 @@ class PolicyTokenLoss(OfConfig):
         divergence = reference_kl(kl, log_probs, agreeing(self.config, log_probs, batch), segments)
         return penalised(self.config, divergence, batch)
 
-    def _penalties(self, stats: TokenStats, step: Step) -> dict[str, Float[Array, "R T"]]:
+    def _penalties(
+        self, stats: TokenStats, weighed: WeighedBatch
+    ) -> dict[str, Float[Array, "R T"]]:
         """The divergence and the entropy of each token, where there are any, without coefficients."""
         config = self.config
-        batch = step.batch
+        batch = weighed.batch
         penalties: dict[str, Float[Array, "R T"]] = {}
         if config.kl is not None and batch.ref_log_probs is not None:
-            penalties["kl"] = self._kl(config.kl, stats.log_probs, batch, step.segments)
+            penalties["kl"] = self._kl(config.kl, stats.log_probs, batch, weighed.segments)
         if stats.entropy is not None:
             penalties["entropy"] = penalised(config, stats.entropy, batch)
         return penalties
 
-    def metrics(self, stats: TokenStats, step: Step, constants: Correction | None) -> Terms:
+    def metrics(
+        self, stats: TokenStats, weighed: WeighedBatch, constants: Correction | None
+    ) -> Terms:
         config = self.config
-        batch = step.batch
+        batch = weighed.batch
         mask = batch.loss_mask
 
         def reduced(x: Float[Array, "R T"]) -> Term:
             if config.metric_aggregation == "token_mean":
                 return x, mask, "mean"
-            return x, step.weights, "sum"
+            return x, weighed.weights, "sum"
 
-        policy, indicators = self._policy(stats.log_probs, batch, constants, step.segments)
+        policy, indicators = self._policy(stats.log_probs, batch, constants, weighed.segments)
         old = old_log_probs(stats.log_probs, agreeing(config, stats.log_probs, batch), config)
         ratio = jnp.exp(log_ratio(stats.log_probs, old))
         compared = {"ppo_kl": old - stats.log_probs, "ratio_mean": ratio}
         trainer = stats.log_probs
         if config.ratio_to == "old":
             trainer = old
-        compared |= _sampler_distances(trainer, batch, step.unusable)
+        compared |= _sampler_distances(trainer, batch, weighed.unusable)
         corrected: Indicators = {}
         if constants is not None:
             corrected = constants.values
         _check_names(config.loss, indicators, corrected)
         indicators = indicators | corrected
-        values = {**indicators, **self._penalties(stats, step), **compared}
+        values = {**indicators, **self._penalties(stats, weighed), **compared}
         terms: Terms = {name: reduced(x) for name, x in values.items()}
         if config.clip_by_sign and "clip_fraction" in indicators:
             terms |= _clips_by_sign(indicators["clip_fraction"], batch.advantages, reduced)
         terms |= {
-            "pg_loss": (policy, step.weights, "sum"),
+            "pg_loss": (policy, weighed.weights, "sum"),
             "ratio_min": (ratio, mask, "min"),
             "ratio_max": (ratio, mask, "max"),
             "effective_sample_size": CompositeTerm(moments(ratio, mask), effective_share),
         }
-        if step.capped is not None:
-            terms["rollout_capped"] = (step.capped, mask, "sum")
+        if weighed.capped is not None:
+            terms["rollout_capped"] = (weighed.capped, mask, "sum")
         return terms
 
     def _policy(
@@ -450,5 +456,7 @@ class ReferenceKL(TokenLoss[TokenStats]):
     ) -> Losses:
         return {"kl": reference_kl(KL(1.0, self.estimator), stats.log_probs, batch, segments)}
 
-    def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
-        return means(self.terms(stats, step.batch, constants, step.segments), step.batch.loss_mask)
+    def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: Any) -> Terms:
+        return means(
+            self.terms(stats, weighed.batch, constants, weighed.segments), weighed.batch.loss_mask
+        )

@@ -13,7 +13,7 @@ from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import LogitStat, TokenStats
 from jaxppo.head.token_arguments import as_logit_stats
-from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
+from jaxppo.losses.token_loss import Asks, Losses, Reads, TokenLoss, WeighedBatch
 from jaxppo.policy_losses.base import number
 from jaxppo.sharding import Segments
 
@@ -106,11 +106,13 @@ class SFT(TokenLoss[TokenStats]):
             terms = {name: probability * x for name, x in terms.items()}
         return terms
 
-    def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
+    def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: Any) -> Terms:
         values = {
             "nll": -stats.log_probs,
             "entropy": stats.entropy,
             "log_z": stats.log_z,
             "accuracy": stats.accuracy,
         }
-        return means({name: x for name, x in values.items() if x is not None}, step.batch.loss_mask)
+        return means(
+            {name: x for name, x in values.items() if x is not None}, weighed.batch.loss_mask
+        )

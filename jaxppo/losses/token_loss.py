@@ -47,8 +47,8 @@ class Asks:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """Per-shard: a batch as a part of its optimiser step.
+class WeighedBatch:
+    """Per-shard: a batch, and what each token weighs in its optimiser step.
 
     The batch holds constants. Its loss mask is 0 where the loss leaves a token out, its floats are
     0 where the mask is, and the sampler's log-probs are at most 0.
@@ -176,7 +176,7 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
             return {"log_probs": stats.log_probs}
         return {}
 
-    def constants(self, stats: Stats | None, step: Step) -> Any:
+    def constants(self, stats: Stats | None, weighed: WeighedBatch) -> Any:
         """Per-shard: a pytree of `[R, T]` constants; `stats` are None, and not needed, if the
         loss is token-local.
         """
@@ -190,7 +190,7 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
         mask is 0.
         """
 
-    def metrics(self, stats: Stats, step: Step, constants: Any) -> Terms:
+    def metrics(self, stats: Stats, weighed: WeighedBatch, constants: Any) -> Terms:
         """Per-shard: by name, what is reduced to one number over the tokens of all devices and
         micro-batches.
 
@@ -201,17 +201,17 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
 
         Args:
           stats: as `terms` sees them, without gradients.
-          step: `step.batch` is the batch as `terms` sees it, and `step.batch.loss_mask` the weights
-            of a mean over loss tokens; `step.weights` are the tokens' weights in the loss; see
-            `Step`.
+          weighed: `weighed.batch` is the batch as `terms` sees it, and `weighed.batch.loss_mask`
+            the weights of a mean over loss tokens; `weighed.weights` are the tokens' weights in the
+            loss; see `WeighedBatch`.
           constants: those of `constants`.
 
         Example:
           >>> class Mine(TokenLoss[TokenStats]):
           ...     def terms(self, stats, batch, constants, segments):
           ...         return {"nll": -stats.log_probs}
-          ...     def metrics(self, stats, step, constants):
-          ...         mask = step.batch.loss_mask
+          ...     def metrics(self, stats, weighed, constants):
+          ...         mask = weighed.batch.loss_mask
           ...         unlikely = (stats.log_probs < -2).astype(jnp.float32)
           ...         return {"unlikely": (unlikely, mask, "mean"), "lowest": (stats.log_probs, mask, "min")}
           >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1)], row_length=3)
@@ -222,7 +222,9 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
         """
         return {}
 
-    def reasons(self, stats: Stats, step: Step, constants: Any) -> Mapping[str, Bool[Array, "R T"]]:
+    def reasons(
+        self, stats: Stats, weighed: WeighedBatch, constants: Any
+    ) -> Mapping[str, Bool[Array, "R T"]]:
         """Per-shard: by name, why the loss does not train some of its tokens; the first reason
         that holds counts.
         """

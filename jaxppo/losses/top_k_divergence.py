@@ -34,7 +34,7 @@ from jaxppo.batch.reads import at_most_one, at_most_zero, was_above_one
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
 from jaxppo.head.token_arguments import as_id_sets
-from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss, for_each
+from jaxppo.losses.token_loss import Asks, Losses, Reads, TokenLoss, WeighedBatch, for_each
 from jaxppo.policy.unusable import Unusable, UnusableRule, check_rule
 from jaxppo.sharding import Segments
 
@@ -322,18 +322,18 @@ class OfIds(TokenLoss[TokenStats]):
         own, given = (jnp.where(ids == -1, 0, x.astype(jnp.float32)) for x in log_probs)
         return ids, own, given
 
-    def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
+    def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: Any) -> Terms:
         """The probability of all ids together, of both sides, and at how many tokens rounding
         made it too large.
         """
-        ids, *log_probs = self.of_ids(stats, step.batch)
+        ids, *log_probs = self.of_ids(stats, weighed.batch)
         masses = (jnp.where(ids == -1, 0, jnp.exp(x)).sum(axis=-1) for x in log_probs)
         found = means(
             {f"{side}_mass": x for side, x in zip(self.sides, masses, strict=True)},
-            step.batch.loss_mask,
+            weighed.batch.loss_mask,
         )
         capped = was_above_one(log_probs[1], ids != -1)
-        return found | {f"{self.sides[1]}_capped": (capped, step.batch.loss_mask, "sum")}
+        return found | {f"{self.sides[1]}_capped": (capped, weighed.batch.loss_mask, "sum")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -481,6 +481,6 @@ class TopKDistillation(OfIds):
         is_id = (ids == batch.targets[..., None]).any(axis=-1)
         return jnp.where(is_id, 0, kl_divergence(stats.log_probs, teachers, "k3+"))
 
-    def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
-        terms = self.terms(stats, step.batch, constants, step.segments)
-        return super().metrics(stats, step, constants) | means(terms, step.batch.loss_mask)
+    def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: Any) -> Terms:
+        terms = self.terms(stats, weighed.batch, constants, weighed.segments)
+        return super().metrics(stats, weighed, constants) | means(terms, weighed.batch.loss_mask)

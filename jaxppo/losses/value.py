@@ -19,7 +19,7 @@ from jaxppo.base.arrays import (
 )
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
+from jaxppo.losses.token_loss import Asks, Losses, Reads, TokenLoss, WeighedBatch
 from jaxppo.policy_losses.base import choice, number
 from jaxppo.sharding import Segments
 
@@ -98,8 +98,8 @@ class Value(TokenLoss[Values]):
     ) -> Losses:
         return {"value": self.factor * functools.reduce(jnp.maximum, self._errors(stats, batch))}
 
-    def metrics(self, stats: Values, step: Step, constants: Any) -> Terms:
-        batch = step.batch
+    def metrics(self, stats: Values, weighed: WeighedBatch, constants: Any) -> Terms:
+        batch = weighed.batch
         mask = batch.loss_mask
         terms = means({"value_mean": stats, "value_error": jnp.abs(stats - batch.returns)}, mask)
         if self.clip is None:
@@ -111,7 +111,7 @@ class Value(TokenLoss[Values]):
             moved = jnp.abs(stats - batch.values) > self.clip
         if self.metric_aggregation == "token_mean":
             return terms | {"clip_fraction": (moved, mask, "mean")}
-        return terms | {"clip_fraction": (moved, step.weights, "sum")}
+        return terms | {"clip_fraction": (moved, weighed.weights, "sum")}
 
     def _errors(self, v: Values, batch: RolloutBatch) -> list[Values]:
         """The squares of the error v - G, and with a clip of that of the clipped values; tangents

@@ -361,8 +361,8 @@ class Mine(TokenLoss[TokenStats]):
             "push": -batch.advantages * stats.log_probs,
         }
 
-    def metrics(self, stats, step, constants):
-        return {"far": (jnp.abs(stats.log_probs), step.batch.loss_mask, "max")}
+    def metrics(self, stats, weighed, constants):
+        return {"far": (jnp.abs(stats.log_probs), weighed.batch.loss_mask, "max")}
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -102,7 +102,7 @@ def of_terms(fn):
 
 def with_metrics(fn):
     return made(
-        metrics=lambda self, stats, step, constants: fn(stats.log_probs, step.batch.loss_mask)
+        metrics=lambda self, stats, weighed, constants: fn(stats.log_probs, weighed.batch.loss_mask)
     )
 
 
@@ -151,11 +151,11 @@ TRACED = {
         ),
     ),
     "constants of log-probs": (
-        made(constants=lambda self, stats, step: {"x": stats.log_probs}),
+        made(constants=lambda self, stats, weighed: {"x": stats.log_probs}),
         r"Own.constants: got a need for stats, expected token_local=False",
     ),
     "constants of samples": (
-        made(constants=lambda self, stats, step: {"x": step.batch.sample_ids}),
+        made(constants=lambda self, stats, weighed: {"x": weighed.batch.sample_ids}),
         r"Own.constants\['x'\]: got shape \(8, 4\), expected \(8, 16\) and more",
     ),
     "metrics": (
@@ -337,7 +337,7 @@ def test_losses_of_pairs_and_samples():
 
 
 def test_reasons_are_checked_where_they_are_read():
-    loss = made(reasons=lambda self, stats, step, constants: {"why": True})
+    loss = made(reasons=lambda self, stats, weighed, constants: {"why": True})
     with pytest.raises(TypeError, match=r"^Own.reasons\['why'\]: got bool, expected an array"):
         explain_tokens(STATS, BATCH, loss)
 

@@ -17,7 +17,7 @@ from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.pairs import Pairs
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.token_loss import Asks, Losses, Reads, Stats, Step, TokenLoss
+from jaxppo.losses.token_loss import Asks, Losses, Reads, Stats, TokenLoss, WeighedBatch
 from jaxppo.policy_losses.base import choice, number
 from jaxppo.sharding import Segments
 
@@ -86,11 +86,11 @@ class OfPairs(TokenLoss[Stats]):
         check_entries(f"{type(self).__name__}.of_samples", losses, first.shape, "sample")
         return {"preference": segments.spread(losses + 0 * first)}
 
-    def metrics(self, stats: Stats, step: Step, constants: Any) -> Terms:
-        spread = step.segments.spread
-        weights = step.weights
-        rewards = step.batch.rewards
-        x, pairs = self._read(stats, step.batch, step.segments)
+    def metrics(self, stats: Stats, weighed: WeighedBatch, constants: Any) -> Terms:
+        spread = weighed.segments.spread
+        weights = weighed.weights
+        rewards = weighed.batch.rewards
+        x, pairs = self._read(stats, weighed.batch, weighed.segments)
         by_sample = self.sides(x)
         chosen = rewards > 0
         terms: Terms = {}
@@ -206,10 +206,10 @@ class PreferenceLoss(OfPairs[TokenStats]):
             segments.sum(stats.log_probs), segments.sum(log_ratios), jnp.maximum(tokens, 1)
         )
 
-    def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
-        terms = super().metrics(stats, step, constants)
+    def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: Any) -> Terms:
+        terms = super().metrics(stats, weighed, constants)
         if stats.entropy is not None:
-            terms["entropy"] = (stats.entropy, step.weights, "mean")
+            terms["entropy"] = (stats.entropy, weighed.weights, "mean")
         return terms
 
 
