@@ -206,7 +206,9 @@ def weighed_batch(
     of a head.
     """
     loss = put_arrays(part.token_loss, numbers)
-    batch = part.of(lax.stop_gradient(batch))  # everything that a loss reads from it is a constant
+    batch = part.own_batch(
+        lax.stop_gradient(batch)
+    )  # everything that a loss reads from it is a constant
     names = loss.asks.extras
     if names is not None:
         extras = {name: batch.extras[name] for name in (*names, *part.extras)}

@@ -267,7 +267,7 @@ def from_stats(
     batch = checked(batch, reader=name)
     parts = as_parts(loss)
     for part in parts.values():
-        part_batch = part.of(batch)
+        part_batch = part.own_batch(batch)
         part.token_loss.check(part_batch)
         part.token_loss.check_stats(stats, part_batch)
 
@@ -301,7 +301,7 @@ def _from_hidden(
     masks = []
     for which, part in parts.items():
         _check_reads_head(which, part, nucleus_ids)
-        part_batch = part.of(batch)
+        part_batch = part.own_batch(batch)
         part.token_loss.check(part_batch)
         asked.append(part.token_loss.asks)
         masks.append(part_batch.loss_mask > 0)

@@ -137,7 +137,7 @@ class Part(Loss):
         numbers = leaves(loss)
         return {name_of(path): numbers[path] for path in numbers_of_tokens(self.loss)}
 
-    def of(self, batch: RolloutBatch) -> RolloutBatch:
+    def own_batch(self, batch: RolloutBatch) -> RolloutBatch:
         """The batch as this part reads it."""
         for extra in self.extras:
             x = extra_of(batch, extra, "f32[R, T], a number for each token")
