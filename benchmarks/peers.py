@@ -96,56 +96,14 @@ def torch_peers(case: Case, data: Any) -> dict[tuple[str, str], Run]:
     on_gpu = jax.default_backend() == "gpu"
     if on_gpu and not torch.cuda.is_available():
         return {}
-    device = "cuda" if on_gpu else "cpu"
-    dtype = getattr(torch, case.dtype)
-
-    def to(array: jax.Array) -> Any:
-        array = array[0] if array.ndim == 3 else array
-        return torch.from_numpy(np.array(array, np.float32)).to(device, dtype)
-
-    def per_token(array: jax.Array) -> Any:
-        return torch.from_numpy(np.array(array[0])).to(device)
-
-    hidden = to(data["hidden"]).requires_grad_()
-    kernel = to(data["kernel"] if case.sizes.tied else data["kernel"].T)  # [V, H], as in PyTorch
-    kernel = kernel.contiguous().requires_grad_()
-    targets = per_token(data["targets"]).long()
-    g = per_token(data["g"])
-    e = per_token(data["e"])
-
-    def log_softmax() -> Any:
-        return torch.log_softmax((hidden @ kernel.T).float(), dim=-1)
-
-    def with_entropy() -> Any:
-        log_p = log_softmax()
-        log_probs = log_p.gather(1, targets[:, None])[:, 0]
-        return (g * log_probs - e * (log_p.exp() * log_p).sum(-1)).sum()
-
-    def mean_log_prob() -> Any:
-        return torch.nn.functional.nll_loss(log_softmax(), targets)
-
-    losses = {
-        ("entropy", "torch, eager"): with_entropy,
-        ("entropy", "torch.compile"): torch.compile(with_entropy),
-        ("log-probs", "torch.compile"): torch.compile(mean_log_prob),
-    }
-    if on_gpu and installed("liger_kernel"):
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-        liger = LigerFusedLinearCrossEntropyLoss()
-        losses["log-probs", "Liger"] = lambda: liger(kernel, hidden, targets)
-    if on_gpu and installed("cut_cross_entropy"):
-        from cut_cross_entropy import linear_cross_entropy
-
-        def cut(**options: Any) -> Callable[[], Any]:
-            return lambda: linear_cross_entropy(hidden, kernel, targets, **options)
-
-        losses["log-probs", "cut-cross-entropy"] = cut(filter_eps=None)
-        losses["log-probs", "cut-cross-entropy, small gradients left out"] = cut()
+    tensors = _tensors(case, data, "cuda" if on_gpu else "cpu")
+    losses = _plain_losses(tensors)
+    if on_gpu:
+        losses |= _kernels(tensors)
 
     def runner(loss: Callable[[], Any]) -> Run:
         def run() -> Any:
-            gradients = torch.autograd.grad(loss(), (hidden, kernel))
+            gradients = torch.autograd.grad(loss(), (tensors.hidden, tensors.kernel))
             if on_gpu:
                 torch.cuda.synchronize()
             return gradients
@@ -153,6 +111,84 @@ def torch_peers(case: Case, data: Any) -> dict[tuple[str, str], Run]:
         return run
 
     return {key: runner(loss) for key, loss in losses.items()}
+
+
+class Tensors(NamedTuple):
+    """The data of a case as PyTorch's tensors."""
+
+    hidden: Any  # [T, H]
+    kernel: Any  # [V, H]
+    targets: Any  # [T]
+    g: Any  # f32[T], the cotangents of log-probs
+    e: Any  # f32[T], those of entropies
+
+
+def _tensors(case: Case, data: Any, device: str) -> Tensors:
+    import torch
+
+    dtype = getattr(torch, case.dtype)
+
+    def factor(array: jax.Array) -> Any:
+        on_device = torch.from_numpy(np.array(array, np.float32)).to(device, dtype)
+        return on_device.contiguous().requires_grad_()
+
+    def per_token(array: jax.Array) -> Any:
+        return torch.from_numpy(np.array(array[0])).to(device)
+
+    kernel = data["kernel"]
+    if not case.sizes.tied:
+        kernel = kernel.T
+    targets = per_token(data["targets"]).long()
+    return Tensors(
+        factor(data["hidden"][0]),
+        factor(kernel),
+        targets,
+        per_token(data["g"]),
+        per_token(data["e"]),
+    )
+
+
+def _plain_losses(t: Tensors) -> dict[tuple[str, str], Callable[[], Any]]:
+    """Losses of f32 logits, eager and compiled."""
+    import torch
+
+    def log_softmax() -> Any:
+        return torch.log_softmax((t.hidden @ t.kernel.T).float(), dim=-1)
+
+    def with_entropy() -> Any:
+        log_p = log_softmax()
+        log_probs = log_p.gather(1, t.targets[:, None])[:, 0]
+        return (t.g * log_probs - t.e * (log_p.exp() * log_p).sum(-1)).sum()
+
+    def mean_log_prob() -> Any:
+        return torch.nn.functional.nll_loss(log_softmax(), t.targets)
+
+    return {
+        ("entropy", "torch, eager"): with_entropy,
+        ("entropy", "torch.compile"): torch.compile(with_entropy),
+        ("log-probs", "torch.compile"): torch.compile(mean_log_prob),
+    }
+
+
+def _kernels(t: Tensors) -> dict[tuple[str, str], Callable[[], Any]]:
+    """Mean log-probs by the kernels of Liger and of cut-cross-entropy, neither of which has an
+    entropy.
+    """
+    losses: dict[tuple[str, str], Callable[[], Any]] = {}
+    if installed("liger_kernel"):
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        liger = LigerFusedLinearCrossEntropyLoss()
+        losses["log-probs", "Liger"] = lambda: liger(t.kernel, t.hidden, t.targets)
+    if installed("cut_cross_entropy"):
+        from cut_cross_entropy import linear_cross_entropy
+
+        def cut(**options: Any) -> Callable[[], Any]:
+            return lambda: linear_cross_entropy(t.hidden, t.kernel, t.targets, **options)
+
+        losses["log-probs", "cut-cross-entropy"] = cut(filter_eps=None)
+        losses["log-probs", "cut-cross-entropy, small gradients left out"] = cut()
+    return losses
 
 
 def _that_fit(
