@@ -152,7 +152,7 @@ def with_gradients(call, parallel, arrays, wrt=PARAMETERS, **options):
     return stats, gradients
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)  # a night has hundreds
 def reference_program(call, wrt, options):
     """`with_gradients` of the reference, compiled once for cases whose numbers or meshes alone
     differ.
