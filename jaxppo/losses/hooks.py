@@ -25,8 +25,9 @@ from jaxppo.base.arrays import (
 )
 from jaxppo.base.metrics import Composite, CompositeTerm, Metric, Reduce, Terms
 from jaxppo.base.traced import is_mark
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.policy_tokens import OfConfig
-from jaxppo.losses.token_loss import OF_EVERY_LOSS, Asks, TokenLoss
+from jaxppo.losses.token_loss import OF_EVERY_LOSS, Asks, TokenLoss, WeighedBatch
 from jaxppo.policy.off_policy import OffPolicyConfig
 from jaxppo.sharding import Segments
 
@@ -67,7 +68,7 @@ def check_attributes(loss: TokenLoss[Any]) -> None:
     check_type(f"{what}.asks", loss.asks, isinstance(loss.asks, Asks), "losses.token_loss.Asks")
 
 
-def constants_of(loss: TokenLoss[Any], stats: Any, weighed: Any) -> Any:
+def constants_of(loss: TokenLoss[Any], stats: Any, weighed: WeighedBatch) -> Any:
     """The loss's constants.
 
     Those of a token-local loss of a head must not need `stats`: one pass has none yet.
@@ -88,18 +89,18 @@ def constants_of(loss: TokenLoss[Any], stats: Any, weighed: Any) -> Any:
         for path, x in jax.tree.leaves_with_path(found):
             where = f"{what}{jax.tree_util.keystr(path)}"
             shape = jnp.shape(x)
-            expected = weighed.batch.loss_mask.shape
+            of_batch = weighed.batch.loss_mask.shape
             check(
                 where,
                 f"shape {shape}",
-                shape[:2] == expected,
-                f"{expected} and more, since the loss is token-local",
+                shape[:2] == of_batch,
+                f"{of_batch} and more, since the loss is token-local",
             )
     return found
 
 
 def terms_of(
-    loss: TokenLoss[Any], stats: Any, batch: Any, constants: Any, segments: Segments
+    loss: TokenLoss[Any], stats: Any, batch: RolloutBatch, constants: Any, segments: Segments
 ) -> dict[str, Any]:
     """The terms of each token's loss. A token-local loss of a head cannot reduce over sequences."""
     if loss.token_local and loss.of_head:
@@ -117,7 +118,7 @@ def terms_of(
 
 
 def loss_of_tokens(
-    loss: TokenLoss[Any], stats: Any, batch: Any, constants: Any, segments: Segments
+    loss: TokenLoss[Any], stats: Any, batch: RolloutBatch, constants: Any, segments: Segments
 ) -> Float[Array, "R T"]:
     """Per-shard: the loss of each token before weighting, NaN, in the gradient too, where it is
     not finite.
@@ -126,7 +127,7 @@ def loss_of_tokens(
     return losses * jnp.where(jnp.isfinite(losses), 1, jnp.nan)
 
 
-def metrics_of(loss: TokenLoss[Any], stats: Any, weighed: Any, constants: Any) -> Terms:
+def metrics_of(loss: TokenLoss[Any], stats: Any, weighed: WeighedBatch, constants: Any) -> Terms:
     """The loss's metrics, before they are reduced."""
     found = loss.metrics(stats, weighed, constants)
     what = f"{name_of(loss)}.metrics"
@@ -154,7 +155,9 @@ def flags_of(what: str, found: Any, shape: Shape) -> dict[str, Any]:
     return dict(found)
 
 
-def reads_of(loss: TokenLoss[Any], stats: Any, batch: Any, segments: Segments) -> dict[str, Any]:
+def reads_of(
+    loss: TokenLoss[Any], stats: Any, batch: RolloutBatch, segments: Segments
+) -> dict[str, Any]:
     """The arrays that the loss reads, by the names of their rules."""
     found = loss.reads(stats, batch, segments)
     what = f"{name_of(loss)}.reads"
