@@ -160,7 +160,7 @@ class Normalizer:
         one: Any = PolicyLossConfig(loss) if isinstance(loss, PolicyLoss) else loss
         if hasattr(one, "with_numbers"):  # a `Part`, whose module this one cannot import
             check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
-            return cls.of(one.loss, one.of(micro_batches), parallel=parallel)
+            return cls.of(one.loss, one.own_batch(micro_batches), parallel=parallel)
         return cls._of(
             _Options(one.aggregation, one.off_policy, one.out_of_denominators),
             micro_batches,
