@@ -27,8 +27,8 @@ class Profile:
     # the most tokens whose gradients of raw logits exist at once in one pass
     group_tokens: int = 8192
     shrinks_groups: bool = True  # where groups do not fit the memory; else two passes are taken
-    # sums go around a ring of devices beside their products, around more than so many as a wide
-    # ring; 0 for no ring
+    # The most devices around which a sum goes as in `ring_sum`, beside its products. Around more it
+    # goes as in `wide_ring_sum`. With 0 there is no ring.
     ring: int = 0
     parts: int = 4  # in which the products of one pass follow a mask
     logit_copies: int = 1  # how many arrays of a tile's f32 logits XLA keeps at once

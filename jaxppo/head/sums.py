@@ -92,7 +92,7 @@ def sum_around(term: Term, dim: int, length: int, names: Names, ring: int) -> ja
     """This device's share of the sum: around at most `ring` devices as in `ring_sum`, around more
     as in `wide_ring_sum`.
 
-    XLA for TPUs makes an all-reduce of a psum_scatter over 16, and sums in f32 beside no product.
+    XLA for TPUs makes an all-reduce of a psum_scatter over 16, and computes no product beside it.
     """
     if lax.axis_size(names) <= ring:
         return ring_sum(term, dim, length, names)

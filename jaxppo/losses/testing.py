@@ -230,14 +230,16 @@ def _assert_local(case: _Case, stats: Any) -> None:
     places = places[:: -(-len(places) // MOST_MOVED)]
 
     def losses(move: tuple[Array, Array]) -> Float[Array, "R T"]:
-        (row, position), by = move
-        moved = [x.at[row, position].add(by) for x in floats]
+        """Of all tokens, where the statistics of one are moved by so much."""
+        place, by = move
+        moved = [x.at[place[0], place[1]].add(by) for x in floats]
         return explain_tokens(_joined(moved, others), case.batch, case.loss).arrays["contribution"]
 
-    # the first is not moved
-    moves = np.concatenate([places[:1], places]), np.full(1 + len(places), -0.1, np.float32)
-    moves[1][0] = 0
-    usual, *found = np.asarray(jax.jit(functools.partial(jax.lax.map, losses))(moves))
+    # the first turn moves nothing
+    moved_places = np.concatenate([places[:1], places])
+    by = np.full(len(moved_places), -0.1, np.float32)
+    by[0] = 0
+    usual, *found = np.asarray(jax.jit(functools.partial(jax.lax.map, losses))((moved_places, by)))
     differences = np.abs(np.asarray(found) - usual)
     differences[np.arange(len(places)), places[:, 0], places[:, 1]] = 0
     if differences.max() > case.atol * np.abs(usual).max():
@@ -281,6 +283,7 @@ def _assert_on_meshes(
     expected: Any,
     meshes: Sequence[str | ParallelMesh] | None,
 ) -> None:
+    """The loss and its gradients on each mesh, against those on one device."""
     for mesh in _meshes(case.batch, meshes):
         parallel = make_parallel_mesh(mesh) if isinstance(mesh, str) else mesh
         found = jax.jit(functools.partial(fn, parallel))(case.batch, *given)
