@@ -231,15 +231,16 @@ def _assert_local(case: _Case, stats: Any) -> None:
 
     def losses(move: tuple[Array, Array]) -> Float[Array, "R T"]:
         """Of all tokens, where the statistics of one are moved by so much."""
-        place, by = move
-        moved = [x.at[place[0], place[1]].add(by) for x in floats]
+        place, amount = move
+        moved = [x.at[place[0], place[1]].add(amount) for x in floats]
         return explain_tokens(_joined(moved, others), case.batch, case.loss).arrays["contribution"]
 
     # the first turn moves nothing
     moved_places = np.concatenate([places[:1], places])
-    by = np.full(len(moved_places), -0.1, np.float32)
-    by[0] = 0
-    usual, *found = np.asarray(jax.jit(functools.partial(jax.lax.map, losses))((moved_places, by)))
+    amounts = np.full(len(moved_places), -0.1, np.float32)
+    amounts[0] = 0
+    each_turn = jax.jit(functools.partial(jax.lax.map, losses))
+    usual, *found = np.asarray(each_turn((moved_places, amounts)))
     differences = np.abs(np.asarray(found) - usual)
     differences[np.arange(len(places)), places[:, 0], places[:, 1]] = 0
     if differences.max() > case.atol * np.abs(usual).max():
