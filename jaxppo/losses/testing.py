@@ -230,7 +230,7 @@ def _assert_local(case: _Case, stats: Any) -> None:
     places = places[:: -(-len(places) // MOST_MOVED)]
 
     def losses(move: tuple[Array, Array]) -> Float[Array, "R T"]:
-        """Of all tokens, where the statistics of one are moved by so much."""
+        """The contribution of every token, where the statistics of one are moved by an amount."""
         place, amount = move
         moved = [x.at[place[0], place[1]].add(amount) for x in floats]
         return explain_tokens(_joined(moved, others), case.batch, case.loss).arrays["contribution"]
