@@ -72,9 +72,9 @@ def measured(
         grouped = {group: grouped[group] for group in ("floor", *groups)}
         others = peers.torch_seconds(case, data, rounds, groups)
         return timed(case, data, compiled_of(grouped, data), rounds, others)
-    chosen = {
-        g: {n: s for n, s in steps.items() if only.get(n) == g} for g, steps in grouped.items()
-    }
+    chosen: dict[str, dict[str, versions.Step]] = {}
+    for name, group in only.items():
+        chosen.setdefault(group, {})[name] = grouped[group][name]
     return timed(case, data, compiled_of(chosen, data), rounds)
 
 
@@ -82,19 +82,15 @@ def compiled_of(grouped: dict[str, dict[str, versions.Step]], data: Any) -> Prog
     """Programs by (group, name), compiled side by side: GPUs try many kernels for each, on
     arrays of its sizes.
     """
-    steps = {
-        (group, name): step for group, steps in grouped.items() for name, step in steps.items()
-    }
+    steps: dict[tuple[str, str], versions.Step] = {}
+    for group, steps_of_group in grouped.items():
+        steps |= {(group, name): step for name, step in steps_of_group.items()}
     logits = 4 * data["hidden"].shape[1] * max(data["kernel"].shape)  # bytes
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
-    with ThreadPoolExecutor(max(1, int(min(8, memory // (2 * logits))))) as threads:
-        return dict(
-            zip(
-                steps,
-                threads.map(lambda step: compile_step(step, data), steps.values()),
-                strict=True,
-            )
-        )
+    count = max(1, int(min(8, memory // (2 * logits))))
+    with ThreadPoolExecutor(count) as threads:
+        compiling = {key: threads.submit(compile_step, step, data) for key, step in steps.items()}
+    return {key: program.result() for key, program in compiling.items()}
 
 
 def timed(
@@ -149,10 +145,8 @@ def show(title: str, records: Records) -> None:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     print(f"\n{title}")
     for row in cells:
-        print(
-            "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip(),
-            flush=True,
-        )
+        padded = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(padded).rstrip(), flush=True)
 
 
 def _cell(value: Any) -> str:
@@ -174,16 +168,15 @@ def main_part(args: argparse.Namespace) -> Records:
     plain = min(r["over_floor"] for r in records if r["version"] in versions.PLAIN)
     print(f"\nover the three matmuls: fastest plain {plain:.3f}")
     full = took["entropy", "jaxppo"]
-    part = took["part", "jaxppo, where"]
+    over_floor = full / took["floor", versions.FLOOR]
+    part = took["part", "jaxppo, where"] / full
+    everything = took["entropy", "jaxppo, where all"] / full
+    gathered = took["part", "jaxppo, rows gathered"] / full
     print(
-        f"jaxppo: {full / took['floor', versions.FLOOR]:.3f}; with a mask of {args.share:.0%}"
-        f" {part / full:.3f} of its time without, with one of all"
-        f" {took['entropy', 'jaxppo, where all'] / full:.3f}"
+        f"jaxppo: {over_floor:.3f}; with a mask of {args.share:.0%} {part:.3f} of its time without,"
+        f" with one of all {everything:.3f}"
     )
-    print(
-        "rows gathered first:"
-        f" {took['part', 'jaxppo, rows gathered'] / took['entropy', 'jaxppo']:.3f} of jaxppo's"
-    )
+    print(f"rows gathered first: {gathered:.3f} of jaxppo's")
     return records
 
 
@@ -235,15 +228,15 @@ def tpu_part(args: argparse.Namespace) -> Records:
     Without --tpu they are all rows of the documented tables, which takes an hour. What is done is
     written after each.
     """
-    cases = itertools.product(args.tpu or CHIPS, args.mesh, args.heads, args.tpu_tokens)
-    if not args.tpu:
-        cells = [("cp=4,tp=4", name, 8192) for name in HEADS] + [
-            (mesh, "qwen3-8b", 8192) for mesh in MESHES
-        ]
+    chips = args.tpu or CHIPS
+    if args.tpu:
+        cells = list(itertools.product(args.mesh, args.heads, args.tpu_tokens))
+    else:
+        cells = [("cp=4,tp=4", name, 8192) for name in HEADS]
+        cells += [(mesh, "qwen3-8b", 8192) for mesh in MESHES]
         cells.append(("cp=4,tp=4", "qwen3-8b", 32768))
-        cases = ((chip, *cell) for cell in cells for chip in CHIPS)  # type: ignore[assignment]
     records: Records = []
-    for topology, mesh, name, tokens in cases:
+    for (mesh, name, tokens), topology in itertools.product(cells, chips):
         records += described(name, HEADS[name], tokens, mesh, topology)
         write(args, "tpu", records)
     return records
@@ -357,11 +350,8 @@ def costs(step: Step) -> dict[str, dict[str, Any]]:
             "notes": "; ".join(cost.notes),
         }
         if on_tpu and "pass" in version:
-            spent, least = (
-                [found[x][f"{what}_ms"] for what in ("compute", "collectives")]
-                for x in (version, "best plain")
-            )
-            found[version]["over_best_plain"] = sum(spent) / sum(least)
+            spent = _total_ms(found[version])
+            found[version]["over_best_plain"] = spent / _total_ms(found["best plain"])
         if "a mask" in version:
             computing, waiting = of_a_fifth(cost, step.tokens)
             found[version] |= {
@@ -369,6 +359,10 @@ def costs(step: Step) -> dict[str, dict[str, Any]]:
                 "fifth_ms": computing + waiting,
             }
     return found
+
+
+def _total_ms(record: dict[str, Any]) -> float:
+    return record["compute_ms"] + record["collectives_ms"]
 
 
 def of_a_fifth(cost: Audit, tokens: int) -> tuple[float, float]:

@@ -119,14 +119,19 @@ def chunked(case: Case, stats: Callable[..., Any]) -> Stats:
         size = min(CHUNK, case.tokens)
         count = -(-case.tokens // size)
         extra = count * size - case.tokens
-        chunks = [
-            jnp.pad(x[0], ((0, extra), *((0, 0),) * (x.ndim - 2))).reshape(
-                count, 1, size, *x.shape[2:]
-            )
-            for x in (hidden, targets)
-        ]
-        chunk = jax.checkpoint(lambda h, y: stats(plain_logits(h, kernel, case.sizes), y))
-        out = jax.lax.map(lambda args: chunk(*args), tuple(chunks))
+
+        def split(x: jax.Array) -> jax.Array:
+            """The chunks of one row, the last one filled up with zeros."""
+            padding = jnp.zeros((extra, *x.shape[2:]), x.dtype)
+            padded = jnp.concatenate([x[0], padding])
+            return padded.reshape(count, 1, size, *x.shape[2:])
+
+        @jax.checkpoint
+        def stats_of_chunk(chunk: tuple[jax.Array, jax.Array]) -> Any:
+            logits = plain_logits(chunk[0], kernel, case.sizes)
+            return stats(logits, chunk[1])
+
+        out = jax.lax.map(stats_of_chunk, (split(hidden), split(targets)))
         return jax.tree.map(lambda x: x.reshape(1, -1)[:, : case.tokens], out)
 
     return apply
@@ -138,13 +143,9 @@ def ours(
     """`log_probs_from_hidden`; `where` names the batch whose loss mask it gets."""
 
     def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
-        stats = log_probs_from_hidden(
-            hidden,
-            head_of(case.sizes, kernel),
-            data["targets"],
-            entropy=entropy,
-            where=None if where is None else data[where].loss_mask > 0,
-        )
+        head = head_of(case.sizes, kernel)
+        mask = None if where is None else data[where].loss_mask > 0
+        stats = log_probs_from_hidden(hidden, head, data["targets"], entropy=entropy, where=mask)
         return _weighted(stats.log_probs, stats.entropy if entropy == "bonus" else None, data)
 
     return _gradients(loss)
@@ -157,10 +158,9 @@ def values(stats: Stats) -> Step:
 
 def our_stats(case: Case) -> Stats:
     def stats(hidden: jax.Array, kernel: jax.Array, targets: jax.Array) -> Any:
-        found = log_probs_from_hidden(
-            hidden, head_of(case.sizes, kernel), targets, entropy="metric"
-        )
-        return found.log_probs, found.entropy
+        head = head_of(case.sizes, kernel)
+        token_stats = log_probs_from_hidden(hidden, head, targets, entropy="metric")
+        return token_stats.log_probs, token_stats.entropy
 
     return stats
 
@@ -175,7 +175,8 @@ def gathered(case: Case, step: Step) -> Step:
         rows = jnp.nonzero(data["part"].loss_mask[0], size=case.counted)[0]
         taken = {name: data[name][:, rows] for name in ("hidden", "targets", "g", "e")}
         value, (dhidden, dkernel) = step({**data, **taken})
-        return value, (jnp.zeros_like(data["hidden"]).at[:, rows].set(dhidden), dkernel)
+        no_gradient = jnp.zeros_like(data["hidden"])
+        return value, (no_gradient.at[:, rows].set(dhidden), dkernel)
 
     return apply
 
@@ -198,9 +199,8 @@ def plain_policy_loss(case: Case, batch: str = "batch") -> Step:
     stats = _from_logits(case, plain_stats)
 
     def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
-        return policy_loss(
-            TokenStats(*stats(hidden, kernel, data["targets"])), data[batch], CONFIG
-        )[0]
+        token_stats = TokenStats(*stats(hidden, kernel, data["targets"]))
+        return policy_loss(token_stats, data[batch], CONFIG)[0]
 
     return _gradients(loss)
 
