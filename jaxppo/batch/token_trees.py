@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Unpack
 
 import jax
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from jaxppo.base.arrays import check, check_type, is_array, spec_of
 from jaxppo.base.pytree import register
@@ -189,7 +189,7 @@ class TokenTrees:
         return TokenTrees(self.rows.specs(parallel), self.batch.specs(parallel), places)
 
 
-def _to_batch(axes: ShardAxes, stats: Any, places: Array) -> Any:
+def _to_batch(axes: ShardAxes, stats: PyTree, places: Array) -> PyTree:
     """Per-shard: see `TokenTrees.to_batch`."""
     stacked = places.ndim - 2
     of_rows = places.reshape(-1, places.shape[-1])

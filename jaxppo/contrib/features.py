@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jaxppo.base.arrays import Aggregation, Coefficient, check, check_floating, check_type
 from jaxppo.base.metrics import Terms, means
@@ -59,7 +59,7 @@ class Features(TokenLoss[States]):
     aggregation: Aggregation = "token_mean"
     aggregation_norm: float | None = None
 
-    def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
+    def check_stats(self, stats: PyTree, batch: RolloutBatch) -> None:
         check_type("stats", stats, isinstance(stats, States), "contrib.features.States")
         shape = batch.loss_mask.shape
         for name, x in stats._asdict().items():
@@ -73,14 +73,14 @@ class Features(TokenLoss[States]):
         return {"draft_states": stats.draft, "policy_states": stats.policy}
 
     def terms(
-        self, stats: States, batch: RolloutBatch, constants: Any, segments: Segments
+        self, stats: States, batch: RolloutBatch, constants: PyTree, segments: Segments
     ) -> Losses:
         error = jnp.abs(stats.draft - lax.stop_gradient(stats.policy))
         beta = for_each(self.beta)
         inside = jnp.minimum(error, beta)
         return {"features": (inside * (error - inside / 2) / beta).mean(axis=-1)}
 
-    def metrics(self, stats: States, weighed: WeighedBatch, constants: Any) -> Terms:
+    def metrics(self, stats: States, weighed: WeighedBatch, constants: PyTree) -> Terms:
         return means(
             self.terms(stats, weighed.batch, constants, weighed.segments), weighed.batch.loss_mask
         )

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxppo.base.arrays import Coefficient, needed
 from jaxppo.base.by_id import ById
@@ -114,7 +114,7 @@ class REAL(OfPairs[TokenStats]):
         return segments.spread(jnp.where(is_whole, jnp.float32(1), jnp.nan))
 
     def terms(
-        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+        self, stats: TokenStats, batch: RolloutBatch, constants: PyTree, segments: Segments
     ) -> Losses:
         terms = super().terms(stats, batch, constants, segments)
         return {"real": terms["preference"] * constants}
@@ -137,7 +137,7 @@ class REAL(OfPairs[TokenStats]):
     def sides(self, x: Labelled) -> dict[str, PerSample]:
         return {"log_ratio": x.log_ratio}
 
-    def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: Any) -> Terms:
+    def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: PyTree) -> Terms:
         tokens = weighed.segments.sum(weighed.batch.loss_mask)
         x = self.of_batch(stats, weighed.batch, weighed.segments, tokens)
         one_sided = means({"one_sided": weighed.segments.spread(x.one_sided)}, weighed.weights)

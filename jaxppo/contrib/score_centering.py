@@ -5,12 +5,12 @@ sampler's tokens.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxppo.base.arrays import check, needed
 from jaxppo.base.traced import leaves, with_leaves
@@ -134,7 +134,7 @@ class ScoreCentering(OfConfig, OfIds):
         return unusable_tokens(self.config, None, batch)
 
     def terms(
-        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+        self, stats: TokenStats, batch: RolloutBatch, constants: PyTree, segments: Segments
     ) -> Losses:
         ids, log_p, log_q = self.of_ids(stats, batch)
         has_id = ids != -1

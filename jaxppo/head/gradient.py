@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
 from jaxppo.head import statistics
 from jaxppo.head.blocks import SumsAt, second_pass
@@ -40,7 +41,7 @@ def stats_of_inputs(axes: ShardAxes, call: HeadCall, inputs: Inputs) -> TokenSta
     return in_rows(inputs.tokens.targets.shape, token_stats(call, enter(call, inputs)))
 
 
-def in_rows(shape: tuple[int, ...], stats: Any) -> Any:
+def in_rows(shape: tuple[int, ...], stats: PyTree) -> PyTree:
     """Arrays `[N, ...]` of tokens as `[R, T, ...]`."""
     return jax.tree.map(lambda array: array.reshape(*shape, *array.shape[1:]), stats)
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jaxppo.base.arrays import PER_SEGMENT, check, check_type, masked
 from jaxppo.base.metrics import Metric, Metrics, reduce_metrics
@@ -27,6 +27,7 @@ from jaxppo.batch.reads import LOG_PROBS, at_most_zero
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import HeadCall, Inputs
 from jaxppo.head.gradient import reduce_tokens
+from jaxppo.head.head import TokenStats
 from jaxppo.head.kept import stats_with_kept_logits
 from jaxppo.losses.hooks import (
     check_tokens,
@@ -59,8 +60,8 @@ class Static(NamedTuple):
 def call_parts(
     name: str,
     parts: Mapping[str, Part],
-    arrays: Mapping[str, Any],
-    specs: Callable[[ParallelMesh], tuple[Any, Any]],
+    arrays: Mapping[str, PyTree],
+    specs: Callable[[ParallelMesh], tuple[PyTree, PyTree]],
     batch: RolloutBatch,
     parallel: Parallel,
     normalizer: Normalizers,
@@ -88,7 +89,7 @@ def call_parts(
     normalizers = _of_each_part(normalizer, parts)
     args = {**arrays, "batch": batch, "normalizer": normalizers, "config": traced}
 
-    def all_specs(p: ParallelMesh) -> tuple[list[Any], Any]:
+    def all_specs(p: ParallelMesh) -> tuple[list[PyTree], PyTree]:
         array_specs, result_specs = specs(p)
         normalizer_specs = [None if x is None else x.specs(p) for x in normalizers]
         return [array_specs, batch.specs(p), normalizer_specs, P()], result_specs
@@ -108,12 +109,13 @@ def _of_each_part(normalizer: Normalizers, parts: Mapping[str, Part]) -> list[No
     if normalizer is None:
         return [None] * len(parts)
     expected = "Normalizers by the names of parts, or None"
-    by_name: Any = normalizer
+    by_name = normalizer
     if ALONE in parts:
         expected = "Normalizer or None"
-        by_name = {ALONE: normalizer}
+        by_name = {ALONE: normalizer}  # type: ignore[dict-item]
     good = isinstance(by_name, Mapping) and all(isinstance(x, Normalizer) for x in by_name.values())
     check_type("normalizer", normalizer, good, expected)
+    assert isinstance(by_name, Mapping)
     good = by_name.keys() == parts.keys()
     check("normalizer", f"those of {sorted(by_name)}", good, f"one of each part, {sorted(parts)}")
     return [by_name[name] for name in parts]
@@ -122,7 +124,7 @@ def _of_each_part(normalizer: Normalizers, parts: Mapping[str, Part]) -> list[No
 def _loss_of_parts(
     axes: ShardAxes,
     static: Static,
-    arrays: Any,
+    arrays: PyTree,
     batch: RolloutBatch,
     normalizers: Sequence[Normalizer | None],
     numbers: Sequence[Numbers],
@@ -158,7 +160,7 @@ def _one_pass(
     parts: tuple[Part, ...],
     weighed_batches: Sequence[WeighedBatch],
     numbers: Sequence[Numbers],
-) -> tuple[Float[Array, ""], Any]:
+) -> tuple[Float[Array, ""], TokenStats]:
     """The weighted sum of all losses of tokens, and the statistics, in one pass of the head."""
     call, arrays = inputs
     known = [
@@ -196,7 +198,7 @@ def weighed_batch(
     normalizer: Normalizer | None,
     numbers: Numbers,
     batch: RolloutBatch,
-    stats: Any,
+    stats: PyTree,
     inputs: HeadInputs = None,
 ) -> WeighedBatch:
     """Per-shard: weighs tokens and checks rules, with the statistics and the step's normalizer if
@@ -240,7 +242,7 @@ def weighed_batch(
     return _without_left_out(weighed, stats)
 
 
-def _with_stats(weighed: WeighedBatch, stats: Any) -> WeighedBatch:
+def _with_stats(weighed: WeighedBatch, stats: PyTree) -> WeighedBatch:
     """The batch after one pass, which has given statistics: their rules are checked too, and
     tokens left out by them.
     """
@@ -253,7 +255,7 @@ def _with_stats(weighed: WeighedBatch, stats: Any) -> WeighedBatch:
     return _without_left_out(weighed, stats)
 
 
-def _without_left_out(weighed: WeighedBatch, stats: Any) -> WeighedBatch:
+def _without_left_out(weighed: WeighedBatch, stats: PyTree) -> WeighedBatch:
     """The batch without the tokens that the loss leaves out, and with weights of NaN where a rule
     is broken.
     """
@@ -326,7 +328,7 @@ def _broken_rules(
 
 
 def finish(
-    weighed: WeighedBatch, stats: Any, total: Float[Array, ""] | None = None
+    weighed: WeighedBatch, stats: PyTree, total: Float[Array, ""] | None = None
 ) -> LossAndMetrics:
     """Per-shard: the loss, `total` where one pass has computed it already, and its metrics."""
     loss = weighed.loss
@@ -348,7 +350,7 @@ def finish(
     return total, reduce_metrics(axes, terms) | {"loss": of_loss, "broken_rules": broken}
 
 
-def _known_before(weighed: WeighedBatch, numbers: Numbers) -> tuple[Any, Any]:
+def _known_before(weighed: WeighedBatch, numbers: Numbers) -> tuple[PyTree, PyTree]:
     """The inputs of `_OfTokens` beside the statistics: arrays by token, and arrays that every
     token reads whole.
     """
@@ -367,14 +369,16 @@ class _OfTokens:
 
     parts: tuple[Part, ...]
 
-    def __call__(self, stats: Any, per_token: Any, shared: Any) -> jax.Array:
+    def __call__(self, stats: TokenStats, per_token: PyTree, shared: PyTree) -> jax.Array:
         stats, per_token = jax.tree.map(lambda x: x[None], (stats, per_token))  # one row
         losses = []
         for part, tokens, whole in zip(self.parts, per_token, shared, strict=True):
             losses.append(self._of_part(part, stats, tokens, whole)[0])
         return functools.reduce(jnp.add, losses)
 
-    def _of_part(self, part: Part, stats: Any, per_token: Any, shared: Any) -> jax.Array:
+    def _of_part(
+        self, part: Part, stats: TokenStats, per_token: PyTree, shared: PyTree
+    ) -> jax.Array:
         """f32[1, C], the weighted losses of one part."""
         batch, weights, constants = per_token
         by_segment, numbers = shared

@@ -5,6 +5,7 @@ and KLCov.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -122,7 +123,7 @@ def _pick(
     old: Array,
     batch: RolloutBatch,
     key: Array,
-    traced: Any,
+    traced: Mapping[str, Array],
 ) -> Float[Array, "*K R T"]:
     config, kind_of_old = static
     loss: Any = put_arrays(config, traced)

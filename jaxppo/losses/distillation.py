@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal, Unpack
 
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxppo.base.arrays import Aggregation, check, check_choice, is_number
 from jaxppo.base.metrics import Metrics, Terms, means
@@ -187,9 +187,11 @@ class DivergenceLoss(TokenLoss[Float[Array, "R T"]]):
         return {"divergence": stats}
 
     def terms(
-        self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Any, segments: Segments
+        self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: PyTree, segments: Segments
     ) -> Losses:
         return {"divergence": stats}
 
-    def metrics(self, stats: Float[Array, "R T"], weighed: WeighedBatch, constants: Any) -> Terms:
+    def metrics(
+        self, stats: Float[Array, "R T"], weighed: WeighedBatch, constants: PyTree
+    ) -> Terms:
         return means({"divergence": stats}, weighed.batch.loss_mask)

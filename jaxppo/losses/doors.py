@@ -10,7 +10,7 @@ from typing import Any, Unpack, get_args
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxppo.base.arrays import check
 from jaxppo.base.metrics import Metrics
@@ -20,8 +20,8 @@ from jaxppo.batch.validation import checked
 from jaxppo.head.arguments import Pair, prepare_head
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.head import Entropy, Head, TokenStats
-from jaxppo.losses.compute import Normalizers, call_parts
-from jaxppo.losses.parts import OfPolicy, Part, Parts, as_parts
+from jaxppo.losses.compute import LossAndMetrics, Normalizers, call_parts
+from jaxppo.losses.parts import AnyLoss, OfPolicy, Part, Parts, as_parts
 from jaxppo.losses.policy_tokens import check_config
 from jaxppo.losses.token_loss import Stats, TokenLoss
 from jaxppo.policy.config import PolicyLossConfig
@@ -187,7 +187,7 @@ def loss_from_hidden(
     hidden: Float[Array, "R T H"],
     head: Head | Float[Array, "H V"],
     batch: RolloutBatch,
-    loss: TokenLoss[Any] | OfPolicy | Parts,
+    loss: AnyLoss,
     *,
     parallel: Parallel = None,
     normalizer: Normalizer | Mapping[str, Normalizer] | None = None,
@@ -252,9 +252,9 @@ def loss_from_hidden(
 
 def from_stats(
     name: str,
-    stats: Any,
+    stats: PyTree,
     batch: RolloutBatch,
-    loss: Any,
+    loss: AnyLoss,
     parallel: Parallel,
     normalizer: Normalizers,
     *,
@@ -271,7 +271,7 @@ def from_stats(
         part.token_loss.check(part_batch)
         part.token_loss.check_stats(stats, part_batch)
 
-    def specs(p: ParallelMesh) -> tuple[Any, Any]:
+    def specs(p: ParallelMesh) -> tuple[PyTree, PyTree]:
         if fn is None:
             return p.tokens_spec, P()
         return p.tokens_spec, p.tokens_spec
@@ -285,7 +285,7 @@ def _from_hidden(
     name: str,
     states: Pair,
     batch: RolloutBatch,
-    loss: Any,
+    loss: AnyLoss,
     parallel: Parallel,
     normalizer: Normalizers,
     *,
@@ -293,7 +293,7 @@ def _from_hidden(
     nucleus_ids: Int[Array, "R T K"] | None,
     adapter_ids: Int[Array, " R"] | None,
     options: HeadOptions,
-) -> Any:
+) -> LossAndMetrics:
     """`loss_from_hidden` under the name of another door."""
     batch = checked(batch, reader=name)
     parts = as_parts(loss)
@@ -324,7 +324,7 @@ def _from_hidden(
         options=options,
     )
 
-    def specs(p: ParallelMesh) -> tuple[Any, Any]:
+    def specs(p: ParallelMesh) -> tuple[PyTree, PyTree]:
         return prepared.specs, P()
 
     return call_parts(
@@ -339,7 +339,7 @@ def _from_hidden(
     )
 
 
-def _check_reads_head(which: str, part: Part, nucleus_ids: Any) -> None:
+def _check_reads_head(which: str, part: Part, nucleus_ids: Array | None) -> None:
     """Raises where the loss of a part does not read log-probs, or not those that are
     renormalised over a nucleus.
     """

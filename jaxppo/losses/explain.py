@@ -9,14 +9,14 @@ import functools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxppo.base.arrays import check, check_array, check_type, masked
 from jaxppo.base.metrics import CompositeTerm
@@ -27,8 +27,8 @@ from jaxppo.head.head import TokenStats
 from jaxppo.losses.compute import Numbers, Static, weighed_batch
 from jaxppo.losses.doors import from_stats
 from jaxppo.losses.hooks import constants_of, flags_of, metrics_of, name_of, terms_of
-from jaxppo.losses.parts import ALONE, OfPolicy, Parts
-from jaxppo.losses.token_loss import Losses, TokenLoss, WeighedBatch
+from jaxppo.losses.parts import ALONE, AnyLoss
+from jaxppo.losses.token_loss import Losses, WeighedBatch
 from jaxppo.sharding import ShardAxes, segment_sum
 from jaxppo.step.aggregation import Normalizer, Parallel
 
@@ -66,15 +66,15 @@ class ExplainedTokens:
     targets: Int[Array, "R T"] | None = None
     loss_mask: Float[Array, "R T"] | None = None
 
-    def reason_names(self) -> Any:
+    def reason_names(self) -> list[list[str]]:
         """The reasons themselves, as lists of the shape of `reason`."""
         return np.asarray(self.reasons, object)[np.asarray(self.reason)].tolist()
 
 
 def explain_tokens(
-    stats: Any,
+    stats: PyTree,
     batch: RolloutBatch,
-    loss: TokenLoss[Any] | OfPolicy | Parts,
+    loss: AnyLoss,
     *,
     parallel: Parallel = None,
     normalizer: Normalizer | Mapping[str, Normalizer] | None = None,
@@ -122,23 +122,22 @@ def explain_tokens(
 def _per_shard(
     axes: ShardAxes,
     call: Static,
-    stats: Any,
+    stats: PyTree,
     batch: RolloutBatch,
-    normalizers: list[Any],
-    numbers: list[Any],
+    normalizers: Sequence[Normalizer | None],
+    numbers: Sequence[Numbers],
 ) -> dict[str, ExplainedTokens]:
     stats, numbers = lax.stop_gradient((stats, numbers))
     names, parts, _ = call
-    steps = [
-        weighed_batch(axes, *its, batch, stats)
-        for its in zip(parts, normalizers, numbers, strict=True)
-    ]
-    each = zip(names, steps, numbers, strict=True)
-    return {name: _explained(weighed, stats, its, batch) for name, weighed, its in each}
+    explained = {}
+    for name, part, normalizer, own in zip(names, parts, normalizers, numbers, strict=True):
+        weighed = weighed_batch(axes, part, normalizer, own, batch, stats)
+        explained[name] = _explained(weighed, stats, own, batch)
+    return explained
 
 
 def _explained(
-    weighed: WeighedBatch, stats: Any, numbers: Numbers, batch: RolloutBatch
+    weighed: WeighedBatch, stats: PyTree, numbers: Numbers, batch: RolloutBatch
 ) -> ExplainedTokens:
     loss = weighed.loss
     mask = weighed.batch.loss_mask
@@ -146,7 +145,7 @@ def _explained(
     constants = constants_of(loss, stats, weighed)
     seen = loss.seen(stats, mask)
 
-    def contributed(stats: Any) -> tuple[Array, Losses]:
+    def contributed(stats: PyTree) -> tuple[Array, Losses]:
         terms = terms_of(loss, loss.seen(stats, mask), weighed.batch, constants, weighed.segments)
         total = functools.reduce(jnp.add, terms.values())
         return jnp.where(mask > 0, total, 0) * weights, terms
@@ -160,7 +159,7 @@ def _explained(
         for name, x in metrics.items()
         if not isinstance(x, CompositeTerm) and x[2] in ("mean", "sum")
     }
-    arrays: dict[str, Any] = {name.removesuffix("_mean"): x[0] for name, x in reported.items()}
+    arrays: dict[str, Array] = {name.removesuffix("_mean"): x[0] for name, x in reported.items()}
     if isinstance(stats, TokenStats):
         arrays["log_probs"] = seen.log_probs
     if weighed.batch.advantages is not None:
@@ -298,6 +297,9 @@ def _check_pair(explained: ExplainedTokens, batch: RolloutBatch) -> None:
     )
 
 
-def _plain(x: Any) -> Any:
-    x = x.item() if isinstance(x, np.generic) else x
-    return None if isinstance(x, float) and not math.isfinite(x) else x
+def _plain(x: object) -> object:
+    if isinstance(x, np.generic):
+        x = x.item()
+    if isinstance(x, float) and not math.isfinite(x):
+        return None
+    return x

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxppo.base.arrays import (
     KINDS,
@@ -68,7 +68,7 @@ def check_attributes(loss: TokenLoss[Any]) -> None:
     check_type(f"{what}.asks", loss.asks, isinstance(loss.asks, Asks), "losses.token_loss.Asks")
 
 
-def constants_of(loss: TokenLoss[Any], stats: Any, weighed: WeighedBatch) -> Any:
+def constants_of(loss: TokenLoss[Any], stats: PyTree, weighed: WeighedBatch) -> PyTree:
     """The loss's constants.
 
     Those of a token-local loss of a head must not need `stats`: one pass has none yet.
@@ -100,8 +100,8 @@ def constants_of(loss: TokenLoss[Any], stats: Any, weighed: WeighedBatch) -> Any
 
 
 def terms_of(
-    loss: TokenLoss[Any], stats: Any, batch: RolloutBatch, constants: Any, segments: Segments
-) -> dict[str, Any]:
+    loss: TokenLoss[Any], stats: PyTree, batch: RolloutBatch, constants: PyTree, segments: Segments
+) -> dict[str, Float[Array, "R T"]]:
     """The terms of each token's loss. A token-local loss of a head cannot reduce over sequences."""
     if loss.token_local and loss.of_head:
         segments = _OfOneToken(
@@ -118,7 +118,7 @@ def terms_of(
 
 
 def loss_of_tokens(
-    loss: TokenLoss[Any], stats: Any, batch: RolloutBatch, constants: Any, segments: Segments
+    loss: TokenLoss[Any], stats: PyTree, batch: RolloutBatch, constants: PyTree, segments: Segments
 ) -> Float[Array, "R T"]:
     """Per-shard: the loss of each token before weighting, NaN, in the gradient too, where it is
     not finite.
@@ -127,7 +127,9 @@ def loss_of_tokens(
     return losses * jnp.where(jnp.isfinite(losses), 1, jnp.nan)
 
 
-def metrics_of(loss: TokenLoss[Any], stats: Any, weighed: WeighedBatch, constants: Any) -> Terms:
+def metrics_of(
+    loss: TokenLoss[Any], stats: PyTree, weighed: WeighedBatch, constants: PyTree
+) -> Terms:
     """The loss's metrics, before they are reduced."""
     found = loss.metrics(stats, weighed, constants)
     what = f"{name_of(loss)}.metrics"
@@ -147,7 +149,9 @@ def metrics_of(loss: TokenLoss[Any], stats: Any, weighed: WeighedBatch, constant
     return dict(found)
 
 
-def flags_of(what: str, found: Any, shape: Shape) -> dict[str, Any]:
+def flags_of(
+    what: str, found: Mapping[str, Bool[Array, "R T"]], shape: Shape
+) -> dict[str, Bool[Array, "R T"]]:
     """What `reasons` gives."""
     check_mapping(what, found, "bool[R, T] by name")
     for name, x in found.items():
@@ -156,8 +160,8 @@ def flags_of(what: str, found: Any, shape: Shape) -> dict[str, Any]:
 
 
 def reads_of(
-    loss: TokenLoss[Any], stats: Any, batch: RolloutBatch, segments: Segments
-) -> dict[str, Any]:
+    loss: TokenLoss[Any], stats: PyTree, batch: RolloutBatch, segments: Segments
+) -> dict[str, Array | None]:
     """The arrays that the loss reads, by the names of their rules."""
     found = loss.reads(stats, batch, segments)
     what = f"{name_of(loss)}.reads"
@@ -182,7 +186,7 @@ def reads_of(
     return dict(found)
 
 
-def check_mapping(what: str, found: Any, expected: str) -> None:
+def check_mapping(what: str, found: object, expected: str) -> None:
     """Raises TypeError unless this is a mapping."""
     if not isinstance(found, Mapping):
         got = type(found).__name__
@@ -205,16 +209,16 @@ class _OfOneToken(Segments):
 
     loss: str = ""
 
-    def sum(self, x: Any) -> NoReturn:
+    def sum(self, x: object) -> NoReturn:
         self._refuse("sum")
 
-    def mean(self, x: Any, mask: Any) -> NoReturn:
+    def mean(self, x: object, mask: object) -> NoReturn:
         self._refuse("mean")
 
-    def max(self, x: Any, mask: Any) -> NoReturn:
+    def max(self, x: object, mask: object) -> NoReturn:
         self._refuse("max")
 
-    def spread(self, y: Any) -> NoReturn:
+    def spread(self, y: object) -> NoReturn:
         self._refuse("spread")
 
     def _refuse(self, name: str) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Unpack
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jaxppo.base.arrays import Aggregation, check, check_count, check_type, needed
 from jaxppo.base.metrics import Metric, Metrics
@@ -158,8 +158,8 @@ def sum_of_depths(
     prefix: str,
     names: Sequence[str],
     loss: TokenLoss[Any],
-    depths: Sequence[tuple[Any, RolloutBatch]],
-    numbers: Mapping[str, Any],
+    depths: Sequence[tuple[PyTree, RolloutBatch]],
+    numbers: Mapping[str, float | Array],
     parallel: Parallel,
     normalizers: Sequence[Normalizer] | None,
     decay: float = 1.0,
@@ -209,7 +209,7 @@ def shift_targets(
       Array([[6, 0, 8, 0]], dtype=int32)
     """
     check_count("by", by)
-    extras: Mapping[str, Any] = {}
+    extras: Mapping[str, Array] = {}
     if isinstance(batch, RolloutBatch):
         extras = batch.extras
     batch = checked(batch, stacked=True)

@@ -45,6 +45,7 @@ from jaxppo.policy_losses.base import Loss
 ALONE = ""  # the name of a loss that is not a part of a sum
 OfPolicy = PolicyLossConfig | PolicyLoss
 Parts = Mapping[str, Loss]
+AnyLoss = TokenLoss[Any] | OfPolicy | Parts  # what `loss_from_hidden` takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Part(Loss):
         for extra in self.extras:
             x = extra_of(batch, extra, "f32[R, T], a number for each token")
             check_array(f"batch.extras[{extra!r}]", x, batch.loss_mask.shape, "the batch's")
-        own: dict[str, Any] = {}
+        own: dict[str, Array] = {}
         if self.mask is not None and self.equals is not None:
             marks = _extra(batch, self.mask, "i32[R, T] for equals of a part", KINDS["ids"])
             own["loss_mask"] = jnp.where(marks == self.equals, batch.loss_mask, 0).astype(
@@ -156,7 +157,7 @@ class Part(Loss):
                 batch, self.weights, "[R, T] for loss_weights of a part", KINDS["loss_weights"]
             )
             own["loss_weights"] = weights.astype(jnp.float32)
-        return dataclasses.replace(batch, **own)
+        return dataclasses.replace(batch, **own)  # type: ignore[arg-type]
 
 
 def _extra(batch: RolloutBatch, name: str, expected: str, kind: ArrayKind) -> Array:
@@ -165,7 +166,7 @@ def _extra(batch: RolloutBatch, name: str, expected: str, kind: ArrayKind) -> Ar
     return extra
 
 
-def as_parts(loss: Any) -> dict[str, Part]:
+def as_parts(loss: AnyLoss) -> dict[str, Part]:
     """The parts of a loss by name; a loss that is no sum is alone."""
     if not isinstance(loss, Mapping):
         return {ALONE: Part(as_token_loss(loss))}
@@ -176,12 +177,12 @@ def as_parts(loss: Any) -> dict[str, Part]:
     parts = {}
     for name, part in loss.items():
         if not isinstance(part, Part):
-            part = Part(part)
+            part = Part(part)  # type: ignore[arg-type]  # which its constructor checks
         parts[name] = part
     return parts
 
 
-def as_token_loss(loss: Any) -> TokenLoss[Any]:
+def as_token_loss(loss: Loss) -> TokenLoss[Any]:
     """The loss of a token that a loss stands for; raises unless it is a single loss as
     `loss_from_hidden` takes it.
     """
@@ -192,11 +193,14 @@ def as_token_loss(loss: Any) -> TokenLoss[Any]:
         loss = PolicyLossConfig(loss)
     if isinstance(loss, PolicyLossConfig):
         return PolicyTokenLoss(loss)
+    assert isinstance(loss, TokenLoss)
     return loss
 
 
 def by_row(
-    losses: Mapping[str, Any], which: str, numbers: Mapping[str, Mapping[str, str]] | None = None
+    losses: Mapping[str, Loss],
+    which: str,
+    numbers: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Part]:
     """A loss for each row, or sample: parts by name, of which each has the tokens that are marked
     with its place.
@@ -270,7 +274,7 @@ def _with_marks(loss: TokenLoss[Any], extras: Mapping[str, str]) -> TokenLoss[An
     return with_leaves(loss, marks)
 
 
-def _number(loss: Any, field: str) -> tuple[Path, Any]:
+def _number(loss: TokenLoss[Any], field: str) -> tuple[Path, Any]:
     """The whole path of a number, and the number: a policy loss is "config.loss" in the loss of
     a token.
     """

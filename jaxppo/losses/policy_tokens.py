@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Set
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxppo.base.arrays import Aggregation, check, check_array, check_type, is_zero, masked, needed
 from jaxppo.base.kl import KL, Estimator, k3, kl_divergence, log_ratio
@@ -149,7 +149,7 @@ class PolicyTokenLoss(OfConfig):
                 "the batch's",
             )
 
-    def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
+    def check_stats(self, stats: PyTree, batch: RolloutBatch) -> None:
         check_stats(stats, batch.loss_mask.shape)
         if self.config.entropy_mode != "bonus":
             return
@@ -244,7 +244,7 @@ class PolicyTokenLoss(OfConfig):
         }
 
     def terms(
-        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+        self, stats: TokenStats, batch: RolloutBatch, constants: PyTree, segments: Segments
     ) -> Losses:
         config = self.config
         policy, _ = self._policy(stats.log_probs, batch, constants, segments)
@@ -342,7 +342,7 @@ class PolicyTokenLoss(OfConfig):
 
 
 def _clips_by_sign(
-    clipped: Float[Array, "R T"], advantages: Float[Array, "R T"], reduced: Callable[[Any], Term]
+    clipped: Float[Array, "R T"], advantages: Float[Array, "R T"], reduced: Callable[[Array], Term]
 ) -> Terms:
     """The share of clipped tokens among those of positive advantages, and among those of
     negative ones.
@@ -452,11 +452,11 @@ class ReferenceKL(TokenLoss[TokenStats]):
         return reads
 
     def terms(
-        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+        self, stats: TokenStats, batch: RolloutBatch, constants: PyTree, segments: Segments
     ) -> Losses:
         return {"kl": reference_kl(KL(1.0, self.estimator), stats.log_probs, batch, segments)}
 
-    def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: Any) -> Terms:
+    def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: PyTree) -> Terms:
         return means(
             self.terms(stats, weighed.batch, constants, weighed.segments), weighed.batch.loss_mask
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
 from jaxppo.base.arrays import Aggregation, Coefficient, check_type, is_zero
 from jaxppo.base.metrics import Terms, means
@@ -93,7 +94,7 @@ class SFT(TokenLoss[TokenStats]):
         return {name: getattr(stats, name) for name in ("log_probs", *self._in_loss)}
 
     def terms(
-        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+        self, stats: TokenStats, batch: RolloutBatch, constants: PyTree, segments: Segments
     ) -> Losses:
         terms = {"nll": -stats.log_probs}
         if not is_zero(self.label_smoothing):
@@ -106,7 +107,7 @@ class SFT(TokenLoss[TokenStats]):
             terms = {name: probability * x for name, x in terms.items()}
         return terms
 
-    def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: Any) -> Terms:
+    def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: PyTree) -> Terms:
         values = {
             "nll": -stats.log_probs,
             "entropy": stats.entropy,

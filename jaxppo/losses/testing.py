@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jaxppo.base.arrays import PER_TOKEN_VALUES, check, check_count, check_type, needed
 from jaxppo.batch.broken_rules import explain_broken_rules
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.api import log_probs_from_hidden
+from jaxppo.head.head import TokenStats
 from jaxppo.losses.doors import loss_from_hidden, loss_from_stats
 from jaxppo.losses.explain import explain_tokens
 from jaxppo.losses.hooks import name_of
@@ -27,14 +28,16 @@ from jaxppo.sharding import ParallelMesh, _submodule, make_parallel_mesh
 testing = _submodule("testing")  # `jaxppo.sharding.testing` is a door for users, above this module
 FEATURES = 8
 MOST_MOVED = 64
-Leaves = list[Any]
+Leaves = list[Array]
+Others = tuple[list[Array | None], jax.tree_util.PyTreeDef]  # a tree without its floats
+LossAndGradients = tuple[Array, Sequence[Array]]  # a loss and its gradients
 
 
 def assert_token_loss(
     loss: TokenLoss[Any] | OfPolicy,
     batch: RolloutBatch,
     *,
-    stats: Any = None,
+    stats: PyTree = None,
     vocab_size: int | None = None,
     meshes: Sequence[str | ParallelMesh] | None = None,
     rtol: float = 1e-4,
@@ -130,20 +133,28 @@ def assert_token_loss(
 class _Case:
     """A loss and its batch."""
 
-    loss: Any
+    loss: TokenLoss[Any] | OfPolicy
     of: TokenLoss[Any]
     batch: RolloutBatch
     rtol: float
     atol: float
 
-    def stats_of(self, batch: RolloutBatch, hidden: Array, kernel: Array) -> Any:
+    def stats_of(self, batch: RolloutBatch, hidden: Array, kernel: Array) -> TokenStats:
         asks = self.of.asks
         ids = None if asks.ids is None else jnp.asarray(batch.extras[asks.ids])
-        options: Any = {"entropy": asks.entropy, "logit_stats": asks.logit_stats, "ids": ids}
-        given = hidden, kernel, jnp.asarray(batch.targets)
-        return log_probs_from_hidden(*given, where=batch.loss_mask > 0, **options)
+        return log_probs_from_hidden(
+            hidden,
+            kernel,
+            jnp.asarray(batch.targets),
+            where=batch.loss_mask > 0,
+            entropy=asks.entropy,
+            logit_stats=asks.logit_stats,
+            ids=ids,
+        )
 
-    def from_stats(self, parallel: Any, batch: RolloutBatch, stats: Any) -> Any:
+    def from_stats(
+        self, parallel: ParallelMesh | None, batch: RolloutBatch, stats: PyTree
+    ) -> LossAndGradients:
         """The loss, and its gradients by the statistics that are floats."""
         floats, others = _floats(stats)
 
@@ -152,16 +163,20 @@ class _Case:
 
         return jax.value_and_grad(fn)(floats)
 
-    def from_hidden(self, parallel: Any, batch: RolloutBatch, hidden: Array, kernel: Array) -> Any:
+    def from_hidden(
+        self, parallel: ParallelMesh | None, batch: RolloutBatch, hidden: Array, kernel: Array
+    ) -> LossAndGradients:
         def fn(hidden: Array, kernel: Array) -> Array:
             return loss_from_hidden(hidden, kernel, batch, self.loss, parallel=parallel)[0]
 
         return jax.value_and_grad(fn, (0, 1))(hidden, kernel)
 
-    def two_steps(self, batch: RolloutBatch, hidden: Array, kernel: Array) -> tuple[Any, Any]:
+    def two_steps(
+        self, batch: RolloutBatch, hidden: Array, kernel: Array
+    ) -> tuple[TokenStats, LossAndGradients]:
         """The statistics, and what `from_hidden` gives, by them."""
 
-        def fn(hidden: Array, kernel: Array) -> tuple[Array, Any]:
+        def fn(hidden: Array, kernel: Array) -> tuple[Array, TokenStats]:
             stats = self.stats_of(batch, hidden, kernel)
             return loss_from_stats(stats, batch, self.loss)[0], stats
 
@@ -169,7 +184,7 @@ class _Case:
         return stats, (loss, gradients)
 
 
-def _floats(tree: Any) -> tuple[Leaves, Any]:
+def _floats(tree: PyTree) -> tuple[Leaves, Others]:
     """The leaves that have a gradient, and what `_joined` needs to put them back."""
     leaves, structure = jax.tree.flatten(tree)
     is_float = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves]
@@ -178,7 +193,7 @@ def _floats(tree: Any) -> tuple[Leaves, Any]:
     return floats, (others, structure)
 
 
-def _joined(floats: Leaves, rest: Any) -> Any:
+def _joined(floats: Leaves, rest: Others) -> PyTree:
     others, structure = rest
     left = iter(floats)
     return structure.unflatten([next(left) if x is None else x for x in others])
@@ -202,7 +217,7 @@ def _states(
     )
 
 
-def _finite(case: _Case, stats: Any, of_stats: Any) -> float:
+def _finite(case: _Case, stats: PyTree, of_stats: LossAndGradients) -> float:
     """The loss from statistics; raises where it is not finite, or moves no token: equal numbers
     would show nothing.
     """
@@ -223,7 +238,7 @@ def _finite(case: _Case, stats: Any, of_stats: Any) -> float:
     return float(value)
 
 
-def _assert_local(case: _Case, stats: Any) -> None:
+def _assert_local(case: _Case, stats: PyTree) -> None:
     """Moves the statistics of one token after the other."""
     floats, others = _floats(stats)
     places = np.argwhere(np.asarray(case.batch.loss_mask) > 0)
@@ -254,7 +269,11 @@ def _assert_local(case: _Case, stats: Any) -> None:
 
 
 def _assert_blind(
-    case: _Case, fn: Callable[..., Any], given: tuple[Any, ...], expected: Any, what: str
+    case: _Case,
+    fn: Callable[..., LossAndGradients],
+    given: tuple[PyTree, ...],
+    expected: LossAndGradients,
+    what: str,
 ) -> None:
     """The loss with garbage where the loss mask is 0."""
     on = np.asarray(case.batch.loss_mask) > 0
@@ -279,9 +298,9 @@ def _assert_blind(
 
 def _assert_on_meshes(
     case: _Case,
-    fn: Callable[..., Any],
-    given: tuple[Any, ...],
-    expected: Any,
+    fn: Callable[..., LossAndGradients],
+    given: tuple[PyTree, ...],
+    expected: LossAndGradients,
     meshes: Sequence[str | ParallelMesh] | None,
 ) -> None:
     """The loss and its gradients on each mesh, against those on one device."""
@@ -291,7 +310,9 @@ def _assert_on_meshes(
         testing.assert_trees_close(found, expected, case.rtol, case.atol, f"mesh {mesh}")
 
 
-def _meshes(batch: RolloutBatch, meshes: Sequence[str | ParallelMesh] | None) -> list[Any]:
+def _meshes(
+    batch: RolloutBatch, meshes: Sequence[str | ParallelMesh] | None
+) -> list[str | ParallelMesh]:
     """The meshes to try: those that divide the rows and the positions of the batch."""
     if meshes is not None:
         check_type(
@@ -302,7 +323,7 @@ def _meshes(batch: RolloutBatch, meshes: Sequence[str | ParallelMesh] | None) ->
         )
         return list(meshes)
     rows, positions = batch.loss_mask.shape
-    found = []
+    found: list[str | ParallelMesh] = []
     spread = False
     for mesh in testing.factorings(jax.device_count()):
         parallel = make_parallel_mesh(mesh)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxppo.base.arrays import PER_TOKEN_VALUES, Aggregation, check, masked
 from jaxppo.base.metrics import Terms
@@ -129,7 +129,7 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
     def check(self, batch: RolloutBatch) -> None:
         """Raises where the batch lacks what the loss reads, or where shapes or dtypes are wrong."""
 
-    def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
+    def check_stats(self, stats: PyTree, batch: RolloutBatch) -> None:
         """Raises where the statistics lack what the loss reads, or where shapes or dtypes are
         wrong.
         """
@@ -176,7 +176,7 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
             return {"log_probs": stats.log_probs}
         return {}
 
-    def constants(self, stats: Stats | None, weighed: WeighedBatch) -> Any:
+    def constants(self, stats: Stats | None, weighed: WeighedBatch) -> PyTree:
         """Per-shard: a pytree of `[R, T]` constants; `stats` are None, and not needed, if the
         loss is token-local.
         """
@@ -184,13 +184,13 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
 
     @abc.abstractmethod
     def terms(
-        self, stats: Stats, batch: RolloutBatch, constants: Any, segments: Segments
+        self, stats: Stats, batch: RolloutBatch, constants: PyTree, segments: Segments
     ) -> Losses:
         """Per-shard: the terms of each token's loss by name, before weighting; finite where the
         mask is 0.
         """
 
-    def metrics(self, stats: Stats, weighed: WeighedBatch, constants: Any) -> Terms:
+    def metrics(self, stats: Stats, weighed: WeighedBatch, constants: PyTree) -> Terms:
         """Per-shard: by name, what is reduced to one number over the tokens of all devices and
         micro-batches.
 
@@ -223,7 +223,7 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
         return {}
 
     def reasons(
-        self, stats: Stats, weighed: WeighedBatch, constants: Any
+        self, stats: Stats, weighed: WeighedBatch, constants: PyTree
     ) -> Mapping[str, Bool[Array, "R T"]]:
         """Per-shard: by name, why the loss does not train some of its tokens; the first reason
         that holds counts.
@@ -244,12 +244,12 @@ def for_each(number: Any) -> Any:
     return number
 
 
-def masked_arrays(tree: Any, mask: Float[Array, "R T"]) -> Any:
+def masked_arrays(tree: PyTree, mask: Float[Array, "R T"]) -> PyTree:
     """Arrays `[R, T, ...]`: floats in f32, 0 where the mask is 0, whatever was there; others are
     unchanged.
     """
 
-    def masked_array(x: Any) -> Any:
+    def masked_array(x: Array) -> Array:
         if jnp.issubdtype(x.dtype, jnp.floating):
             return masked(x, mask)
         return x

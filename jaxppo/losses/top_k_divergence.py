@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxppo.base.arrays import (
     KINDS,
@@ -131,7 +131,7 @@ def _divergence(
     teacher_log_probs: Float[Array, "*batch K"],
     has_id: Bool[Array, "*batch K"],
     divergence: TopKDivergence,
-    beta: Any,
+    beta: float | Array,
     tail: Tail,
 ) -> Float[Array, "*batch"]:
     """See `top_k_divergence`; beta is a checked number, or one for each position, `[..., 1]`."""
@@ -180,7 +180,7 @@ def _sound_log_probs(
     return log_p, at_most_one(jnp.where(log_q <= MAX_SAMPLED, log_q, jnp.nan), has_id)
 
 
-def checked_options(divergence: TopKDivergence, beta: float | Array) -> Any:
+def checked_options(divergence: TopKDivergence, beta: float | Array) -> float | Array:
     """The checked beta, NaN where it is an array out of its range."""
     check_choice("divergence", divergence, TopKDivergence)
     if divergence == "jensen_shannon" and is_number(beta) and beta in (0, 1):
@@ -237,7 +237,7 @@ def _head_share(
     p: Float[Array, "*batch K"],
     q: Float[Array, "*batch K"],
     there: Bool[Array, "*batch K"],
-    beta: Any,
+    beta: float | Array,
 ) -> Float[Array, "*batch 1"]:
     """The share of |q - p| outside the least likely tokens of q, which have at most beta
     together.
@@ -291,7 +291,7 @@ class OfIds(TokenLoss[TokenStats]):
             of_log_probs, given, ids.shape, f"that of {self.ids!r}", KINDS["teacher_log_probs"]
         )
 
-    def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
+    def check_stats(self, stats: PyTree, batch: RolloutBatch) -> None:
         super().check_stats(stats, batch)
         how = "f32[R, T, K]: log_probs_from_hidden(..., ids=ids)"
         own = needed("stats.id_log_probs", stats.id_log_probs, how).shape
@@ -322,7 +322,7 @@ class OfIds(TokenLoss[TokenStats]):
         own, given = (jnp.where(ids == -1, 0, x.astype(jnp.float32)) for x in log_probs)
         return ids, own, given
 
-    def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: Any) -> Terms:
+    def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: PyTree) -> Terms:
         """The probability of all ids together, of both sides, and at how many tokens rounding
         made it too large.
         """
@@ -459,7 +459,7 @@ class TopKDistillation(OfIds):
         return (batch.loss_mask > 0) & lacks
 
     def terms(
-        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+        self, stats: TokenStats, batch: RolloutBatch, constants: PyTree, segments: Segments
     ) -> Losses:
         ids, log_p, log_q = self.of_ids(stats, batch)
         has_id = ids != -1
@@ -481,6 +481,6 @@ class TopKDistillation(OfIds):
         is_id = (ids == batch.targets[..., None]).any(axis=-1)
         return jnp.where(is_id, 0, kl_divergence(stats.log_probs, teachers, "k3+"))
 
-    def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: Any) -> Terms:
+    def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: PyTree) -> Terms:
         terms = self.terms(stats, weighed.batch, constants, weighed.segments)
         return super().metrics(stats, weighed, constants) | means(terms, weighed.batch.loss_mask)

@@ -76,8 +76,11 @@ def agreeing(config: PolicyLossConfig, log_probs: Tokens, batch: RolloutBatch) -
 
 
 def excused(
-    config: PolicyLossConfig, read: Mapping[str, Any], log_probs: Tokens | None, batch: RolloutBatch
-) -> dict[str, Any]:
+    config: PolicyLossConfig,
+    read: Mapping[str, Array],
+    log_probs: Tokens | None,
+    batch: RolloutBatch,
+) -> dict[str, Array]:
     """The log-probs that a loss reads, by name, but 0, which breaks no rule of values, where it
     does not use them.
     """

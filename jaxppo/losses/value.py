@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jaxppo.base.arrays import (
     Aggregation,
@@ -84,7 +84,7 @@ class Value(TokenLoss[Values]):
         if self.clip is not None:
             needed("batch.values", batch.values, "f32[R, T] for a clip (see advantages.gae)")
 
-    def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
+    def check_stats(self, stats: PyTree, batch: RolloutBatch) -> None:
         check_array("values", stats, batch.loss_mask.shape, "the batch's [R, T]")
 
     def reads(self, stats: Values | None, batch: RolloutBatch, segments: Segments) -> Reads:
@@ -94,11 +94,11 @@ class Value(TokenLoss[Values]):
         return reads
 
     def terms(
-        self, stats: Values, batch: RolloutBatch, constants: Any, segments: Segments
+        self, stats: Values, batch: RolloutBatch, constants: PyTree, segments: Segments
     ) -> Losses:
         return {"value": self.factor * functools.reduce(jnp.maximum, self._errors(stats, batch))}
 
-    def metrics(self, stats: Values, weighed: WeighedBatch, constants: Any) -> Terms:
+    def metrics(self, stats: Values, weighed: WeighedBatch, constants: PyTree) -> Terms:
         batch = weighed.batch
         mask = batch.loss_mask
         terms = means({"value_mean": stats, "value_error": jnp.abs(stats - batch.returns)}, mask)

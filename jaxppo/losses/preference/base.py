@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxppo.base.arrays import Aggregation, Coefficient, check, check_type, needed
 from jaxppo.base.metrics import Terms, means
@@ -77,7 +77,7 @@ class OfPairs(TokenLoss[Stats]):
         return rewards
 
     def terms(
-        self, stats: Stats, batch: RolloutBatch, constants: Any, segments: Segments
+        self, stats: Stats, batch: RolloutBatch, constants: PyTree, segments: Segments
     ) -> Losses:
         x, pairs = self._read(stats, batch, segments)
         # with 0 * x the gradient is NaN where weights are NaN, for samples without a pair too
@@ -86,7 +86,7 @@ class OfPairs(TokenLoss[Stats]):
         check_entries(f"{type(self).__name__}.of_samples", losses, first.shape, "sample")
         return {"preference": segments.spread(losses + 0 * first)}
 
-    def metrics(self, stats: Stats, weighed: WeighedBatch, constants: Any) -> Terms:
+    def metrics(self, stats: Stats, weighed: WeighedBatch, constants: PyTree) -> Terms:
         spread = weighed.segments.spread
         weights = weighed.weights
         rewards = weighed.batch.rewards
@@ -206,7 +206,7 @@ class PreferenceLoss(OfPairs[TokenStats]):
             segments.sum(stats.log_probs), segments.sum(log_ratios), jnp.maximum(tokens, 1)
         )
 
-    def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: Any) -> Terms:
+    def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: PyTree) -> Terms:
         terms = super().metrics(stats, weighed, constants)
         if stats.entropy is not None:
             terms["entropy"] = (stats.entropy, weighed.weights, "mean")
@@ -266,7 +266,7 @@ class PairLoss(PreferenceLoss):
         return pairs.to_both(losses + self.nll_coef * nll)
 
 
-def check_entries(what: str, losses: Any, shape: tuple[int, ...], of: str) -> None:
+def check_entries(what: str, losses: Array, shape: tuple[int, ...], of: str) -> None:
     """Raises unless a loss gave one number for each pair or sample: a single one would be spread
     over them.
     """

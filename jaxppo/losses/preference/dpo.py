@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxppo.base.arrays import Coefficient, check, check_array, check_field, is_number
 from jaxppo.batch.rollout_batch import RolloutBatch
@@ -320,7 +320,7 @@ class BradleyTerry(OfPairs[Scores]):
             + self.centring * (chosen + rejected) ** 2
         )
 
-    def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
+    def check_stats(self, stats: PyTree, batch: RolloutBatch) -> None:
         check_array("scores", stats, batch.loss_mask.shape, "the batch's [R, T]")
 
     def reads(self, stats: Scores | None, batch: RolloutBatch, segments: Segments) -> Reads:
