@@ -86,12 +86,12 @@ class ParallelMesh:
             "fsdp": fsdp,
             "replicated": replicated,
         }
-        given = {
+        axes_by_role = {
             role: axis_names(value, role)
             for role, value in roles.items()
             if not isinstance(value, EllipsisType)
         }
-        for role, names in given.items():
+        for role, names in axes_by_role.items():
             for name in names:
                 if name not in mesh.shape:
                     raise ValueError(
@@ -99,7 +99,7 @@ class ParallelMesh:
                         f" {tuple(mesh.shape)}"
                     )
         axes = ShardAxes(
-            **_roles_of(mesh, given),
+            **_roles_of(mesh, axes_by_role),
             sequence_parallel=sequence_parallel,
             context_layout=context_layout,
         )
@@ -155,8 +155,8 @@ class ParallelMesh:
           >>> ParallelMesh.from_rules(mesh, rules) == ParallelMesh(mesh, fsdp="fsdp")
           True
         """
-        given = {"batch": batch, "length": length, "embed": embed, "vocab": vocab}
-        roles = roles_of_rules(rules, mesh.shape, given)
+        logical_names = {"batch": batch, "length": length, "embed": embed, "vocab": vocab}
+        roles = roles_of_rules(rules, mesh.shape, logical_names)
         return cls(mesh, *roles, replicated, sequence_parallel, context_layout)
 
     @property
@@ -236,28 +236,28 @@ def check_parallel(parallel: object, expected: str = "ParallelMesh, ShardAxes or
     raise TypeError(f"parallel: got {got}, expected {expected}{roles}")
 
 
-def _roles_of(mesh: Mesh, given: Mapping[str, Names]) -> dict[str, Names]:
-    """The axes of each role: those given, else those with the usual names.
+def _roles_of(mesh: Mesh, axes_by_role: Mapping[str, Names]) -> dict[str, Names]:
+    """The axes of each role: those axes_by_role, else those with the usual names.
 
     Axes of size 1 are left out.
     """
     # one axis may shard both tokens and a kernel, so fsdp takes no axis away from other roles
-    claimed = {name for role, names in given.items() if role != "fsdp" for name in names}
+    claimed = {name for role, names in axes_by_role.items() if role != "fsdp" for name in names}
     roles: dict[str, Names] = {}
     for role, usual in _CONVENTION.items():
         taken = claimed
         if role == "fsdp":
-            taken = claimed - {*given.get("data", ()), *given.get("context", ())}
+            taken = claimed - {*axes_by_role.get("data", ()), *axes_by_role.get("context", ())}
         by_name = tuple(name for name in mesh.axis_names if name in usual and name not in taken)
-        roles[role] = given.get(role, by_name)
+        roles[role] = axes_by_role.get(role, by_name)
     fsdp_rows = [name for name in roles["fsdp"] if name not in roles["context"]]
-    if "data" in given:
+    if "data" in axes_by_role:
         roles["data"] += tuple(name for name in fsdp_rows if name not in roles["data"])
     else:
         roles["data"] = tuple(
             name for name in mesh.axis_names if name in (*roles["data"], *fsdp_rows)
         )
-    roles["replicated"] = given.get("replicated", ())
+    roles["replicated"] = axes_by_role.get("replicated", ())
     return {
         role: tuple(name for name in names if mesh.shape[name] > 1) for role, names in roles.items()
     }

@@ -347,13 +347,13 @@ def unpack(array: Shaped[Array | np.ndarray, "*K R T ..."], packed: Packed) -> l
 
 
 def _check_options(options: Mapping[str, Any], data: int) -> None:
-    given = {name: value for name, value in options.items() if value is not None}
-    if not isinstance(buckets := given.get("buckets", ()), Sequence):
+    chosen_options = {name: value for name, value in options.items() if value is not None}
+    if not isinstance(buckets := chosen_options.get("buckets", ()), Sequence):
         raise TypeError(f"buckets: got {buckets!r}, expected a sequence of numbers of rows")
-    chosen = [name for name in ("rows", "buckets", "max_tokens") if name in given]
+    chosen = [name for name in ("rows", "buckets", "max_tokens") if name in chosen_options]
     if len(chosen) > 1:
         raise ValueError(f"{', '.join(chosen)}: got all of them, expected one at most")
-    for name, value in given.items():
+    for name, value in chosen_options.items():
         for size in value if name == "buckets" else (value,):
             check_int(name, size, 1)
             if name in ("rows", "buckets") and size % data:
@@ -432,20 +432,20 @@ def _check_num_segments(
     options: Mapping[str, Any], size: np.ndarray, held: np.ndarray, row_length: int, needed: int
 ) -> None:
     """Raises where the rows that the options allow would do, if each could hold more sequences."""
-    given = options["num_segments"]
+    num_segments = options["num_segments"]
     rows = (options["rows"] or max(options["buckets"] or (0,))) * (options["micro_batches"] or 1)
-    if given is None or options["max_tokens"] is not None or not 0 < rows < needed:
+    if num_segments is None or options["max_tokens"] is not None or not 0 < rows < needed:
         return
 
     def fits(most: int) -> bool:
         return int(first_fit_decreasing(size, held, row_length, most)[0].max(initial=-1)) < rows
 
-    more = range(given + 1, int(held.sum()) + 1)
+    more = range(num_segments + 1, int(held.sum()) + 1)
     least = bisect.bisect_left(more, True, key=fits)
     if least < len(more):
         expected = f"at least {more[least]}, the sequences that a row then holds"
         raise ValueError(
-            f"num_segments: got {given}, expected {expected}, or more rows than {rows}"
+            f"num_segments: got {num_segments}, expected {expected}, or more rows than {rows}"
         )
 
 

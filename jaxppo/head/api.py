@@ -219,35 +219,33 @@ class _LogitsCall(NamedTuple):
     vocab_size: int
 
 
-def _own_logits(call: _LogitsCall, given: jax.Array, tokens: Tokens) -> tuple[jax.Array, Columns]:
+def _own_logits(call: _LogitsCall, logits: jax.Array, tokens: Tokens) -> tuple[jax.Array, Columns]:
     """The logits of the columns on which this device works, f32[N, V] after temperature, and
     these columns.
     """
-    given = own_columns(call.axes, call.v_names, call.vocab_size, given, dim=1)
-    columns = columns_of(call.axes, call.vocab_size, given.shape[1])
-    return (
-        to_logits(Transform(), given.astype(jnp.float32), tokens.temperature, columns.valid),
-        columns,
-    )
+    logits = own_columns(call.axes, call.v_names, call.vocab_size, logits, dim=1)
+    columns = columns_of(call.axes, call.vocab_size, logits.shape[1])
+    logits = logits.astype(jnp.float32)
+    return to_logits(Transform(), logits, tokens.temperature, columns.valid), columns
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _statistics(
-    call: _LogitsCall, given: jax.Array, tokens: Tokens, where: jax.Array | None
+    call: _LogitsCall, logits: jax.Array, tokens: Tokens, where: jax.Array | None
 ) -> TokenStats:
-    return _forward(call, given, tokens, where)[0]
+    return _forward(call, logits, tokens, where)[0]
 
 
 def _forward(
-    call: _LogitsCall, given: jax.Array, tokens: Tokens, where: jax.Array | None
+    call: _LogitsCall, logits: jax.Array, tokens: Tokens, where: jax.Array | None
 ) -> tuple[TokenStats, Any]:
-    z, columns = _own_logits(call, where_counts(where, given), tokens)
+    z, columns = _own_logits(call, where_counts(where, logits), tokens)
     reduced = statistics.over_devices(
         statistics.reduce_columns(call.asked, z, tokens, columns), call.axes
     )
     stats = statistics.stats_of_numbers(call.asked, reduced, tokens, call.vocab_size)
     return where_counts(where, stats), (
-        given,
+        logits,
         tokens,
         where,
         statistics.left_for_gradients(call.asked, reduced),
@@ -255,7 +253,7 @@ def _forward(
 
 
 def _backward(call: _LogitsCall, saved: Any, dstats: TokenStats) -> tuple[jax.Array, None, None]:
-    given, tokens, where, reduced = saved
+    logits, tokens, where, reduced = saved
     asked, counts, dsums = statistics.cotangents(
         call.asked, reduced, tokens, call.vocab_size, dstats
     )
@@ -263,7 +261,7 @@ def _backward(call: _LogitsCall, saved: Any, dstats: TokenStats) -> tuple[jax.Ar
     # have a derivative. One that has no loss and holds NaN, or excludes all columns, does not: 0 *
     # NaN is NaN.
     finite = [
-        jnp.isfinite(numbers).reshape(given.shape[0], -1).all(1)
+        jnp.isfinite(numbers).reshape(logits.shape[0], -1).all(1)
         for numbers in reduced.sums.values()
     ]
     counts |= jnp.stack(finite).all(0) & (reduced.sums["s"] > 0)
@@ -272,11 +270,11 @@ def _backward(call: _LogitsCall, saved: Any, dstats: TokenStats) -> tuple[jax.Ar
     dsums = where_counts(counts, dsums)
     peaks = where_counts(counts, reduced.peaks, -LOW)
 
-    def sums_of(given: jax.Array) -> statistics.Numbers:
-        z, columns = _own_logits(call, where_counts(counts, given), tokens)
+    def sums_of(logits: jax.Array) -> statistics.Numbers:
+        z, columns = _own_logits(call, where_counts(counts, logits), tokens)
         return statistics.sums_of(asked, z, peaks, tokens, columns, differentiated=True)
 
-    sums, pull = jax.vjp(sums_of, given)
+    sums, pull = jax.vjp(sums_of, logits)
     dsums = jax.tree.map(lambda cotangent, like: vary(cotangent, varying(like)), dsums, sums)
     return *pull(dsums), None, None
 

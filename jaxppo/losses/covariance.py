@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jaxppo.base.arrays import masked
 from jaxppo.base.ranks import highest, ordered_bits, total
@@ -93,15 +93,14 @@ def covariance_mask(
     if without is not None:
         batch = dataclasses.replace(batch, loss_mask=jnp.where(without, 0, batch.loss_mask))
     args = {"stats": log_probs, "old_log_probs": old, "batch": batch, "key": key, "config": traced}
-    given = (
-        args,
-        lambda p: (
-            [*[batch.specs(p).loss_mask] * 2, batch.specs(p), P(), P()],
-            batch.specs(p).loss_mask,
-        ),
-    )
     kind = PER_TOKEN[BY_RATIO.get(config.ratio_to, "log_probs")][0]
-    return shard_call("covariance_mask", _pick, parallel, *given, (static, kind))
+
+    def specs(p: ParallelMesh) -> tuple[PyTree, PyTree]:
+        of_batch = batch.specs(p)
+        tokens = of_batch.loss_mask
+        return [tokens, tokens, of_batch, P(), P()], tokens
+
+    return shard_call("covariance_mask", _pick, parallel, args, specs, (static, kind))
 
 
 def _check_key(key: Any) -> None:

@@ -8,7 +8,7 @@ From a teacher's top-k see `TopKDistillation`, by policy gradient
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal, Unpack
+from typing import ClassVar, Literal, Unpack
 
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, PyTree
@@ -90,17 +90,17 @@ def divergence_from_hidden(
     """
     check_choice("divergence", divergence, Divergence)
     check("beta", repr(beta), is_number(beta) and 0 < beta < 1, "a number in (0, 1)")
-    pair = (hidden, head), (teacher_hidden, teacher_head)
-    given: Any = {
-        "parallel": parallel,
-        "temperature": temperature,
-        "where": where,
-        "options": options,
-    }
     student, teacher = prepare_pair(
-        *pair, names=("student", "teacher"), second_spec=teacher_hidden_spec, **given
+        (hidden, head),
+        (teacher_hidden, teacher_head),
+        names=("student", "teacher"),
+        second_spec=teacher_hidden_spec,
+        options=options,
+        parallel=parallel,
+        temperature=temperature,
+        where=where,
     )
-    found: tuple[Float[Array, "R T"]] = shard_call(
+    divergences: tuple[Float[Array, "R T"]] = shard_call(
         "divergence_from_hidden",
         divergences_of_tokens,
         parallel,
@@ -108,7 +108,7 @@ def divergence_from_hidden(
         lambda p: ([student.specs, teacher.specs], p.tokens_spec),
         DivergenceCall(student.call, teacher.call, (divergence,), beta),
     )
-    return found[0]
+    return divergences[0]
 
 
 def distillation_loss(
@@ -160,16 +160,20 @@ def distillation_loss(
     """
     batch = checked(batch, reader="distillation_loss")
     loss = DivergenceLoss(aggregation, aggregation_norm)
-    states = hidden, head, teacher_hidden, teacher_head
-    given: Any = {
-        "divergence": divergence,
-        "beta": beta,
-        "temperature": temperature,
-        "where": batch.loss_mask > 0,
-    }
-    given |= {"parallel": parallel, "teacher_hidden_spec": teacher_hidden_spec, **options}
-    found = divergence_from_hidden(*states, **given)
-    return from_stats("distillation_loss", found, batch, loss, parallel, normalizer)
+    divergences = divergence_from_hidden(
+        hidden,
+        head,
+        teacher_hidden,
+        teacher_head,
+        divergence=divergence,
+        beta=beta,
+        temperature=temperature,
+        where=batch.loss_mask > 0,
+        parallel=parallel,
+        teacher_hidden_spec=teacher_hidden_spec,
+        **options,
+    )
+    return from_stats("distillation_loss", divergences, batch, loss, parallel, normalizer)
 
 
 @dataclasses.dataclass(frozen=True)

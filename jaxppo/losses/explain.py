@@ -216,8 +216,11 @@ def by_sample(
     counted.pop("padding", None)
     tokens = LossTokens.of(batch)
     arrays = {**explained.arrays, "tokens": tokens.see(tokens.mask), **counted}
-    given = batch.segment_ids, batch.num_segments, parallel
-    return {name: segment_sum(jnp.asarray(x, jnp.float32), *given) for name, x in arrays.items()}
+    sums = {}
+    for name, x in arrays.items():
+        values = jnp.asarray(x, jnp.float32)
+        sums[name] = segment_sum(values, batch.segment_ids, batch.num_segments, parallel)
+    return sums
 
 
 def write_tokens(
@@ -255,30 +258,30 @@ def write_tokens(
     """
     check_type("path", path, isinstance(path, (str, os.PathLike)), "the path of a file")
     _check_pair(explained, batch)
-    given = jax.tree.map(np.asarray, batch)
+    batch = jax.tree.map(np.asarray, batch)
     arrays = jax.tree.map(np.asarray, explained.arrays)
     padding = np.asarray(explained.reason) == explained.reasons.index("padding")
-    same = np.array_equal(padding, given.segment_ids <= 0)
+    same = np.array_equal(padding, batch.segment_ids <= 0)
     expected = "what explain_tokens found for this batch"
     check("explained", "another batch's padding", same, expected)
     for name in ("targets", "loss_mask"):
         theirs = getattr(explained, name)
-        own = getattr(given, name)
+        own = getattr(batch, name)
         same = theirs is None or np.array_equal(theirs, own, equal_nan=name == "loss_mask")
         check("explained", f"another batch's {name}", same, expected)
     reasons = np.asarray(explained.reason_names(), object)
-    of_tokens = {"tokens": given.targets, "loss_mask": given.loss_mask, "reason": reasons, **arrays}
-    of_samples = {
-        name: getattr(given, f"{name}s")
+    by_token = {"tokens": batch.targets, "loss_mask": batch.loss_mask, "reason": reasons, **arrays}
+    by_slot = {
+        name: getattr(batch, f"{name}s")
         for name in ("sample_id", "group_id", "rollout_id", "reward")
     }
-    places = list(zip(*np.nonzero(given.sample_ids >= 0), strict=True))
+    places = list(zip(*np.nonzero(batch.sample_ids >= 0), strict=True))
     with open(path, "a") as file:
         for row, slot in places:
-            (at,) = np.nonzero(given.segment_ids[row] == slot + 1)
-            at = at[np.argsort(given.positions[row, at])]
-            ids = {name: _plain(x[row, slot]) for name, x in of_samples.items() if x is not None}
-            lists = {name: [_plain(y) for y in x[row, at]] for name, x in of_tokens.items()}
+            (at,) = np.nonzero(batch.segment_ids[row] == slot + 1)
+            at = at[np.argsort(batch.positions[row, at])]
+            ids = {name: _plain(x[row, slot]) for name, x in by_slot.items() if x is not None}
+            lists = {name: [_plain(y) for y in x[row, at]] for name, x in by_token.items()}
             file.write(json.dumps({**fields, **ids, **lists}) + "\n")
     return len(places)
 

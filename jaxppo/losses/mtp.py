@@ -136,21 +136,23 @@ def mtp_loss(
         loss = MTP()
     check_type("loss", loss, isinstance(loss, MTP), "MTP")
     depths = []
-    for k, its_head in enumerate(heads_of(hidden, head, normalizers, loss), 1):
+    for k, depth_head in enumerate(heads_of(hidden, head, normalizers, loss), 1):
         shifted = shift_targets(batch, k, parallel)
-        own: Any = {
-            "temperature": shift_temperature(temperature, batch, k, parallel),
-            "where": shifted.loss_mask > 0,
-        }
-        given = hidden[k - 1], its_head, shifted.targets
         stats = log_probs_from_hidden(
-            *given, parallel=parallel, logit_stats=("accuracy",), **own, **options
+            hidden[k - 1],
+            depth_head,
+            shifted.targets,
+            temperature=shift_temperature(temperature, batch, k, parallel),
+            where=shifted.loss_mask > 0,
+            parallel=parallel,
+            logit_stats=("accuracy",),
+            **options,
         )
         depths.append((stats, shifted))
     names = ("nll", "accuracy", "broken_rules")
-    of_tokens = SFT(aggregation=loss.aggregation)
+    token_loss = SFT(aggregation=loss.aggregation)
     return sum_of_depths(
-        "mtp", names, of_tokens, depths, {"coef": loss.coef}, parallel, normalizers
+        "mtp", names, token_loss, depths, {"coef": loss.coef}, parallel, normalizers
     )
 
 
@@ -234,9 +236,14 @@ def shift_targets(
         unsound = (loss_mask != 0) & ~inner
         return targets, jnp.where(gap | unsound, jnp.nan, mask), weights
 
-    given = (batch.targets, batch.loss_mask, batch.positions, batch.segment_ids, batch.loss_weights)
-    arrays = jax.tree.map(jnp.asarray, given)
-    targets, mask, weights = lax.map(shift, arrays) if arrays[0].ndim == 3 else shift(arrays)
+    arrays = jax.tree.map(
+        jnp.asarray,
+        (batch.targets, batch.loss_mask, batch.positions, batch.segment_ids, batch.loss_weights),
+    )
+    if batch.targets.ndim == 3:
+        targets, mask, weights = lax.map(shift, arrays)
+    else:
+        targets, mask, weights = shift(arrays)
     return dataclasses.replace(
         batch, targets=targets, loss_mask=mask, loss_weights=weights, extras=extras
     )
@@ -285,9 +292,9 @@ def heads_of(
     several = isinstance(head, (list, tuple)) or getattr(head, "ndim", 0) == 3
     heads = [*head] if several else [head] * depths
     losses = dataclasses.replace(loss, depths=depths).losses
-    for name, given, count in (("head", heads, depths), ("normalizers", normalizers, losses)):
-        if given is not None:
-            check(
-                name, len(given), len(given) == count, f"{count} for the {depths} depths of hidden"
-            )
+    expected = f"for the {depths} depths of hidden"
+    check("head", len(heads), len(heads) == depths, f"{depths} {expected}")
+    if normalizers is not None:
+        good = len(normalizers) == losses
+        check("normalizers", len(normalizers), good, f"{losses} {expected}")
     return heads

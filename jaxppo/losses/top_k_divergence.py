@@ -282,14 +282,14 @@ class OfIds(TokenLoss[TokenStats]):
         check_name("log_probs", self.log_probs)
 
     def check(self, batch: RolloutBatch) -> None:
-        what, of_log_probs = (f"batch.extras[{name!r}]" for name in (self.ids, self.log_probs))
+        what = f"batch.extras[{self.ids!r}]"
         ids = extra_of(batch, self.ids, f"i32[R, T, K] for {self}")
         check_array(what, ids, kind=KINDS["ids"])
         as_id_sets(what, ids, batch.loss_mask.shape)
-        given = extra_of(batch, self.log_probs, f"f32[R, T, K] for {self}")
-        check_array(
-            of_log_probs, given, ids.shape, f"that of {self.ids!r}", KINDS["teacher_log_probs"]
-        )
+        what = f"batch.extras[{self.log_probs!r}]"
+        log_probs = extra_of(batch, self.log_probs, f"f32[R, T, K] for {self}")
+        kind = KINDS["teacher_log_probs"]
+        check_array(what, log_probs, ids.shape, f"that of {self.ids!r}", kind)
 
     def check_stats(self, stats: PyTree, batch: RolloutBatch) -> None:
         super().check_stats(stats, batch)
@@ -318,9 +318,11 @@ class OfIds(TokenLoss[TokenStats]):
         other's; 0 without an id.
         """
         ids = jnp.where(batch.loss_mask[..., None] > 0, batch.extras[self.ids], -1)
-        log_probs = stats.id_log_probs, batch.extras[self.log_probs]
-        own, given = (jnp.where(ids == -1, 0, x.astype(jnp.float32)) for x in log_probs)
-        return ids, own, given
+        own = needed("stats.id_log_probs", stats.id_log_probs, "f32[R, T, K]")
+        other = batch.extras[self.log_probs]
+        own = jnp.where(ids == -1, 0, own.astype(jnp.float32))
+        other = jnp.where(ids == -1, 0, other.astype(jnp.float32))
+        return ids, own, other
 
     def metrics(self, stats: TokenStats, weighed: WeighedBatch, constants: PyTree) -> Terms:
         """The probability of all ids together, of both sides, and at how many tokens rounding
@@ -430,28 +432,31 @@ class TopKDistillation(OfIds):
         if self.tail != "sampled":
             return
         expected = f"f32[R, T], the teacher's log-probs of the targets, for {self}"
-        given = extra_of(batch, self.target_log_probs, expected)
+        log_probs = extra_of(batch, self.target_log_probs, expected)
         what = f"batch.extras[{self.target_log_probs!r}]"
-        check_array(what, given, batch.loss_mask.shape, "the batch's", KINDS["teacher_log_probs"])
+        kind = KINDS["teacher_log_probs"]
+        check_array(what, log_probs, batch.loss_mask.shape, "the batch's", kind)
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
         found = {**super().reads(stats, batch, segments)}
         if self.tail != "sampled":
             return found
-        of_targets = {"teacher_target_log_probs": batch.extras[self.target_log_probs]}
+        target_log_probs = {"teacher_target_log_probs": batch.extras[self.target_log_probs]}
         if stats is not None:
-            of_targets["log_probs"] = stats.log_probs
+            target_log_probs["log_probs"] = stats.log_probs
         left_out = self.left_out(stats, batch)
         if left_out is not None:
-            of_targets = {name: jnp.where(left_out, 0, x) for name, x in of_targets.items()}
-        return found | of_targets
+            target_log_probs = {
+                name: jnp.where(left_out, 0, x) for name, x in target_log_probs.items()
+            }
+        return found | target_log_probs
 
     def left_out(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
         """The loss tokens that lack a log-prob: of an id -inf is one, of a probability of 0."""
         if self.unusable == "nan":
             return None
-        of_ids = (batch.extras[self.ids] != -1) & ~(batch.extras[self.log_probs] < jnp.inf)
-        lacks = of_ids.any(axis=-1)
+        has_id = batch.extras[self.ids] != -1
+        lacks = (has_id & ~(batch.extras[self.log_probs] < jnp.inf)).any(axis=-1)
         if self.tail == "sampled":
             lacks = lacks | ~jnp.isfinite(batch.extras[self.target_log_probs])
             if stats is not None:

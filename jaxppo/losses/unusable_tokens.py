@@ -66,9 +66,10 @@ def agreeing(config: PolicyLossConfig, log_probs: Tokens, batch: RolloutBatch) -
     own = lax.stop_gradient(log_probs)
     replaced: dict[str, Any] = {}
     for name in ("old_log_probs", "rollout_log_probs"):
-        given = getattr(batch, name)
-        if given is not None:
-            replaced[name] = jnp.where(jnp.isfinite(given), given, own)
+        log_probs_of_batch = getattr(batch, name)
+        if log_probs_of_batch is not None:
+            usable = jnp.isfinite(log_probs_of_batch)
+            replaced[name] = jnp.where(usable, log_probs_of_batch, own)
     if batch.ref_log_probs is not None and rule.penalties == "out":
         unusable = not_finite(batch, config.checked_log_probs)
         replaced["ref_log_probs"] = jnp.where(unusable, own, batch.ref_log_probs)

@@ -341,8 +341,8 @@ class BradleyTerry(OfPairs[Scores]):
         return segments.sum(jnp.where(is_last, stats.astype(jnp.float32), 0))
 
     def of_samples(self, x: Numbers, batch: RolloutBatch, pairs: Any) -> Float[Array, "R S"]:
-        scored, given = ((pairs.of_chosen(y), pairs.of_rejected(y)) for y in (x, batch.rewards))
-        return pairs.to_both(self(*scored, given[0] - given[1]))
+        margins = pairs.of_chosen(batch.rewards) - pairs.of_rejected(batch.rewards)
+        return pairs.to_both(self(pairs.of_chosen(x), pairs.of_rejected(x), margins))
 
     def sides(self, x: Numbers) -> dict[str, Float[Array, "R S"]]:
         return {"reward": x}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jaxppo.base.arrays import Coefficient, needed
 from jaxppo.base.metrics import reduce_metric
@@ -94,8 +94,12 @@ def kto_reference_point(
     check_stats(stats, mismatched.loss_mask.shape)
     needed("mismatched.ref_log_probs", mismatched.ref_log_probs, "f32[R, T], see compute_log_probs")
     args = {"stats": stats.log_probs, "mismatched": mismatched}
-    given = args, lambda p: ([mismatched.specs(p).loss_mask, mismatched.specs(p)], P())
-    return shard_call("kto_reference_point", _of_step, parallel, *given)
+
+    def specs(p: ParallelMesh) -> tuple[PyTree, PyTree]:
+        of_batch = mismatched.specs(p)
+        return [of_batch.loss_mask, of_batch], P()
+
+    return shard_call("kto_reference_point", _of_step, parallel, args, specs)
 
 
 def _of_step(

@@ -48,10 +48,11 @@ def samples_of_pairs(
       >>> [(x.tokens, x.group_id, x.reward) for x in samples]
       [([1, 2, 3], 0, 1.0), ([1, 2, 4, 5], 0, 0.0)]
     """
-    given: dict[str, Any] = {"prompts": prompts, "chosen": chosen, "rejected": rejected}
+    arguments: dict[str, Any] = {"prompts": prompts, "chosen": chosen, "rejected": rejected}
     if margins is not None:
-        given["margins"] = margins
-    lists = {name: as_list(name, x, "a list with one entry a pair") for name, x in given.items()}
+        arguments["margins"] = margins
+    expected = "a list with one entry a pair"
+    lists = {name: as_list(name, x, expected) for name, x in arguments.items()}
     count = len(lists["prompts"])
     for name, x in lists.items():
         check(name, len(x), len(x) == count, f"{count}, as many as prompts")
