@@ -237,7 +237,7 @@ def check_parallel(parallel: object, expected: str = "ParallelMesh, ShardAxes or
 
 
 def _roles_of(mesh: Mesh, axes_by_role: Mapping[str, Names]) -> dict[str, Names]:
-    """The axes of each role: those axes_by_role, else those with the usual names.
+    """The axes of each role: those of `axes_by_role`, else those with the usual names.
 
     Axes of size 1 are left out.
     """
