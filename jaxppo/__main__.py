@@ -30,19 +30,19 @@ def report() -> dict[str, str]:
     """The lines of the report, by name: the system and its devices, but no host names or
     folders.
     """
-    found = {"jaxppo": jaxppo.__version__}
-    found["python"] = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    facts = {"jaxppo": jaxppo.__version__}
+    facts["python"] = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     versions = {name: _version(name) for name in (*_NEEDED, *_OPTIONAL)}
-    found |= {name: versions[name] or "not installed" for name in _NEEDED}
-    found["also installed"] = (
+    facts |= {name: versions[name] or "not installed" for name in _NEEDED}
+    facts["also installed"] = (
         ", ".join(f"{name} {versions[name]}" for name in _OPTIONAL if versions[name]) or "nothing"
     )
-    found["not installed"] = (
+    facts["not installed"] = (
         ", ".join(name for name in _OPTIONAL if not versions[name]) or "nothing"
     )
-    found |= {name: str(getattr(jax.config, name)) for name in _SETTINGS}
+    facts |= {name: str(getattr(jax.config, name)) for name in _SETTINGS}
     return (
-        found
+        facts
         | {name: os.environ[name] for name in _VARIABLES if name in os.environ}
         | {"devices": _devices()}
     )
@@ -69,9 +69,9 @@ def _devices() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     argparse.ArgumentParser("python -m jaxppo", description=__doc__).parse_args(arguments)
-    found = report()
-    width = max(map(len, found))
-    for name, text in found.items():
+    facts = report()
+    width = max(map(len, facts))
+    for name, text in facts.items():
         print(f"{name:{width}}  {text}")
 
 

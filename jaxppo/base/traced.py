@@ -108,10 +108,10 @@ def leaves(x: Any, path: Path = (), whole: tuple[type, ...] = ()) -> dict[Path, 
         parts = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
     else:
         return {path: x}
-    found: dict[Path, Any] = {}
+    by_path: dict[Path, Any] = {}
     for name, part in parts.items():
-        found |= leaves(part, (*path, name), whole)
-    return found
+        by_path |= leaves(part, (*path, name), whole)
+    return by_path
 
 
 def with_leaves(

@@ -198,7 +198,7 @@ def _to_batch(axes: ShardAxes, stats: PyTree, places: Array) -> PyTree:
         x = x.reshape(-1, *x.shape[stacked + 1 :])
         if axes.size(axes.context) > 1:
             x = lax.all_gather(vary(x, axes.tokens), axes.context, axis=1, tiled=True)
-        found = taken(x, of_rows)
-        return found.reshape(*places.shape, *found.shape[2:])
+        values = taken(x, of_rows)
+        return values.reshape(*places.shape, *values.shape[2:])
 
     return jax.tree.map(read, stats)

@@ -115,8 +115,10 @@ def explain_tokens(
       >>> [round(x, 2) for x in found.arrays["contribution"][0].tolist()], found.reason_names()
       ([-0.5, -0.6, 0.0], [['', 'clipped above', 'masked']])
     """
-    found = from_stats("explain_tokens", stats, batch, loss, parallel, normalizer, fn=_per_shard)
-    return found.get(ALONE, found)
+    explained = from_stats(
+        "explain_tokens", stats, batch, loss, parallel, normalizer, fn=_per_shard
+    )
+    return explained.get(ALONE, explained)
 
 
 def _per_shard(

@@ -76,7 +76,7 @@ def constants_of(loss: TokenLoss[Any], stats: PyTree, weighed: WeighedBatch) -> 
     what = f"{name_of(loss)}.constants"
     local = loss.token_local and loss.of_head
     try:
-        found = loss.constants(None if local else stats, weighed)
+        constants = loss.constants(None if local else stats, weighed)
     except AttributeError as error:
         if not local or "NoneType" not in str(error):
             raise
@@ -86,7 +86,7 @@ def constants_of(loss: TokenLoss[Any], stats: PyTree, weighed: WeighedBatch) -> 
         )
         raise TypeError(f"{what}: got a need for stats, expected {expected}") from error
     if local:
-        for path, x in jax.tree.leaves_with_path(found):
+        for path, x in jax.tree.leaves_with_path(constants):
             where = f"{what}{jax.tree_util.keystr(path)}"
             shape = jnp.shape(x)
             of_batch = weighed.batch.loss_mask.shape
@@ -96,7 +96,7 @@ def constants_of(loss: TokenLoss[Any], stats: PyTree, weighed: WeighedBatch) -> 
                 shape[:2] == of_batch,
                 f"{of_batch} and more, since the loss is token-local",
             )
-    return found
+    return constants
 
 
 def terms_of(
@@ -107,14 +107,14 @@ def terms_of(
         segments = _OfOneToken(
             segments.segment_ids, segments.num_segments, segments.axes, name_of(loss)
         )
-    found = loss.terms(stats, batch, constants, segments)
+    terms = loss.terms(stats, batch, constants, segments)
     what = f"{name_of(loss)}.terms"
-    check_mapping(what, found, "the terms of each token's loss by name")
-    check(what, "no term", bool(found), "at least one")
-    for name, x in found.items():
+    check_mapping(what, terms, "the terms of each token's loss by name")
+    check(what, "no term", bool(terms), "at least one")
+    for name, x in terms.items():
         check_tokens(f"{what}[{name!r}]", x, batch.loss_mask.shape)
         check_array(f"{what}[{name!r}]", x, kind=KINDS["x"])
-    return dict(found)
+    return dict(terms)
 
 
 def loss_of_tokens(
@@ -131,13 +131,13 @@ def metrics_of(
     loss: TokenLoss[Any], stats: PyTree, weighed: WeighedBatch, constants: PyTree
 ) -> Terms:
     """The loss's metrics, before they are reduced."""
-    found = loss.metrics(stats, weighed, constants)
+    metrics = loss.metrics(stats, weighed, constants)
     what = f"{name_of(loss)}.metrics"
     shape = weighed.batch.loss_mask.shape
-    check_mapping(what, found, f"by name {TERM}")
-    taken = sorted(OF_EVERY_LOSS.intersection(found))
+    check_mapping(what, metrics, f"by name {TERM}")
+    taken = sorted(OF_EVERY_LOSS.intersection(metrics))
     check(what, taken, not taken, "other names: every loss reports these")
-    for name, term in found.items():
+    for name, term in metrics.items():
         for part, x in (term.parts if isinstance(term, CompositeTerm) else {"": term}).items():
             where = f"{what}[{name!r}]{part and f'.parts[{part!r}]'}"
             of_three = isinstance(x, tuple) and len(x) == 3
@@ -146,7 +146,7 @@ def metrics_of(
             check_tokens(f"{where}[0]", x[0], shape)
             check_tokens(f"{where}[1]", x[1], shape)
             check_choice(f"{where}[2]", x[2], Reduce)
-    return dict(found)
+    return dict(metrics)
 
 
 def flags_of(
@@ -163,11 +163,11 @@ def reads_of(
     loss: TokenLoss[Any], stats: PyTree, batch: RolloutBatch, segments: Segments
 ) -> dict[str, Array | None]:
     """The arrays that the loss reads, by the names of their rules."""
-    found = loss.reads(stats, batch, segments)
+    arrays = loss.reads(stats, batch, segments)
     what = f"{name_of(loss)}.reads"
     shape = batch.loss_mask.shape
-    check_mapping(what, found, "arrays by the names of their rules")
-    for name, x in found.items():
+    check_mapping(what, arrays, "arrays by the names of their rules")
+    for name, x in arrays.items():
         where = f"{what}[{name!r}]"
         if x is None:
             # one of the statistics of the head's pass
@@ -183,7 +183,7 @@ def reads_of(
         # those of samples, [R, S], have rules of their own
         good = x.shape[:2] == shape or x.shape == batch.sample_ids.shape
         check(where, f"shape {x.shape}", good, f"{shape} and more, the batch's")
-    return dict(found)
+    return dict(arrays)
 
 
 def check_mapping(what: str, found: object, expected: str) -> None:

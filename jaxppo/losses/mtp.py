@@ -175,11 +175,11 @@ def sum_of_depths(
         normalizer = None
         if normalizers is not None:
             normalizer = normalizers[k]
-        value, found = from_stats(
+        value, metrics_of_depth = from_stats(
             f"{prefix}_loss", stats, batch, loss, parallel, normalizer, numbers=numbers
         )
         total += decay**k * value
-        metrics |= {f"{prefix}_{k + 1}_{name}": found[name] for name in names}
+        metrics |= {f"{prefix}_{k + 1}_{name}": metrics_of_depth[name] for name in names}
     total *= lax.stop_gradient(numbers["coef"]) / sum(decay**k for k in range(len(depths)))
     return total, metrics | {
         f"{prefix}_loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")

@@ -255,8 +255,8 @@ def _assert_local(case: _Case, stats: PyTree) -> None:
     amounts = np.full(len(moved_places), -0.1, np.float32)
     amounts[0] = 0
     each_turn = jax.jit(functools.partial(jax.lax.map, losses))
-    usual, *found = np.asarray(each_turn((moved_places, amounts)))
-    differences = np.abs(np.asarray(found) - usual)
+    usual, *moved_one = np.asarray(each_turn((moved_places, amounts)))
+    differences = np.abs(np.asarray(moved_one) - usual)
     differences[np.arange(len(places)), places[:, 0], places[:, 1]] = 0
     if differences.max() > case.atol * np.abs(usual).max():
         which, *of = (int(i) for i in np.unravel_index(differences.argmax(), differences.shape))
@@ -306,8 +306,8 @@ def _assert_on_meshes(
     """The loss and its gradients on each mesh, against those on one device."""
     for mesh in _meshes(case.batch, meshes):
         parallel = make_parallel_mesh(mesh) if isinstance(mesh, str) else mesh
-        found = jax.jit(functools.partial(fn, parallel))(case.batch, *given)
-        testing.assert_trees_close(found, expected, case.rtol, case.atol, f"mesh {mesh}")
+        on_mesh = jax.jit(functools.partial(fn, parallel))(case.batch, *given)
+        testing.assert_trees_close(on_mesh, expected, case.rtol, case.atol, f"mesh {mesh}")
 
 
 def _meshes(
@@ -323,12 +323,12 @@ def _meshes(
         )
         return list(meshes)
     rows, positions = batch.loss_mask.shape
-    found: list[str | ParallelMesh] = []
+    fitting: list[str | ParallelMesh] = []
     spread = False
     for mesh in testing.factorings(jax.device_count()):
         parallel = make_parallel_mesh(mesh)
         if rows % parallel.data_size == 0 and positions % parallel.context_size == 0:
-            found.append(mesh)
+            fitting.append(mesh)
             spread = spread or parallel.data_size * parallel.context_size > 1
     expected = (
         "several devices, as `emulate_devices(8)` makes of a CPU, and rows and positions that they"
@@ -336,4 +336,4 @@ def _meshes(
     )
     got = f"{jax.device_count()} devices for {rows} rows of {positions} positions"
     check("meshes", got, spread, f"{expected}; or meshes=[] for none")
-    return found
+    return fitting

@@ -148,23 +148,23 @@ def _divergence(
         return jnp.logaddexp(log_a + jnp.log(beta), log_b + jnp.log1p(-beta))
 
     if divergence == "skewed_forward_kl":
-        found = kl(log_q, mixture(log_q, log_p))
+        by_id = kl(log_q, mixture(log_q, log_p))
     elif divergence == "skewed_reverse_kl":
-        found = kl(log_p, mixture(log_p, log_q))
+        by_id = kl(log_p, mixture(log_p, log_q))
     elif divergence == "jensen_shannon":
         log_m = mixture(log_q, log_p)
-        found = beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
+        by_id = beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
     else:
         share = {"forward_kl": 1, "reverse_kl": 0}.get(divergence, beta)
         if divergence == "adaptive_kl":
             share = lax.stop_gradient(_head_share(jnp.exp(log_p), jnp.exp(log_q), there, beta))
-        found = jnp.float32(0)
-        for its_share, log_a, log_b in ((share, log_q, log_p), (1 - share, log_p, log_q)):
-            if not is_zero(its_share):
+        by_id = jnp.float32(0)
+        for weight, log_a, log_b in ((share, log_q, log_p), (1 - share, log_p, log_q)):
+            if not is_zero(weight):
                 # a term with share 0 is left out, since an infinite divergence times 0 is NaN
-                off = jnp.asarray(its_share) == 0
-                found = found + its_share * kl(*(jnp.where(off, 0, x) for x in (log_a, log_b)))
-    return jnp.where(there, found, 0).sum(axis=-1)
+                off = jnp.asarray(weight) == 0
+                by_id = by_id + weight * kl(*(jnp.where(off, 0, x) for x in (log_a, log_b)))
+    return jnp.where(there, by_id, 0).sum(axis=-1)
 
 
 def _sound_log_probs(
@@ -299,17 +299,17 @@ class OfIds(TokenLoss[TokenStats]):
         check("stats.id_log_probs", f"shape {own}", own == shape, f"that of {self.ids!r}, {shape}")
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
-        found = {"ids": batch.extras[self.ids], self.rule: batch.extras[self.log_probs]}
+        arrays = {"ids": batch.extras[self.ids], self.rule: batch.extras[self.log_probs]}
         if stats is not None:
-            found["id_log_probs"] = stats.id_log_probs
+            arrays["id_log_probs"] = stats.id_log_probs
             if stats.ids is not None:
-                found["ids_of_stats"] = stats.ids
+                arrays["ids_of_stats"] = stats.ids
         left_out = self.left_out(stats, batch)
         if left_out is not None:
-            found[self.rule] = jnp.where(
+            arrays[self.rule] = jnp.where(
                 left_out[..., None], -jnp.inf, batch.extras[self.log_probs]
             )
-        return found
+        return arrays
 
     def of_ids(
         self, stats: TokenStats, batch: RolloutBatch
@@ -330,12 +330,14 @@ class OfIds(TokenLoss[TokenStats]):
         """
         ids, *log_probs = self.of_ids(stats, weighed.batch)
         masses = (jnp.where(ids == -1, 0, jnp.exp(x)).sum(axis=-1) for x in log_probs)
-        found = means(
+        masses_of_sides = means(
             {f"{side}_mass": x for side, x in zip(self.sides, masses, strict=True)},
             weighed.batch.loss_mask,
         )
         capped = was_above_one(log_probs[1], ids != -1)
-        return found | {f"{self.sides[1]}_capped": (capped, weighed.batch.loss_mask, "sum")}
+        return masses_of_sides | {
+            f"{self.sides[1]}_capped": (capped, weighed.batch.loss_mask, "sum")
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -438,9 +440,9 @@ class TopKDistillation(OfIds):
         check_array(what, log_probs, batch.loss_mask.shape, "the batch's", kind)
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
-        found = {**super().reads(stats, batch, segments)}
+        arrays = {**super().reads(stats, batch, segments)}
         if self.tail != "sampled":
-            return found
+            return arrays
         target_log_probs = {"teacher_target_log_probs": batch.extras[self.target_log_probs]}
         if stats is not None:
             target_log_probs["log_probs"] = stats.log_probs
@@ -449,7 +451,7 @@ class TopKDistillation(OfIds):
             target_log_probs = {
                 name: jnp.where(left_out, 0, x) for name, x in target_log_probs.items()
             }
-        return found | target_log_probs
+        return arrays | target_log_probs
 
     def left_out(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
         """The loss tokens that lack a log-prob: of an id -inf is one, of a probability of 0."""
@@ -469,12 +471,14 @@ class TopKDistillation(OfIds):
         ids, log_p, log_q = self.of_ids(stats, batch)
         has_id = ids != -1
         if self.tail == "sampled":
-            found = _of_ids_alone(log_p, log_q, has_id) + self._of_drawn_token(stats, batch, ids)
+            divergences = _of_ids_alone(log_p, log_q, has_id) + self._of_drawn_token(
+                stats, batch, ids
+            )
         else:
-            found = _divergence(
+            divergences = _divergence(
                 log_p, log_q, has_id, self.divergence, for_each(self.beta), self.tail
             )
-        return {"divergence": found}
+        return {"divergence": divergences}
 
     def _of_drawn_token(
         self, stats: TokenStats, batch: RolloutBatch, ids: Int[Array, "R T K"]

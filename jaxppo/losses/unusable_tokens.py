@@ -28,20 +28,20 @@ def without_loss(
     """The loss tokens without policy loss, penalties and statistics."""
     if not isinstance(config.unusable, Unusable):
         return None
-    found = not_finite(batch, config.out_of_denominators)
+    flags = not_finite(batch, config.out_of_denominators)
     if log_probs is None:
-        return found
-    return found | ((batch.loss_mask > 0) & jnp.isneginf(log_probs))
+        return flags
+    return flags | ((batch.loss_mask > 0) & jnp.isneginf(log_probs))
 
 
 def unusable_tokens(
     config: PolicyLossConfig, log_probs: Tokens | None, batch: RolloutBatch
 ) -> Flags | None:
     """The loss tokens with a log-prob that is not finite."""
-    found = without_loss(config, log_probs, batch)
-    if found is None:
+    flags = without_loss(config, log_probs, batch)
+    if flags is None:
         return None
-    return found | not_finite(batch, config.checked_log_probs)
+    return flags | not_finite(batch, config.checked_log_probs)
 
 
 def without_policy_loss(

@@ -104,36 +104,36 @@ class Parity:
     def __str__(self) -> str:
         lines = [f"{stage.words:15}{self._line(name)}" for name, stage in STAGES.items()]
         if self.first is None:
-            found = "no difference in what both files hold"
+            summary = "no difference in what both files hold"
         else:
-            found = f"first difference: {STAGES[self.first].words}. {STAGES[self.first].advice}."
-        return "\n".join([*lines, "", found])
+            summary = f"first difference: {STAGES[self.first].words}. {STAGES[self.first].advice}."
+        return "\n".join([*lines, "", summary])
 
     def _line(self, name: str) -> str:
         if name in self.alone:
             return f"not compared: the {self.alone[name]}'s file alone holds it"
         if name not in self.differences:
             return "not recorded"
-        found = self.differences[name]
-        if found is None:
+        difference = self.differences[name]
+        if difference is None:
             return "the same"
-        place = ", ".join(map(str, found.first))
+        place = ", ".join(map(str, difference.first))
         if name == "stop_ids":
-            whose = "trainer" if found.trainer else "sampler"
+            whose = "trainer" if difference.trainer else "sampler"
             return (
-                f"{found.count} of {found.of} ids differ, first {place}, which the {whose}"
+                f"{difference.count} of {difference.of} ids differ, first {place}, which the {whose}"
                 " alone has"
             )
         unit = "tokens"
-        if STAGES[name].inner is None or not found.first:
+        if STAGES[name].inner is None or not difference.first:
             unit = "numbers"
         dtypes = ""
-        if found.dtypes[0] != found.dtypes[1]:
-            dtypes = f", in {found.dtypes[0]} and {found.dtypes[1]}"
-        values = f"{found.trainer:.9g} and {found.sampler:.9g}{dtypes}"
+        if difference.dtypes[0] != difference.dtypes[1]:
+            dtypes = f", in {difference.dtypes[0]} and {difference.dtypes[1]}"
+        values = f"{difference.trainer:.9g} and {difference.sampler:.9g}{dtypes}"
         return (
-            f"{found.count} of {found.of} {unit} differ, first [{place}]: {values};"
-            f" {found.largest:.3g} apart at most"
+            f"{difference.count} of {difference.of} {unit} differ, first [{place}]: {values};"
+            f" {difference.largest:.3g} apart at most"
         )
 
 
@@ -187,16 +187,16 @@ def _shape_of_tokens(role: str, arrays: Mapping[str, Any], shape: Shape | None) 
     for name, stage in STAGES.items():
         if name not in arrays or stage.inner is None:
             continue
-        found = arrays[name].shape
-        if name == "temperature" and found == ():
+        dims = arrays[name].shape
+        if name == "temperature" and dims == ():
             continue
-        tokens = found[: len(found) - stage.inner]
+        tokens = dims[: len(dims) - stage.inner]
         expected = "[R, T] or [N]" + ", and one more dimension" * stage.inner
-        check(f"{role}: {name}", f"shape {found}", len(found) - stage.inner in (1, 2), expected)
+        check(f"{role}: {name}", f"shape {dims}", len(dims) - stage.inner in (1, 2), expected)
         shape = shape or tokens
         check(
             f"{role}: {name}",
-            f"shape {found}",
+            f"shape {dims}",
             tokens == shape,
             f"{shape}, as the first array of tokens has",
         )

@@ -120,9 +120,9 @@ def not_finite(batch: RolloutBatch, names: Iterable[str]) -> Bool[Array, "*K R T
     """The loss tokens at which one of these log-probs of the batch, where it has them, is not
     finite.
     """
-    found = jnp.zeros(batch.loss_mask.shape, bool)
+    unusable = jnp.zeros(batch.loss_mask.shape, bool)
     for name in names:
         log_probs = getattr(batch, name)
         if log_probs is not None:
-            found = found | ((batch.loss_mask > 0) & ~jnp.isfinite(log_probs))
-    return found
+            unusable = unusable | ((batch.loss_mask > 0) & ~jnp.isfinite(log_probs))
+    return unusable

@@ -28,10 +28,14 @@ _PRIVATE = "jaxppo_sharding"
 
 def _load() -> ModuleType:
     try:
-        found = importlib.util.find_spec("sharding")
+        installed = importlib.util.find_spec("sharding")
     except ValueError:  # a module that was made by hand
-        found = None
-    if found and found.origin and Path(found.origin).resolve() == _FOLDER / "__init__.py":
+        installed = None
+    if (
+        installed
+        and installed.origin
+        and Path(installed.origin).resolve() == _FOLDER / "__init__.py"
+    ):
         return importlib.import_module("sharding")
     if _PRIVATE in sys.modules:
         return sys.modules[_PRIVATE]

@@ -400,12 +400,12 @@ def advise(
     )
     check("metrics", "no steps", len(steps) > 0, expected)
     seen = Seen(tuple(_numbers(step) for step in steps), update)
-    found = []
+    advice = []
     for rule in RULES:
         sentence = rule.sentence(seen)
         if sentence is not None:
-            found.append(Advice(rule.name, sentence, rule.page))
-    return found
+            advice.append(Advice(rule.name, sentence, rule.page))
+    return advice
 
 
 def _numbers(step: Mapping[str, Any]) -> dict[str, Numbers]:

@@ -58,15 +58,17 @@ def samples_of_pairs(
         check(name, len(x), len(x) == count, f"{count}, as many as prompts")
     of_pairs = lists.pop("margins", [1.0] * count)
     check_count("first_id", first_id)
-    found = []
+    samples = []
     for i in range(count):
         margin = check_number(f"margins[{i}]", of_pairs[i], above=0)
         prompt, *responses = (as_tokens(f"{name}[{i}]", x[i]).tolist() for name, x in lists.items())
         for name, tokens in zip(lists, (prompt, *responses), strict=True):
             check(f"{name}[{i}]", "no token", bool(tokens), "at least one")
         for tokens, reward in zip(responses, (margin, 0.0), strict=True):
-            found.append(Sample(prompt + tokens, len(prompt), reward=reward, group_id=first_id + i))
-    return found
+            samples.append(
+                Sample(prompt + tokens, len(prompt), reward=reward, group_id=first_id + i)
+            )
+    return samples
 
 
 def mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
@@ -87,7 +89,7 @@ def mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
     check_samples(samples)
     count = len(samples)
     groups = [i if s.group_id is None else s.group_id for i, s in enumerate(samples)]
-    found = []
+    mismatched = []
     for i, sample in enumerate(samples):
         others = (
             samples[j % count] for j in range(i + 1, i + count) if groups[j % count] != groups[i]
@@ -99,10 +101,10 @@ def mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
             )
         prompt = list(sample.tokens)[: sample.start]
         mask = [*[0.0] * len(prompt), *other.mask[other.start :]]
-        found.append(
+        mismatched.append(
             Sample([*prompt, *list(other.tokens)[other.start :]], len(prompt), loss_mask=mask)
         )
-    return found
+    return mismatched
 
 
 def micro_batches_of_pairs(
@@ -168,11 +170,13 @@ def micro_batches_of_pairs(
             for share in shares
         ]
 
-    found = packed()
-    rows, segments = (max(x.sample_ids.shape[axis] for x in found) for axis in (0, 1))
-    if any(x.sample_ids.shape != (rows, segments) for x in found):  # pack again, all in one shape
-        found = packed(num_segments=segments, **({} if hosts else {"rows": rows, "buckets": None}))
-    stacked: RolloutBatch = jax.tree.map(lambda *x: np.stack(x), *found)
+    batches = packed()
+    rows, segments = (max(x.sample_ids.shape[axis] for x in batches) for axis in (0, 1))
+    if any(x.sample_ids.shape != (rows, segments) for x in batches):  # pack again, all in one shape
+        batches = packed(
+            num_segments=segments, **({} if hosts else {"rows": rows, "buckets": None})
+        )
+    stacked: RolloutBatch = jax.tree.map(lambda *x: np.stack(x), *batches)
     return dataclasses.replace(stacked, micro_batches=micro_batches)
 
 
