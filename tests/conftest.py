@@ -201,6 +201,21 @@ def built(tmp_path_factory):
     return installed.build(tmp_path_factory.mktemp("dist"))
 
 
+@pytest.fixture(scope="session")
+def folder_of_programs(tmp_path_factory):
+    """One folder for all modules: JAX finds a program again only where the folder is the same."""
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module")
+def kept_programs(folder_of_programs):
+    """The folder in which programs are kept, so that runs share them, though each builds its own
+    jitted functions.
+    """
+    with programs.kept_in(folder_of_programs, seconds=0.1) as folder:
+        yield folder
+
+
 @pytest.fixture(scope="module")
 def nothing_is_read_that_was_not_written():
     """Fills arrays that start uninitialised on accelerators with NaN; on CPUs they would be

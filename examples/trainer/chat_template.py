@@ -32,13 +32,16 @@ class Renderer:
 
     A template is a program from a stranger: without limits, a few characters of it fill the memory
     or never end.
+
+    `seconds` is the time of the processor that each rendering may take: a usual one takes a
+    thousandth.
     """
 
-    def __init__(self, template: str):
+    def __init__(self, template: str, seconds: int = 2):
         # its own group, so that Ctrl-C in a terminal is this process's matter; -P since its folder
         # has modules named as others are
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER)],
+            [sys.executable, "-P", str(_WORKER), str(seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -92,14 +92,10 @@ def add_adapters(
       ValueError: the rank is above a side of a kernel, which then has fewer parameters than its
         adapter.
     """
-
-    def adapt(params: nnx.State) -> tuple[nnx.GraphDef, nnx.State]:
-        return _adapt(params, graphdef, config, lora, parallel, seed)
-
-    adapted, _ = jax.eval_shape(adapt, params)
-    return adapted, _adapters(params, graphdef, config, lora, parallel, seed)
+    return _adapt(params, graphdef, config, lora, parallel, seed)
 
 
+@partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
 def _adapt(
     params: nnx.State,
     graphdef: nnx.GraphDef,
@@ -108,7 +104,9 @@ def _adapt(
     parallel: ParallelMesh,
     seed: int,
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """The structure of the model with adapters, and their parameters alone."""
+    """The structure of the model with adapters, and their parameters alone, on the mesh; runs of
+    one process share the program.
+    """
     model = nnx.merge(graphdef, params)
     rngs = nnx.Rngs(seed)
     for layer in list(model.layers)[config.layers - lora.layers :]:
@@ -117,22 +115,8 @@ def _adapt(
                 _check_rank(lora.rank, path[-1], min(module.kernel.shape))
                 module.adapter = Adapter(module, lora, parallel, rngs)
     adapted, adapters, _ = nnx.split(model, nnx.LoRAParam, ...)
-    return adapted, adapters
-
-
-@partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def _adapters(
-    params: nnx.State,
-    graphdef: nnx.GraphDef,
-    config: Config,
-    lora: LoraConfig,
-    parallel: ParallelMesh,
-    seed: int,
-) -> nnx.State:
-    """The adapters' parameters on the mesh; runs of one process share the program."""
-    _, adapters = _adapt(params, graphdef, config, lora, parallel, seed)
     shardings = jax.tree.map(parallel.sharding, nnx.get_partition_spec(adapters))
-    return lax.with_sharding_constraint(adapters, shardings)
+    return adapted, lax.with_sharding_constraint(adapters, shardings)
 
 
 def _check_rank(rank: int, name: Any, side: int) -> None:

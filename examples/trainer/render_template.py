@@ -1,6 +1,8 @@
 """Renders a chat template, which a stranger wrote, within limits of time and memory: a process that
 `Renderer` starts.
 
+python render_template.py SECONDS
+
 It reads lines of JSON, the template and then the variables of each rendering, and answers each with
 a line. Nothing here imports JAX.
 """
@@ -17,7 +19,6 @@ from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY = 1 << 29  # bytes of the process
-SECONDS = 2  # of the processor, for each rendering: a usual one takes a thousandth
 LONGEST = 1 << 20  # characters of a prompt
 
 
@@ -27,12 +28,14 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _limit_time() -> None:
-    """From now on: the system ends the process after so many seconds, whatever it computes."""
+def _limit_time(seconds: int) -> None:
+    """From now on: the system ends the process after so many seconds of the processor, whatever it
+    computes.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(
-        resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + SECONDS, most)
+        resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + seconds, most)
     )
 
 
@@ -64,14 +67,14 @@ def _answer(request: Any, template: Template | None) -> tuple[dict[str, str], Te
         return {"error": str(error)[:1000] or type(error).__name__}, template
 
 
-def main() -> None:
+def main(seconds: int) -> None:
     _limit_memory()
     template = None
     for line in sys.stdin:
-        _limit_time()
+        _limit_time(seconds)
         answer, template = _answer(json.loads(line), template)
         print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -256,8 +256,8 @@ def test_a_step_of_the_example():
     are 3 updates old.
     """
     mesh = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
-    state = agent.create(mesh)
-    older = jax.tree.map(lambda x: 1.05 * x, state["model"])
+    state = jax.jit(partial(agent.create, mesh))()
+    older = jax.jit(lambda model: jax.tree.map(lambda x: 1.05 * x, model))(state["model"])
     for step in range(1, 60):  # until one has an aborted request, and a trajectory that was cut
         trajectories = agent.play(older, state["model"], step)
         samples = agent.samples_of(trajectories)

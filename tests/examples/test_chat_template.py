@@ -37,7 +37,7 @@ HOSTILE = {
 def test_a_template_that_takes_too_much_is_refused(name):
     template, message = HOSTILE[name]
     with pytest.raises(ValueError, match=message):
-        Renderer(template)(messages=[{"role": "user", "content": "2 + 2 = ?"}], n=99999)
+        Renderer(template, seconds=1)(messages=[{"role": "user", "content": "2 + 2 = ?"}], n=99999)
 
 
 def test_one_process_renders_all_prompts_and_ends_with_the_renderer():
@@ -54,9 +54,10 @@ def test_one_process_renders_all_prompts_and_ends_with_the_renderer():
 def test_time_is_counted_for_each_rendering():
     """Many that each take some of it are no reason to end."""
     render = Renderer(
-        "{% for i in range(n) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ n }}"
+        "{% for i in range(n) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ n }}",
+        seconds=1,
     )
-    assert [render(n=40) for _ in range(14)] == ["40"] * 14
+    assert [render(n=40) for _ in range(10)] == ["40"] * 10
 
 
 def test_a_process_that_is_gone_is_an_error_and_no_wait():

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 import pytest
 import tiny_runs
-from programs import kept_in
 from tiny_runs import records
 
 from examples.trainer import arguments, compare_runs, processes, report
@@ -28,17 +27,9 @@ from jaxppo.policy_losses import BY_NAME
 from sharding.axes import LAYOUTS
 from sharding.testing import factorings
 
-TINY = [*tiny_runs.TINY, "--sft-steps", "24", "--learning-rate", "0.01", "--kl-coef", "0.1"]
+pytestmark = pytest.mark.usefixtures("kept_programs")
+TINY = [*tiny_runs.USUAL, "--sft-steps", "24"]
 RUN = [*TINY, "--steps", "3", "--checkpoint-every", "2", "--evaluate-every", "2"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs_are_compiled_once(tmp_path_factory):
-    """Caches compiled programs, so that runs share them, though each builds its own jitted
-    functions.
-    """
-    with kept_in(tmp_path_factory.mktemp("programs"), seconds=0.1):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +258,7 @@ def test_no_number_is_known_before(finished, tmp_path):
         "clip_fraction",
     }
     assert all(name.endswith("_last_update") for name in names)
-    args = parse([*TINY, "--sft-steps", "0", "--updates", "1", "--out", str(tmp_path)])
+    args = parse([*tiny_runs.ONE_UPDATE, "--sft-steps", "0", "--out", str(tmp_path)])
     of_one_update = grpo_step(set_up(args), args)
     assert not {name for name in of_one_update if "ratio" in name or "clip" in name}
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from programs import kept_in, without_gpu_plugin, xla_flags
+from programs import without_gpu_plugin, xla_flags
 from spoilt import check_flips, files_in, flipped
-from tiny_runs import TINY, records
+from tiny_runs import USUAL, records
 
 from examples.trainer import grpo_run
 from examples.trainer.arguments import parse
@@ -25,17 +25,8 @@ from examples.trainer.grpo_run import set_up
 from examples.trainer.train_grpo import main
 from sharding.testing import factorings
 
-RUN = [
-    *TINY,
-    "--sft-steps",
-    "6",
-    "--learning-rate",
-    "0.01",
-    "--steps",
-    "3",
-    "--checkpoint-every",
-    "1",
-]
+pytestmark = pytest.mark.usefixtures("kept_programs")
+RUN = [*USUAL, "--sft-steps", "6", "--steps", "3", "--checkpoint-every", "1"]
 # other moments for kills each night, see conftest
 RANDOM = np.random.default_rng(int(os.environ["SEARCH_SEED"]))
 CHANGES = 109  # how often a run changes files and folders, see killed.py
@@ -43,13 +34,6 @@ MESSAGE = (
     "whose bytes are not those that were written, expected a whole checkpoint; --resume 2 goes on"
     " from the one before"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    """Runs share compiled programs."""
-    with kept_in(tmp_path_factory.mktemp("programs")) as folder:
-        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +49,11 @@ def copied(finished, tmp_path):
     return tmp_path
 
 
-def befallen(programs, folder, event, number, *options):
+def befallen(kept_programs, folder, event, number, *options):
     """Runs the example in a process of its own, in which the event happens."""
     environment = {
         **os.environ,
-        "JAX_COMPILATION_CACHE_DIR": programs,
+        "JAX_COMPILATION_CACHE_DIR": kept_programs,
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     environment["XLA_FLAGS"] = xla_flags()
@@ -95,8 +79,8 @@ def goes_on(folder):
     )
 
 
-def check_kill(programs, finished, folder, event, number, code=-9):
-    done = befallen(programs, folder, event, number)
+def check_kill(kept_programs, finished, folder, event, number, code=-9):
+    done = befallen(kept_programs, folder, event, number)
     assert done.returncode == code, done.stderr
     for step in steps_in(folder / "checkpoints")[-2:]:  # older ones are deleted file by file
         check_sums(folder / "checkpoints" / str(step))
@@ -107,25 +91,25 @@ def check_kill(programs, finished, folder, event, number, code=-9):
 
 
 @pytest.mark.nightly
-def test_killed_in_a_save(programs, finished, tmp_path):
-    check_kill(programs, finished, tmp_path, "file", 60)
+def test_killed_in_a_save(kept_programs, finished, tmp_path):
+    check_kill(kept_programs, finished, tmp_path, "file", 60)
 
 
 @pytest.mark.nightly
-def test_killed_in_a_line_of_metrics(programs, finished, tmp_path):
-    check_kill(programs, finished, tmp_path, "line", 2)
+def test_killed_in_a_line_of_metrics(kept_programs, finished, tmp_path):
+    check_kill(kept_programs, finished, tmp_path, "line", 2)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", RANDOM.choice(range(1, CHANGES), 20, replace=False).tolist())
-def test_killed_at_any_moment(programs, finished, tmp_path, number):
-    check_kill(programs, finished, tmp_path, "file", number)
+def test_killed_at_any_moment(kept_programs, finished, tmp_path, number):
+    check_kill(kept_programs, finished, tmp_path, "file", number)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", RANDOM.choice(range(1, CHANGES), 5, replace=False).tolist())
-def test_interrupted_twice_at_any_moment(programs, finished, tmp_path, number):
-    check_kill(programs, finished, tmp_path, "twice", number, 130)
+def test_interrupted_twice_at_any_moment(kept_programs, finished, tmp_path, number):
+    check_kill(kept_programs, finished, tmp_path, "twice", number, 130)
 
 
 IN_C = """
@@ -189,8 +173,8 @@ def test_a_full_disk_is_told_in_one_line(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("size", [0, 4096, 65536])
-def test_a_full_disk_leaves_the_last_checkpoint(programs, finished, tmp_path, size):
-    done = befallen(programs, tmp_path, "full", size)
+def test_a_full_disk_leaves_the_last_checkpoint(kept_programs, finished, tmp_path, size):
+    done = befallen(kept_programs, tmp_path, "full", size)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     (error,) = (line for line in done.stderr.splitlines() if "rror" in line)
@@ -309,20 +293,37 @@ def test_a_bit_flipped_anywhere_is_named(copied, capsys):
 WHOLE = "expected a whole checkpoint"
 
 
+def add_a_file(at):
+    (at / "3/state/more").write_text("")
+
+
+def remove_a_file(at):
+    (at / "3/info/metadata").unlink()
+
+
+def add_a_folder(at):
+    shutil.copytree(at / "3/state", at / "7")
+
+
+def put_an_older_one_there(at):
+    shutil.rmtree(at / "3")
+    shutil.copytree(at / "2", at / "3")
+
+
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
         (
-            lambda at: (at / "3/state/more").write_text(""),
+            add_a_file,
             f"3/state/more, a file that is not of it, {WHOLE}",
         ),
-        (lambda at: (at / "3/info/metadata").unlink(), f"3/info/metadata, nothing there, {WHOLE}"),
+        (remove_a_file, f"3/info/metadata, nothing there, {WHOLE}"),
         (
-            lambda at: shutil.copytree(at / "3/state", at / "7"),
+            add_a_folder,
             f"7, {WHOLE} of format {FORMAT}, with SHA256SUMS",
         ),
         (
-            lambda at: (shutil.rmtree(at / "3"), shutil.copytree(at / "2", at / "3")),
+            put_an_older_one_there,
             "3, a copy of the checkpoint of step 2, expected that of 3",
         ),
     ],

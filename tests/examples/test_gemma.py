@@ -296,7 +296,7 @@ def test_it_trains_in_the_loop(tmp_path, lora):
 
 def test_every_layer_can_have_adapters(tmp_path):
     tiny_llama.write(tmp_path, **tiny_llama.GEMMA)
-    parallel = make_parallel_mesh("dp=8")
+    parallel = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
     config = read_config(tmp_path)
     graphdef, params = load_model(tmp_path, config, parallel)
     lora = LoraConfig(rank=2, alpha=2.0, targets=LORA_TARGETS, layers=4)

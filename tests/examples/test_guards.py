@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 import tiny_runs
-from programs import kept_in
 
 from examples.trainer import grpo_run
 from examples.trainer.arguments import parse
@@ -22,15 +21,9 @@ from jaxppo import PolicyLossConfig, RolloutBatch, Sample, policy_loss
 from jaxppo.head.head import TokenStats
 from sharding import make_parallel_mesh
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
 ArrayImpl = type(jnp.zeros(()))
-TINY = [*tiny_runs.TINY, "--sft-steps", "2", "--learning-rate", "0.01"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    """Runs share compiled programs."""
-    with kept_in(tmp_path_factory.mktemp("programs")):
-        yield
+TINY = [*tiny_runs.USUAL, "--sft-steps", "2"]
 
 
 def started(folder, *options):

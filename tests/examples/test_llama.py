@@ -274,8 +274,25 @@ def tensors_with(change_of):
     return change
 
 
+def without(name):
+    def change(folder):
+        (folder / name).unlink()
+
+    return change
+
+
+def written(name, content):
+    def change(folder):
+        (folder / name).write_bytes(content)
+
+    return change
+
+
 def cut(name):
-    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - 10)
+    def change(folder):
+        os.truncate(folder / name, (folder / name).stat().st_size - 10)
+
+    return change
 
 
 def other_index(folder):
@@ -306,7 +323,19 @@ def indexed(name):
 def header(text, length=None):
     """A safetensors file that begins with this header, said to be so long."""
     start = (len(text) if length is None else length).to_bytes(8, "little")
-    return lambda folder: (folder / "model.safetensors").write_bytes(start + text + bytes(8))
+    return written("model.safetensors", start + text + bytes(8))
+
+
+def without_keys(found):
+    del found[K]
+
+
+def with_more(found):
+    found["model.layers.1.more.weight"] = found[K]
+
+
+def with_integers(found):
+    found[K] = found[K].astype(np.int8)
 
 
 def weight(value):
@@ -320,16 +349,13 @@ K = "model.layers.1.self_attn.k_proj.weight"
 BOUNDS = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}
 BOUNDS |= {"original_max_position_embeddings": 8192}
 BAD = {
-    "no folder": (lambda folder: shutil.rmtree(folder), "without a readable config.json"),
+    "no folder": (shutil.rmtree, "without a readable config.json"),
     "no config": (
-        lambda folder: (folder / "config.json").unlink(),
+        without("config.json"),
         "without a readable config.json (No such file",
     ),
     "torn config": (cut("config.json"), "config.json, expected JSON"),
-    "list": (
-        lambda folder: (folder / "config.json").write_text("[]"),
-        "with a list, expected a JSON object",
-    ),
+    "list": (written("config.json", b"[]"), "with a list, expected a JSON object"),
     "gemma": (config_with(model_type="gemma3"), "got model_type 'gemma3' in"),
     "no type": (config_with(model_type=None), "got model_type None in"),
     "yarn": (config_with(rope_scaling={"type": "yarn"}), "got rope_scaling {'type': 'yarn'} in"),
@@ -373,15 +399,12 @@ BAD = {
         config_with(vocab_size=256),
         "got vocab_size 256 in config.json, expected the 261 ids of",
     ),
-    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "without tokenizer.json"),
+    "no tokenizer": (without("tokenizer.json"), "without tokenizer.json"),
     "torn tokenizer": (
         cut("tokenizer.json"),
         "tokenizer.json, expected what the tokenizers library reads",
     ),
-    "no tensors": (
-        lambda folder: (folder / "model.safetensors").unlink(),
-        "expected model.safetensors or",
-    ),
+    "no tensors": (without("model.safetensors"), "expected model.safetensors or"),
     "torn tensors": (
         cut("model.safetensors"),
         "model.safetensors, expected a whole safetensors file",
@@ -392,7 +415,7 @@ BAD = {
         "without part.safetensors, which model.safetensors.index.json names",
     ),
     "missing": (
-        tensors_with(lambda found: found.pop(K)),
+        tensors_with(without_keys),
         f"got no tensor {K}, which config.json asks for",
     ),
     "more layers": (
@@ -408,7 +431,7 @@ BAD = {
         "expected 2, the layers of the tensors",
     ),
     "a layer by another name": (
-        tensors_with(lambda found: found.update({"model.layers.1.more.weight": found[K]})),
+        tensors_with(with_more),
         "got tensors model.layers.1.more.weight, which the model of config.json does not have",
     ),
     "a width beyond memory": (
@@ -430,13 +453,10 @@ BAD = {
     "layer types that are a number": (config_with(layer_types=5), "got layer_types 5 in"),
     "layer types of objects": (config_with(layer_types=[{}]), "got layer_types [{}] in"),
     "a deep config": (
-        lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        written("config.json", b"[" * 100_000),
         "config.json with lists in lists beyond all depth, expected JSON",
     ),
-    "bytes in config": (
-        lambda folder: (folder / "config.json").write_bytes(b"\xff{}"),
-        "config.json, expected JSON",
-    ),
+    "bytes in config": (written("config.json", b"\xff{}"), "config.json, expected JSON"),
     "an index of elsewhere": (
         indexed("../other/model.safetensors"),
         "got '../other/model.safetensors' for",
@@ -474,7 +494,7 @@ BAD = {
         "mlp.down_proj.weight of shape [24, 32], expected [24, 40]",
     ),
     "integers": (
-        tensors_with(lambda found: found.update({K: found[K].astype(np.int8)})),
+        tensors_with(with_integers),
         f"got {K} in I8, expected one of BF16, F16, F32",
     ),
 }

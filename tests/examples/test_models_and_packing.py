@@ -9,13 +9,14 @@ import pytest
 import tiny_llama
 import tiny_runs
 from flax import nnx
+from toy_decoder import decoder_on
 
 from examples import flax_linen
 from examples.flax_linen import VOCAB
 from examples.trainer import grpo_run, learner
 from examples.trainer.arguments import parse
 from examples.trainer.attention import context_attention
-from examples.trainer.model import ModelConfig, create_model
+from examples.trainer.model import ModelConfig
 from examples.trainer.published import load_model, read_config
 from jaxppo import assert_packing_invariant
 from jaxppo.sharding import LAYOUTS, make_parallel_mesh
@@ -43,7 +44,7 @@ def with_attention(graphdef, parallel):
 @pytest.mark.parametrize("case", MESHES, ids=str)
 def test_the_decoder(case):
     parallel, given = mesh_of(case)
-    graphdef, params = create_model(SMALL, parallel, seed=0)
+    graphdef, params = decoder_on(SMALL, parallel, seed=0)
     assert_packing_invariant(
         with_attention(graphdef, parallel), params, vocab_size=29, parallel=given
     )
@@ -62,7 +63,7 @@ def test_qwen3(case, tmp_path):
 def test_the_decoder_without_its_mask_fails():
     """Each layer attends to all that lies before it in memory."""
     parallel, _ = mesh_of(None)
-    graphdef, params = create_model(SMALL, parallel, seed=0)
+    graphdef, params = decoder_on(SMALL, parallel, seed=0)
 
     def blind(params, batch):
         def attend(q, k, v):

@@ -1,6 +1,7 @@
 """The pod planner on described TPUs, and its one-line errors."""
 
 import dataclasses
+import functools
 import os
 import re
 import subprocess
@@ -34,9 +35,15 @@ def test_both_plain_versions_are_the_same_statistics():
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-def test_plan_on_emulated_devices():
+@functools.cache
+def planned():
+    """A step of a small head on emulated devices, and its plan."""
     step = pod_head.Step(HeadSizes(32, 4096), 64, jnp.float32, make_parallel_mesh("cp=4,tp=2"))
-    found = pod_head.plan(step)
+    return step, pod_head.plan(step)
+
+
+def test_plan_on_emulated_devices():
+    step, found = planned()
     products = 2 * 64 * 32 * 4096 // 2
     assert found["plain"].flops.low == found["one pass"].flops.high == 3 * products
     assert found["two passes"].flops.high == 4 * products
@@ -50,10 +57,8 @@ def test_plan_on_emulated_devices():
 
 
 def test_a_version_that_does_not_fit_is_told_in_words():
-    found = pod_head.plan(
-        pod_head.Step(HeadSizes(32, 4096), 64, jnp.float32, make_parallel_mesh("cp=4,tp=2"))
-    )
-    found["plain"] = "does not fit: its temporaries take 42.73 GiB of the device's 16 GiB"
+    _, fits = planned()
+    found = fits | {"plain": "does not fit: its temporaries take 42.73 GiB of the device's 16 GiB"}
     lines = pod_head.table(found).splitlines()
     assert all(line.endswith(" does not fit") for line in lines[1:7])
     assert lines[-1] == "plain: does not fit: its temporaries take 42.73 GiB of the device's 16 GiB"

@@ -12,12 +12,13 @@ import tiny_gguf
 import tiny_llama
 from safetensors.numpy import load_file, save_file
 from said import said_by
+from toy_decoder import decoder_on
 
 from examples.real import gguf_folder, larger, smollm2
 from examples.trainer.arguments import parse
 from examples.trainer.grpo_run import grpo_step, set_up, supervised
 from examples.trainer.llama_config import LlamaConfig
-from examples.trainer.model import ModelConfig, create_model
+from examples.trainer.model import ModelConfig
 from examples.trainer.model_folder import FolderTokenizer
 from examples.trainer.sampler import make_sampler
 from examples.trainer.tasks import Task
@@ -213,7 +214,7 @@ def test_prompts_that_are_read_once_have_the_responses_of_prompts_that_are_read_
     config = ModelConfig(
         vocab_size=50, max_length=64, width=16, layers=2, heads=8, head_dim=4, mlp_width=32
     )
-    graphdef, params = create_model(config, parallel, 0)
+    graphdef, params = decoder_on(config, parallel, 0)
     rng = np.random.default_rng(0)
     asked = rng.integers(4, 50, (prompts, 20)).astype(np.int32)
     asked[:, :9] = asked[0, :9]

@@ -16,11 +16,12 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from policy_steps import config_of
 from shared_prompts import both, three_levels
 from tables import sampled
+from toy_decoder import decoder_on
 
 from examples.trainer.arguments import parse
 from examples.trainer.attention import attention, context_attention
 from examples.trainer.grpo_run import set_up
-from examples.trainer.model import ModelConfig, create_model
+from examples.trainer.model import ModelConfig
 from examples.trainer.published import load_model, read_config
 from jaxppo import Head, advantages, finalize_metrics, policy_loss_from_hidden
 from sharding import make_parallel_mesh
@@ -37,7 +38,7 @@ SMALL = ModelConfig(
 def model_on(kind, parallel, folder):
     """The structure and the parameters of a model, the same on every mesh."""
     if kind == "decoder":
-        return create_model(SMALL, parallel, seed=1)
+        return decoder_on(SMALL, parallel, seed=1)
     settings = tiny_llama.GEMMA if kind == "gemma3" else {}
     tiny_llama.write(folder / kind, **settings)
     return load_model(folder / kind, read_config(folder / kind), parallel)

@@ -12,9 +12,10 @@ from flax import nnx
 from forked import V, forked
 from policy_steps import config_of
 from tables import sampled
+from toy_decoder import decoder_on
 
 from examples.trainer.attention import context_attention
-from examples.trainer.model import ModelConfig, create_model
+from examples.trainer.model import ModelConfig
 from jaxppo import (
     Head,
     RolloutBatch,
@@ -64,7 +65,7 @@ def run(loss_of, pack, kind, mesh, layout):
     """Loss, metrics and gradients of the samples, packed this way."""
     devices = None if mesh else jax.devices()[:1]
     parallel = make_parallel_mesh(mesh or "dp=1", context_layout=layout, devices=devices)
-    graphdef, params = create_model(SMALL, parallel, seed=1)
+    graphdef, params = decoder_on(SMALL, parallel, seed=1)
     batch = pack(SAMPLES, row_length=LENGTH, parallel=parallel).put(parallel)
     fn = functools.partial(loss_of, KINDS[kind], parallel, graphdef)
     (loss, metrics), gradients = jax.jit(jax.value_and_grad(fn, has_aux=True))(params, batch)

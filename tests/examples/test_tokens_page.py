@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import tiny_runs
 from html_pages import CHROMIUM, Read, browser_rules, chromium
-from programs import kept_in, xla_flags
+from programs import xla_flags
+from tiny_runs import ONE_UPDATE
 
 from examples.trainer import explained, tokens_page
 from examples.trainer.arguments import parse
@@ -29,29 +30,14 @@ from jaxppo import RolloutBatch, Sample
 from jaxppo.losses.explain import ExplainedTokens, by_sample
 from sharding import make_parallel_mesh
 
-RUN = [
-    *tiny_runs.TINY,
-    "--sft-steps",
-    "12",
-    "--learning-rate",
-    "0.01",
-    "--steps",
-    "3",
-    "--checkpoint-every",
-    "2",
-]
+pytestmark = pytest.mark.usefixtures("kept_programs")
+LENGTH = ["--sft-steps", "12", "--steps", "3", "--checkpoint-every", "2"]
+RUN = [*tiny_runs.TINY, "--learning-rate", "0.01", *LENGTH]
 ALL = 16  # samples of a step
 EVIL = (
     "</script><script>alert(1)</script><!--<img src=x"
     " onerror=alert(1)>&lt;\"'\x00\u2028\u202e\ud800"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    """Runs share compiled programs."""
-    with kept_in(tmp_path_factory.mktemp("programs"), seconds=0.1):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -61,22 +47,7 @@ def finished(tmp_path_factory):
     The tokens of all samples are explained.
     """
     folder = tmp_path_factory.mktemp("run")
-    assert (
-        train(
-            [
-                *RUN,
-                "--updates",
-                "1",
-                "--explain",
-                str(ALL),
-                "--kl-coef",
-                "0.1",
-                "--out",
-                str(folder),
-            ]
-        )
-        == 0
-    )
+    assert train([*ONE_UPDATE, *LENGTH, "--out", str(folder)]) == 0
     return folder
 
 
@@ -254,7 +225,7 @@ def test_no_more_than_there_are(tmp_path):
 
 def test_none_are_explained_if_nobody_asks(tmp_path):
     options = [*RUN, "--explain", "0", "--sft-steps", "0", "--updates", "1"]
-    options += ["--steps", "1", "--out", str(tmp_path)]
+    options += ["--steps", "1", "--devices", "1", "--out", str(tmp_path)]
     assert train(options) == 0
     assert not (tmp_path / "tokens.jsonl").exists()
     assert set_up(parse([*options, "--resume"])).learner.explain == 0
@@ -272,18 +243,7 @@ def test_a_run_that_goes_on_has_each_line_once(finished, tmp_path, torn):
     shutil.rmtree(tmp_path / "checkpoints" / "3")
     lines = (tmp_path / "tokens.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "tokens.jsonl").write_text("".join(lines[: 2 * ALL + 5]) + torn)
-    options = [
-        "--updates",
-        "1",
-        "--explain",
-        str(ALL),
-        "--kl-coef",
-        "0.1",
-        "--out",
-        str(tmp_path),
-        "--resume",
-    ]
-    assert train([*RUN, *options]) == 0
+    assert train([*ONE_UPDATE, *LENGTH, "--out", str(tmp_path), "--resume"]) == 0
     assert (tmp_path / "tokens.jsonl").read_text() == "".join(lines)
 
 

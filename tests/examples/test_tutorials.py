@@ -8,31 +8,37 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from examples import agent, critic, distillation, dpo, moe
 from jaxppo import make_parallel_mesh
 
+
+def falls(metric, share, first, last):
+    """Whether the metric is below so much of what it was."""
+    return last[metric] < share * first[metric]
+
+
+def rises(metric, times, first, last):
+    return last[metric] > times * first[metric]
+
+
+def critic_learns(first, last):
+    return last["explained_variance"] > 0.2 and rises("reward", 2, first, last)
+
+
+whole_distributions = partial(distillation.train, update=distillation.update_whole)
 LEARNS = {  # after so many updates
-    "dpo": (dpo.train, 12, lambda first, last: last["loss"] < 0.6 * first["loss"]),
-    "distillation": (
-        distillation.train,
-        12,
-        lambda first, last: last["reverse_kl"] < 0.85 * first["reverse_kl"],
-    ),
+    "dpo": (dpo.train, 12, partial(falls, "loss", 0.6)),
+    "distillation": (distillation.train, 12, partial(falls, "reverse_kl", 0.85)),
     "distillation of whole distributions": (
-        partial(distillation.train, update=distillation.update_whole),
+        whole_distributions,
         12,
-        lambda first, last: last["divergence"] < 0.6 * first["divergence"],
+        partial(falls, "divergence", 0.6),
     ),
-    "moe": (moe.train, 32, lambda first, last: last["reward"] > 2 * first["reward"]),
-    "agent": (agent.train, 50, lambda first, last: last["reward"] > 4 * first["reward"]),
-    "critic": (
-        critic.train,
-        40,
-        lambda first, last: (
-            last["explained_variance"] > 0.2 and last["reward"] > 2 * first["reward"]
-        ),
-    ),
+    "moe": (moe.train, 32, partial(rises, "reward", 2)),
+    "agent": (agent.train, 50, partial(rises, "reward", 4)),
+    "critic": (critic.train, 40, critic_learns),
 }
 
 
@@ -51,6 +57,13 @@ def test_an_example_learns_on_any_mesh(example):
     assert all(metrics["broken_rules"] == 0 for metrics in one)
 
 
+def created(example, mesh):
+    """The example's state, placed as its training places it: the programs of that serve here."""
+    create = partial(example.create, mesh)
+    specs = nnx.get_partition_spec(jax.eval_shape(create))
+    return jax.jit(create, out_shardings=jax.tree.map(mesh.sharding, specs))()
+
+
 @functools.cache
 def mixture_on_a_mesh():
     """The mesh, whose layout moves tokens, and the metrics of two updates on it."""
@@ -64,7 +77,7 @@ def test_the_balance_of_experts_is_that_of_the_whole_step():
     A mean of the micro-batches' balances is 1.3185 for 1.2859.
     """
     mesh, (metrics, _) = mixture_on_a_mesh()
-    model = jax.jit(partial(moe.create, mesh))()["model"]
+    model = created(moe, mesh)["model"]
     batches = moe.rollouts(mesh, model, 0)
     forward = jax.jit(moe.forward)
     used = []

@@ -6,6 +6,7 @@ Tunix itself is not needed.
 import enum
 import inspect
 import pickle
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -237,14 +238,13 @@ def test_the_samplers_experts_are_replayed():
         )
         return reference_from_logits(logits, tokens).log_probs.sum()
 
-    found, expected = (
-        jax.value_and_grad(f)(params, jnp.asarray(EXPERTS, jnp.int32)) for f in (ours, theirs)
-    )
+    experts = jnp.asarray(EXPERTS, jnp.int32)
+    found = jax.jit(jax.value_and_grad(ours))(params, experts)
+    expected = jax.jit(jax.value_and_grad(theirs))(params, experts)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found[1], expected[1]
-    )
-    assert abs(found[0] - ours(params, None)) > 1e-2
+    same = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(same, found[1], expected[1])
+    assert abs(found[0] - jax.jit(ours)(params, None)) > 1e-2
     with pytest.raises(
         TypeError,
         match=r"^routed_experts: got them for Model, whose call takes no forced_routed_exp",

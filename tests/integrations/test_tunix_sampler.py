@@ -5,6 +5,7 @@ Each option is used, or refused by name: none is dropped.
 """
 
 import dataclasses
+import functools
 import sys
 from types import SimpleNamespace
 
@@ -39,69 +40,102 @@ SAMPLED = np.array([[-2.0, -3.5, 9.0, -2.6, 9.0], [-1.2, -3.1, -2.4, 9.0, 9.0]],
 REFERENCE = np.array([[-2.9, -2.8, 0.0, -2.7, 0.0], [-2.7, -2.9, -3.0, 0.0, 0.0]], np.float32)
 
 
-def log_probs(model, token_mask):
-    """Those of the completions, from all logits: tokens attend to the tokens up to them, and
+@functools.partial(jax.jit, static_argnums=0)
+def of_params(graph, params, token_mask):
+    """Log-probs of the completions, from all logits: tokens attend to the tokens up to them, and
     positions count tokens.
     """
+    model = nnx.merge(graph, params)
     tokens = jnp.concatenate([PROMPTS, COMPLETIONS], axis=1)
-    positions = np.maximum(np.cumsum(token_mask, axis=1) - 1, 0)
-    attended = np.tril(np.ones((tokens.shape[1],) * 2, bool)) & token_mask[:, None, :]
-    logits, _ = model(tokens, positions, None, jnp.asarray(attended))
+    positions = jnp.maximum(jnp.cumsum(token_mask, axis=1) - 1, 0)
+    causal = np.tril(np.ones((1, tokens.shape[1], tokens.shape[1]), bool))
+    logits, _ = model(tokens, positions, None, causal & token_mask[:, None, :])
     at = PROMPTS.shape[1] - 1
     return reference_from_logits(logits[:, at:-1], jnp.asarray(COMPLETIONS)).log_probs
 
 
-def corrected(x, sampled, config):
+def log_probs(model, token_mask):
+    return of_params(*nnx.split(model), token_mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class Correction:
+    """Tunix's options against another sampler, as numbers: what is not asked for has no effect."""
+
+    weighted: bool
+    cap: float
+    token_gate: tuple[float, float]
+    sequence_gate: tuple[float, float]
+
+    @classmethod
+    def of(cls, config):
+        gate = (config.sampler_rs_min, config.sampler_rs_max)
+        open_gate = (0.0, np.inf)
+        cap = config.sampler_is_threshold
+        return cls(
+            weighted=config.sampler_is == "token",
+            cap=np.inf if cap is None else cap,
+            token_gate=gate if config.sampler_rs == "token" else open_gate,
+            sequence_gate=gate if config.sampler_rs == "geometric" else open_gate,
+        )
+
+
+jax.tree_util.register_dataclass(Correction)
+
+
+@jax.jit
+def corrected(x, sampled, correction):
     """The weight of each token: Tunix's, by the ratio of the trainer to the sampler, 0 where one
     is not finite.
     """
-    mask = (LOSS_MASK > 0) & np.isfinite(sampled)
+
+    def within(ratio, gate):
+        low, high = gate
+        return (ratio >= low) & (ratio <= high)
+
+    mask = (LOSS_MASK > 0) & jnp.isfinite(sampled)
     log_ratio = jnp.where(mask, jax.lax.stop_gradient(x) - sampled, 0)
     ratio = jnp.exp(log_ratio)
-    weights = jnp.ones_like(ratio)
-    if config.sampler_is == "token":
-        weights = (
-            ratio
-            if config.sampler_is_threshold is None
-            else jnp.minimum(ratio, config.sampler_is_threshold)
-        )
-    if config.sampler_rs == "token":
-        weights = jnp.where(
-            (ratio >= config.sampler_rs_min) & (ratio <= config.sampler_rs_max), weights, 0
-        )
-    if config.sampler_rs == "geometric":
-        mean = jnp.exp(
-            log_ratio.sum(1, keepdims=True) / np.float32(LOSS_MASK.sum(1, keepdims=True))
-        )
-        weights = jnp.where(
-            (mean >= config.sampler_rs_min) & (mean <= config.sampler_rs_max), weights, 0
-        )
-    return jnp.where(mask, weights, 0)
+    mean = jnp.exp(log_ratio.sum(1, keepdims=True) / np.float32(LOSS_MASK.sum(1, keepdims=True)))
+    weights = jnp.where(correction.weighted, jnp.minimum(ratio, correction.cap), 1.0)
+    kept = within(ratio, correction.token_gate) & within(mean, correction.sequence_gate)
+    return jnp.where(mask & kept, weights, 0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def value_and_gradient(graph, params, given):
+    """Loss and gradient of the mean of sequence means."""
+    mask = jnp.asarray(LOSS_MASK, jnp.float32)
+    a = ADVANTAGES[:, None]
+
+    def loss(params):
+        x = of_params(graph, params, given["token_mask"])
+        old = jnp.where(given["ratio_is_1"], jax.lax.stop_gradient(x), given["old"])
+        ratio = jnp.exp(jnp.where(mask > 0, x - old, 0))
+        clipped = jnp.clip(ratio, 1 - given["epsilon"], 1 + given["epsilon_high"])
+        of_tokens = jnp.maximum(-a * ratio, -a * clipped)
+        weights = corrected(x, given["sampled"], given["correction"])
+        of_tokens *= jnp.where(given["is_corrected"], weights, given["weights"])
+        of_tokens += given["beta"] * (x - REFERENCE)
+        return jnp.mean((jnp.where(mask > 0, of_tokens, 0)).sum(1) / mask.sum(1))
+
+    return jax.value_and_grad(loss)(params)
 
 
 def expected(model, config, *, old, weights=None, sampled=None, token_mask=TOKEN_MASK):
     """(loss, gradient) of the mean of sequence means, with k1 to a reference where beta asks for
     it.
+
+    One program has the numbers of all cases: what a case lacks has no effect.
     """
-    graph, params = nnx.split(model)
-    mask = jnp.asarray(LOSS_MASK, jnp.float32)
-
-    def loss(params):
-        x = log_probs(nnx.merge(graph, params), token_mask)
-        base = jax.lax.stop_gradient(x) if old is None else jnp.where(mask > 0, old, 0)
-        ratio = jnp.exp(jnp.where(mask > 0, x - base, 0))
-        a = ADVANTAGES[:, None]
-        of_tokens = jnp.maximum(
-            -a * ratio, -a * jnp.clip(ratio, 1 - config.epsilon, 1 + config.epsilon_high)
-        )
-        if sampled is not None:
-            of_tokens = of_tokens * corrected(x, sampled, config)
-        if weights is not None:
-            of_tokens = of_tokens * weights
-        of_tokens += config.beta * (x - REFERENCE)
-        return jnp.mean((jnp.where(mask > 0, of_tokens, 0)).sum(1) / mask.sum(1))
-
-    return jax.value_and_grad(loss)(params)
+    zeros = np.zeros(LOSS_MASK.shape, np.float32)
+    given = {name: getattr(config, name) for name in ("epsilon", "epsilon_high", "beta")}
+    given |= {"ratio_is_1": old is None, "old": zeros if old is None else old}
+    given |= {"weights": zeros + 1 if weights is None else weights}
+    given |= {"is_corrected": sampled is not None}
+    given |= {"sampled": zeros if sampled is None else sampled}
+    given |= {"correction": Correction.of(config), "token_mask": token_mask}
+    return value_and_gradient(*nnx.split(model), given)
 
 
 def agrees(found, wanted):
@@ -201,7 +235,7 @@ def test_options_that_the_learner_has_applied(monkeypatch, options):
     model = Attending()
     config = algo_config(beta=0.1, **options)
     x = log_probs(model, TOKEN_MASK)
-    weights = corrected(x, SAMPLED, config)
+    weights = corrected(x, SAMPLED, Correction.of(config))
     batch = example(
         old_per_token_logps=x, ref_per_token_logps=REFERENCE, sampler_is_weights=weights
     )

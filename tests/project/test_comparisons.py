@@ -42,12 +42,12 @@ def test_nothing_else_of_numpy_is_used():
     """numpy's other assertions equal NaN to NaN too, and have no guard."""
     guarded = {"assert_allclose", "assert_array_equal"}
     for path in sorted(TESTS.rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        names |= {node.id for node in nodes if isinstance(node, ast.Name)}
         of_numpy = {
             name for name in names if hasattr(np.testing, name) and name.startswith("assert_")
         }
         assert of_numpy <= guarded, path
-        imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        imported = [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
         assert "numpy.testing" not in imported, path  # a name bound before the guard is put there

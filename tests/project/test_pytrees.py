@@ -60,19 +60,29 @@ def test_only_one_file_registers_pytrees():
     assert found == {"pytree.py"}
 
 
-@pytest.mark.parametrize("mesh", stored.MESHES)
-def test_a_function_of_them_is_stored_and_runs_in_another_process(tmp_path, mesh):
-    parallel, given = stored.arguments(stored.MESHES[mesh])
-    step = jax.jit(stored.step(parallel))
-    (tmp_path / "step").write_bytes(export.export(step)(*given).serialize())
-    command = [sys.executable, stored.__file__, "step", mesh, "found.npz"]
+@pytest.fixture(scope="module")
+def other_process(tmp_path_factory):
+    """The folder with what another process found, and what this one does; by mesh."""
+    folder = tmp_path_factory.mktemp("stored")
+    expected = {}
+    for mesh, axes in stored.MESHES.items():
+        parallel, given = stored.arguments(axes)
+        step = jax.jit(stored.step(parallel))
+        (folder / mesh).write_bytes(export.export(step)(*given).serialize())
+        expected[mesh] = stored.numbers(step(*given))
+    command = [sys.executable, stored.__file__]
     paths = {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True
-    )
+    environment = os.environ | paths
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    expected = stored.numbers(step(*given))
-    found = np.load(tmp_path / "found.npz")
+    return folder, expected
+
+
+@pytest.mark.parametrize("mesh", stored.MESHES)
+def test_a_function_of_them_is_stored_and_runs_in_another_process(other_process, mesh):
+    folder, of_meshes = other_process
+    expected = of_meshes[mesh]
+    found = np.load(folder / f"{mesh}.npz")
     assert len(expected) > 70
     assert set(found) == set(expected)
     for name, x in expected.items():

@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 import time
+from functools import partial
 
 from examples.trainer import report, train_grpo
 from examples.trainer.checkpoint import Checkpoints
@@ -76,10 +77,11 @@ if __name__ == "__main__":
     number = int(sys.argv[2])
     arguments = sys.argv[3:]
     folder = arguments[arguments.index("--out") + 1]
-    {
-        "file": lambda: befall_at_change(number, folder, kill),
-        "twice": lambda: befall_at_change(number, folder, interrupt_twice),
-        "line": lambda: kill_in_line(number),
-        "full": lambda: fill_disk(number),
-    }[event]()
+    events = {
+        "file": partial(befall_at_change, number, folder, kill),
+        "twice": partial(befall_at_change, number, folder, interrupt_twice),
+        "line": partial(kill_in_line, number),
+        "full": partial(fill_disk, number),
+    }
+    events[event]()
     sys.exit(train_grpo.main(arguments))

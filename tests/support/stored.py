@@ -1,9 +1,9 @@
 """A training step's functions that are exported, stored and called in another process.
 
-python stored.py FILE MESH RESULTS    # loads FILE, calls it, and writes its numbers
+python stored.py    # loads the function of each mesh from the file of its name, calls it, writes its numbers
 """
 
-import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -108,8 +108,7 @@ if __name__ == "__main__":
     import jaxppo.mismatch
     import jaxppo.step.entropy  # noqa: F401, the classes that the function returns
 
-    file, mesh, results = sys.argv[1:]
-    _, given = arguments(MESHES[mesh])
-    with open(file, "rb") as stored:
-        function = jax.export.deserialize(bytearray(stored.read()))
-    np.savez(results, **numbers(jax.jit(function.call)(*given)))
+    for mesh, axes in MESHES.items():
+        _, given = arguments(axes)
+        function = jax.export.deserialize(bytearray(Path(mesh).read_bytes()))
+        np.savez(f"{mesh}.npz", **numbers(jax.jit(function.call)(*given)))

@@ -4,6 +4,9 @@ import json
 
 TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16"]
 TINY += ["--task", "gcd"]  # whose prompts are of many lengths
+# runs of several modules have these options, and share the steps that one of them compiled
+USUAL = [*TINY, "--learning-rate", "0.01", "--kl-coef", "0.1"]
+ONE_UPDATE = [*USUAL, "--updates", "1", "--explain", "16"]  # all samples of a step are explained
 
 
 def records(folder):
