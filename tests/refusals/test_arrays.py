@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import traced
 
 from jaxppo import (
     GSPO,
@@ -64,54 +65,65 @@ NAMES = [
     for field in dataclasses.fields(BATCH)
     if isinstance(getattr(BATCH, field.name), np.ndarray)
 ]
-HIDDEN = jnp.ones((1, 8, 4))
-KERNEL = jnp.ones((4, 9))
-STATS = TokenStats(jnp.full((1, 8), -1.0))
+HIDDEN = np.ones((1, 8, 4), np.float32)
+KERNEL = np.ones((4, 9), np.float32)
+STATS = TokenStats(np.full((1, 8), -1.0, np.float32))
 CONFIG = PolicyLossConfig(PPO(), kl=KL(0.1))
 VALUES = STATS.log_probs
-REWARDS = jnp.zeros((1, 2))
-GROUPS = jnp.zeros((1, 2), int)
+REWARDS = np.zeros((1, 2), np.float32)
+GROUPS = np.zeros((1, 2), np.int32)
+
+
+def stats_of(params, batch):
+    return STATS
+
+
+# each lacks a batch alone, whose name follows
 TAKE_A_BATCH = {
-    "policy_loss": lambda batch: policy_loss(STATS, batch, CONFIG),
-    "policy_loss, gspo": lambda batch: policy_loss(STATS, batch, PolicyLossConfig(GSPO())),
-    "policy_loss_from_hidden": lambda batch: policy_loss_from_hidden(HIDDEN, KERNEL, batch, CONFIG),
-    "SFT": lambda batch: loss_from_stats(STATS, batch, SFT()),
-    "SFT from hidden": lambda batch: loss_from_hidden(HIDDEN, KERNEL, batch, SFT()),
-    "Value": lambda batch: loss_from_stats(VALUES, batch, Value(clip=0.2)),
-    "mtp_loss": lambda batch: mtp_loss([HIDDEN], KERNEL, batch),
-    "Normalizer.of depths": lambda batch: Normalizer.of(MTP(1), batch),
-    "shift_targets": lambda batch: shift_targets(batch, 1),
-    "distillation_loss": lambda batch: distillation_loss(HIDDEN, KERNEL, HIDDEN, KERNEL, batch),
-    "compute_log_probs": lambda batch: compute_log_probs(lambda _, batch: STATS, None, batch),
-    "Normalizer": lambda batch: Normalizer.of(SFT(aggregation="rollout_mean"), batch),
-    "covariance_mask": lambda batch: covariance_mask(
-        STATS, batch, PolicyLossConfig(ClipCov()), jax.random.key(0)
+    "policy_loss": partial(policy_loss, STATS, config=CONFIG),
+    "policy_loss, gspo": partial(policy_loss, STATS, config=PolicyLossConfig(GSPO())),
+    "policy_loss_from_hidden": partial(policy_loss_from_hidden, HIDDEN, KERNEL, config=CONFIG),
+    "SFT": partial(loss_from_stats, STATS, loss=SFT()),
+    "SFT from hidden": partial(loss_from_hidden, HIDDEN, KERNEL, loss=SFT()),
+    "Value": partial(loss_from_stats, VALUES, loss=Value(clip=0.2)),
+    "mtp_loss": partial(mtp_loss, [HIDDEN], KERNEL),
+    "Normalizer.of depths": partial(Normalizer.of, MTP(1)),
+    "shift_targets": partial(shift_targets, by=1),
+    "distillation_loss": partial(distillation_loss, HIDDEN, KERNEL, HIDDEN, KERNEL),
+    "compute_log_probs": partial(compute_log_probs, stats_of, None),
+    "Normalizer": partial(Normalizer.of, SFT(aggregation="rollout_mean")),
+    "covariance_mask": partial(
+        covariance_mask, STATS, config=PolicyLossConfig(ClipCov()), key=jax.random.key(0)
     ),
-    "mismatch_metrics": lambda batch: mismatch_metrics(batch),
-    "staleness_metrics": lambda batch: staleness_metrics(batch, 3),
-    "staleness_weights": lambda batch: staleness_weights(batch, 3, limit=1),
-    "pack_nucleus_ids": lambda batch: pack_nucleus_ids([[[1], [1]]] * 2, SAMPLES, batch),
-    "gdpo": lambda batch: advantages.gdpo([REWARDS], GROUPS, batch),
-    "spread": lambda batch: advantages.spread(REWARDS, batch),
-    "token_rewards": lambda batch: advantages.token_rewards(REWARDS, batch),
-    "discounted_returns": lambda batch: advantages.discounted_returns(VALUES, batch),
-    "gae": lambda batch: advantages.gae(VALUES, VALUES, batch),
-    "reinforce_plus_plus": lambda batch: advantages.reinforce_plus_plus(VALUES, batch),
-    "reinforce_plus_plus_baseline": lambda batch: advantages.reinforce_plus_plus_baseline(
-        REWARDS, GROUPS, batch
+    "mismatch_metrics": mismatch_metrics,
+    "staleness_metrics": partial(staleness_metrics, version=3),
+    "staleness_weights": partial(staleness_weights, version=3, limit=1),
+    "pack_nucleus_ids": partial(pack_nucleus_ids, [[[1], [1]]] * 2, SAMPLES),
+    "gdpo": partial(advantages.gdpo, [REWARDS], GROUPS),
+    "spread": partial(advantages.spread, REWARDS),
+    "token_rewards": partial(advantages.token_rewards, REWARDS),
+    "discounted_returns": partial(advantages.discounted_returns, VALUES),
+    "gae": partial(advantages.gae, VALUES, VALUES),
+    "reinforce_plus_plus": partial(advantages.reinforce_plus_plus, VALUES),
+    "reinforce_plus_plus_baseline": partial(
+        advantages.reinforce_plus_plus_baseline, REWARDS, GROUPS
     ),
-    "validate": lambda batch: batch.validate(9),
+    "validate": partial(RolloutBatch.validate, vocab_size=9),
 }
-SPOILT = {
-    "list": lambda x: x.tolist(),
-    "text": lambda x: "x",
-    "number": lambda x: 1.0,
-    "objects": lambda x: x.astype(object),
-    "complex": lambda x: x.astype(complex),
-    "fewer positions": lambda x: x[:, 1:],
-    "more rows": lambda x: np.concatenate([x, x]),
-    "no rows": lambda x: x[0],
-}
+
+
+def spoilt(x):
+    """The array in each way that is wrong."""
+    return {
+        "list": x.tolist(),
+        "text": "x",
+        "number": 1.0,
+        "objects": x.astype(object),
+        "complex": x.astype(complex),
+        "fewer positions": x[:, 1:],
+        "more rows": np.concatenate([x, x]),
+        "no rows": x[0],
+    }
 
 
 def named(name, error):
@@ -126,10 +138,10 @@ def test_all_arrays_are_there():
 @pytest.mark.every(3)
 @pytest.mark.parametrize("function", TAKE_A_BATCH)
 def test_an_array_of_a_batch_is_named(function):
-    TAKE_A_BATCH[function](BATCH)
+    traced(partial(TAKE_A_BATCH[function], BATCH))
     for name in NAMES:
-        for how, spoil in SPOILT.items():
-            wrong = dataclasses.replace(BATCH, **{name: spoil(getattr(BATCH, name))})
+        for how, x in spoilt(getattr(BATCH, name)).items():
+            wrong = dataclasses.replace(BATCH, **{name: x})
             with pytest.raises((TypeError, ValueError)) as found:
                 TAKE_A_BATCH[function](wrong)
             assert named(name, str(found.value)), (name, how, str(found.value))
@@ -148,8 +160,14 @@ def test_a_normalizer_and_samples_of_another_type():
         RolloutBatch.from_samples(SAMPLES[0], row_length=8)
 
 
-X = jnp.zeros((1, 8))
-IDS = jnp.ones((1, 8), int)
+X = np.zeros((1, 8), np.float32)
+IDS = np.ones((1, 8), np.int32)
+
+
+def value_loss(values):
+    return loss_from_stats(values, BATCH, Value())
+
+
 OF_GROUPS = {"rewards": REWARDS, "group_ids": GROUPS, "among": GROUPS >= 0, "rollout_ids": GROUPS}
 TAKE_ARRAYS = {
     **{
@@ -176,7 +194,7 @@ TAKE_ARRAYS = {
     "discounted_returns": (partial(advantages.discounted_returns, batch=BATCH), {"rewards": X}),
     "token_rewards": (partial(advantages.token_rewards, batch=BATCH), {"rewards": REWARDS}),
     "spread": (partial(advantages.spread, batch=BATCH), {"x": REWARDS}),
-    "Value": (lambda values: loss_from_stats(values, BATCH, Value()), {"values": X}),
+    "Value": (value_loss, {"values": X}),
     "kl_divergence": (kl_divergence, {"log_probs": X, "ref_log_probs": X, "importance_ratio": X}),
     "proximal_log_probs": (
         partial(proximal_log_probs, version=3),
@@ -205,19 +223,21 @@ TAKE_ARRAYS = {
     ),
     "scan_affine": (scan_affine, {"a": X, "b": X, "segment_ids": IDS}),
 }
+MOVE_ANY_NUMBERS = ("segment_sum", "shift_left", "redistribute", "scan_affine")
 OPTIONAL = {"where", "importance_ratio", "segment_ids", "among", "rollout_ids"}
 
 
 @pytest.mark.parametrize("function", TAKE_ARRAYS)
 def test_an_argument_is_named(function):
     call, arguments = TAKE_ARRAYS[function]
-    call(**arguments)
+    traced(partial(call, **arguments))
     for name, x in arguments.items():
-        spoilt = {"text": "x", "no rows": x[0], **({} if name in OPTIONAL else {"none": None})}
-        # which move any numbers
-        if function not in ("segment_sum", "shift_left", "redistribute", "scan_affine"):
-            spoilt |= {"complex": np.asarray(x).astype(complex), "list": x.tolist()}
-        for how, wrong in spoilt.items():
+        bad = {"text": "x", "no rows": x[0]}
+        if name not in OPTIONAL:
+            bad["none"] = None
+        if function not in MOVE_ANY_NUMBERS:
+            bad |= {"complex": np.asarray(x).astype(complex), "list": x.tolist()}
+        for how, wrong in bad.items():
             with pytest.raises((TypeError, ValueError)) as found:
                 call(**{**arguments, name: wrong})
             assert named(name, str(found.value)), (name, how, str(found.value))

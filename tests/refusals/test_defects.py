@@ -6,6 +6,7 @@ test_known_defects.py.
 """
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -108,13 +109,19 @@ def test_1_rollouts_of_three_and_of_one(mesh, seed):
         normalizer.denominators, np.where(there, np.where(batch.rollouts == 7, 3, 1), 0)
     )
     assert normalizer.sequences == 2
-    stats = TokenStats(jnp.full(batch.loss_mask.shape, -1.0))
-    assert (
-        policy_loss(stats, batch, PolicyLossConfig(aggregation="rollout_mean"), parallel=parallel)[
-            0
-        ]
-        == -1
-    )
+    stats = TokenStats(np.full(batch.loss_mask.shape, -1.0, np.float32))
+    config = PolicyLossConfig(aggregation="rollout_mean")
+    loss, _ = policy_loss(stats, batch, config, parallel=parallel)
+    assert loss == -1
+
+
+def part_of(tree, k):
+    """One part of each array of a tree."""
+
+    def part(x):
+        return x[k]
+
+    return jax.tree.map(part, tree)
 
 
 @pytest.mark.parametrize("micro_batches", [None, 4])
@@ -129,13 +136,14 @@ def test_1_twenty_four_samples_in_rollouts_of_three(micro_batches):
     config = PolicyLossConfig(aggregation="rollout_mean")
     parts = [(batch, normalizer)]
     if micro_batches:
-        parts = [
-            jax.tree.map(lambda x, k=k: x[k], (batch, normalizer)) for k in range(micro_batches)
-        ]
-    losses = [
-        policy_loss(TokenStats(jnp.full(b.loss_mask.shape, -1.0)), b, config, normalizer=n)[0]
-        for b, n in parts
-    ]
+        parts = [part_of((batch, normalizer), k) for k in range(micro_batches)]
+
+    @jax.jit
+    def loss_of_part(batch, normalizer):
+        stats = TokenStats(jnp.full(batch.loss_mask.shape, -1.0))
+        return policy_loss(stats, batch, config, normalizer=normalizer)[0]
+
+    losses = [loss_of_part(*part) for part in parts]
     assert sum(losses) == pytest.approx(-1, rel=1e-6)
 
 
@@ -166,58 +174,77 @@ def test_2_every_k3_of_policies_that_agree_is_small_and_not_negative():
         assert x.value == pytest.approx(exact[counted].mean(), rel=1e-2), name
 
 
+KEY = jax.random.key(0)
+LOGITS = np.asarray(HIDDEN) @ np.asarray(KERNEL)
+
+
+def loss_of(function, *given, **options):
+    """The loss alone, of a function that returns its metrics too."""
+    return function(*given, **options)[0]
+
+
+def tokens_of_depths(**on):
+    return [normalizer.tokens for normalizer in Normalizer.of(MTP(1), BATCH, **on)]
+
+
+def denominators(**on):
+    return Normalizer.of(SFT(aggregation="rollout_mean"), BATCH, **on).denominators
+
+
+def metrics_of_mismatch(**on):
+    return finalize_metrics(mismatch_metrics(BATCH, **on))
+
+
+def targets_of_padded(**on):
+    prompts = BATCH.tokens[:, :4]
+    completions = BATCH.tokens[:, 4:]
+    return RolloutBatch.from_padded(prompts, completions, BATCH.loss_mask[:, 4:], **on).targets
+
+
+def targets_of_tokens(**on):
+    rows = (BATCH.tokens, BATCH.segment_ids, BATCH.positions, BATCH.loss_mask)
+    return RolloutBatch.from_token_aligned(*rows, **on).targets
+
+
 def eager_calls(parallel):
     p = {"parallel": parallel}
     config = PolicyLossConfig(kl=KL(0.1), entropy_coef=0.1)
     x = LOG_PROBS
-    kernel = KERNEL
+    stats = TokenStats(x)
+    states = (HIDDEN, KERNEL)
+    segments = {"segment_ids": BATCH.segment_ids, "parallel": parallel}
+    selecting = PolicyLossConfig(ClipCov())
+    of_hidden = partial(loss_of, policy_loss_from_hidden, batch=BATCH, config=config, **p)
+    gradient = jax.grad(partial(of_hidden, head=KERNEL))
     return {
-        "log_probs_from_hidden": lambda: log_probs_from_hidden(
-            HIDDEN, kernel, BATCH.targets, entropy="bonus", **p
+        "log_probs_from_hidden": partial(
+            log_probs_from_hidden, *states, BATCH.targets, entropy="bonus", **p
         ),
-        "log_probs_from_logits": lambda: log_probs_from_logits(HIDDEN @ kernel, BATCH.targets, **p),
-        "policy_loss_from_hidden": lambda: policy_loss_from_hidden(
-            HIDDEN, kernel, BATCH, config, **p
-        )[0],
-        "its gradient": lambda: jax.grad(
-            lambda h: policy_loss_from_hidden(h, kernel, BATCH, config, **p)[0]
-        )(HIDDEN),
-        "policy_loss": lambda: policy_loss(TokenStats(x), BATCH, config=PolicyLossConfig(), **p)[0],
-        "SFT": lambda: loss_from_stats(TokenStats(x), BATCH, SFT(), **p)[0],
-        "SFT from hidden": lambda: loss_from_hidden(HIDDEN, kernel, BATCH, SFT(), **p)[0],
-        "Value": lambda: loss_from_stats(x, BATCH, Value(), **p)[0],
-        "mtp_loss": lambda: mtp_loss(HIDDEN[None], kernel, BATCH, **p)[0],
-        "Normalizer.of depths": lambda: [n.tokens for n in Normalizer.of(MTP(1), BATCH, **p)],
-        "distillation_loss": lambda: distillation_loss(HIDDEN, kernel, HIDDEN, kernel, BATCH, **p)[
-            0
-        ],
-        "mismatch_metrics": lambda: finalize_metrics(mismatch_metrics(BATCH, **p)),
-        "covariance_mask": lambda: covariance_mask(
-            TokenStats(x), BATCH, PolicyLossConfig(ClipCov()), jax.random.key(0), parallel
-        ),
-        "normalizer": lambda: (
-            Normalizer.of(SFT(aggregation="rollout_mean"), BATCH, **p).denominators
-        ),
-        "gae": lambda: advantages.gae(x, x, BATCH, **p),
-        "discounted_returns": lambda: advantages.discounted_returns(x, BATCH, **p),
-        "token_rewards": lambda: advantages.token_rewards(BATCH.rewards, BATCH, **p),
-        "whiten": lambda: advantages.whiten(x, BATCH.loss_mask, **p),
-        "grpo": lambda: advantages.grpo(BATCH.rewards, BATCH.group_ids, **p),
-        "pass_at_k": lambda: advantages.pass_at_k(BATCH.rewards, BATCH.group_ids, **p),
-        "redistribute": lambda: redistribute(x, parallel, "contiguous", "striped"),
-        "shift_left": lambda: shift_left(x, parallel, 2, 0.0, BATCH.segment_ids),
-        "scan_affine": lambda: scan_affine(0.5, x, parallel, segment_ids=BATCH.segment_ids),
-        "segment_sum": lambda: segment_sum(x, BATCH.segment_ids, 4, parallel),
-        "from_padded": lambda: (
-            RolloutBatch.from_padded(
-                BATCH.tokens[:, :4], BATCH.tokens[:, 4:], BATCH.loss_mask[:, 4:], **p
-            ).targets
-        ),
-        "from_token_aligned": lambda: (
-            RolloutBatch.from_token_aligned(
-                BATCH.tokens, BATCH.segment_ids, BATCH.positions, BATCH.loss_mask, **p
-            ).targets
-        ),
+        "log_probs_from_logits": partial(log_probs_from_logits, LOGITS, BATCH.targets, **p),
+        "policy_loss_from_hidden": partial(of_hidden, *states),
+        "its gradient": partial(gradient, HIDDEN),
+        "policy_loss": partial(loss_of, policy_loss, stats, BATCH, PolicyLossConfig(), **p),
+        "SFT": partial(loss_of, loss_from_stats, stats, BATCH, SFT(), **p),
+        "SFT from hidden": partial(loss_of, loss_from_hidden, *states, BATCH, SFT(), **p),
+        "Value": partial(loss_of, loss_from_stats, x, BATCH, Value(), **p),
+        "mtp_loss": partial(loss_of, mtp_loss, HIDDEN[None], KERNEL, BATCH, **p),
+        "Normalizer.of depths": partial(tokens_of_depths, **p),
+        "distillation_loss": partial(loss_of, distillation_loss, *states, *states, BATCH, **p),
+        "mismatch_metrics": partial(metrics_of_mismatch, **p),
+        "covariance_mask": partial(covariance_mask, stats, BATCH, selecting, KEY, **p),
+        "normalizer": partial(denominators, **p),
+        "gae": partial(advantages.gae, x, x, BATCH, **p),
+        "discounted_returns": partial(advantages.discounted_returns, x, BATCH, **p),
+        "token_rewards": partial(advantages.token_rewards, BATCH.rewards, BATCH, **p),
+        "whiten": partial(advantages.whiten, x, BATCH.loss_mask, **p),
+        "grpo": partial(advantages.grpo, BATCH.rewards, BATCH.group_ids, **p),
+        "pass_at_k": partial(advantages.pass_at_k, BATCH.rewards, BATCH.group_ids, **p),
+        "redistribute": partial(redistribute, x, parallel, "contiguous", "striped"),
+        "shift_left": partial(shift_left, x, by=2, fill=0.0, **segments),
+        "scan_affine": partial(scan_affine, 0.5, x, **segments),
+        "segment_sum": partial(segment_sum, x, num_segments=4, **segments),
+        "from_padded": partial(targets_of_padded, **p),
+        "from_token_aligned": partial(targets_of_tokens, **p),
     }
 
 
@@ -233,10 +260,10 @@ def test_3_eager_calls_work_and_the_second_compiles_nothing(name, mesh):
     first = call()
     assert compilations(call) == 0
     # a mesh made anew, as in each step of a loop, is the same mesh
-    assert compilations(eager_calls(None if mesh is None else make_parallel_mesh(mesh))[name]) == 0
-    for x, y in zip(
-        jax.tree.leaves(first), jax.tree.leaves(eager_calls(None)[name]()), strict=True
-    ):
+    again = None if mesh is None else make_parallel_mesh(mesh)
+    assert compilations(eager_calls(again)[name]) == 0
+    on_one_device = eager_calls(None)[name]()
+    for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(on_one_device), strict=True):
         if name != "redistribute":  # on one device all layouts are one
             # a small element of a gradient is what large ones leave of each other
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=max(2e-6, 2e-7 * np.abs(y).max()))
@@ -244,8 +271,12 @@ def test_3_eager_calls_work_and_the_second_compiles_nothing(name, mesh):
 
 def hessian_vector(loss, kernel, v):
     """In reverse mode twice; None where that is refused by name."""
+
+    def along(k):
+        return (jax.grad(loss)(k) * v).sum()
+
     try:
-        return jax.jit(jax.grad(lambda k: (jax.grad(loss)(k) * v).sum()))(kernel)
+        return jax.jit(jax.grad(along))(kernel)
     except NotImplementedError as refused:
         assert "second derivatives" in str(refused)  # noqa: PT017
         return None
@@ -271,19 +302,24 @@ def test_4_curvature_of_the_kl_at_the_old_policy(estimator, mesh):
     )
     config = PolicyLossConfig(kl=KL(1.0, estimator), aggregation="token_sum")
     p = {"parallel": parallel}
-    expected = hessian_vector(
-        lambda k: policy_loss(TokenStats(plain(k)), batch, config)[0], KERNEL, v
-    )
+
+    def of_reference(k):
+        return policy_loss(TokenStats(plain(k)), batch, config)[0]
+
+    def of_logits(k):
+        stats = log_probs_from_logits(HIDDEN @ k, targets, **p)
+        return policy_loss(stats, batch, config, **p)[0]
+
+    def of_hidden(k):
+        stats = log_probs_from_hidden(HIDDEN, k, targets, **p)
+        return policy_loss(stats, batch, config, **p)[0]
+
+    def of_one_call(k):
+        return policy_loss_from_hidden(HIDDEN, k, batch, config, **p)[0]
+
+    expected = hessian_vector(of_reference, KERNEL, v)
     assert jnp.abs(expected).sum() > 10
-    ways = {
-        "logits": lambda k: policy_loss(
-            log_probs_from_logits(HIDDEN @ k, targets, **p), batch, config, **p
-        )[0],
-        "hidden": lambda k: policy_loss(
-            log_probs_from_hidden(HIDDEN, k, targets, **p), batch, config, **p
-        )[0],
-        "one call": lambda k: policy_loss_from_hidden(HIDDEN, k, batch, config, **p)[0],
-    }
+    ways = {"logits": of_logits, "hidden": of_hidden, "one call": of_one_call}
     for name, loss in ways.items():
         got = hessian_vector(loss, KERNEL, v)
         assert got is not None or name != "logits"
@@ -301,7 +337,7 @@ def test_5_accuracy_of_the_likeliest_tokens_is_1(mesh, temperature, dtype):
     parallel = mesh and make_parallel_mesh(mesh)
     z = (8 * jax.random.normal(jax.random.key(0), (4, 64, 500))).astype(dtype)
     options = {"temperature": temperature, "logit_stats": ("accuracy",), "parallel": parallel}
-    stats = jax.jit(lambda z, y: log_probs_from_logits(z, y, **options))(z, z.argmax(-1))
+    stats = jax.jit(partial(log_probs_from_logits, **options))(z, z.argmax(-1))
     np.testing.assert_array_equal(stats.accuracy, 1)
     assert (stats.log_probs <= 0).all()
 
@@ -311,31 +347,33 @@ def test_5_accuracy_of_the_likeliest_tokens_is_1(mesh, temperature, dtype):
 def test_5_no_log_prob_is_above_0(mesh, temperature):
     """The tokens have probabilities of nearly 1."""
     parallel = mesh and make_parallel_mesh(mesh)
-    hidden, kernel = (
-        jax.random.normal(jax.random.key(i), s) for i, s in ((0, (8, 8, 64)), (1, (64, 300)))
-    )
-    targets = (hidden @ kernel).argmax(-1)
+    hidden = np.asarray(jax.random.normal(jax.random.key(0), (8, 8, 64)))
+    kernel = np.asarray(jax.random.normal(jax.random.key(1), (64, 300)))
+    targets = (hidden @ kernel).argmax(-1).astype(np.int32)
     p = {"parallel": parallel, "temperature": temperature}
-    ids = {"nucleus_ids": jnp.stack([targets, targets * 0], -1)}
-    mask = jnp.concatenate([jnp.ones((8, 7)), jnp.zeros((8, 1))], 1)
-    segments = jnp.ones((8, 8), jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(8), (8, 8))
-    batch = RolloutBatch(targets, targets, segments, positions, mask, jnp.arange(8)[:, None])
-    for log_probs in (
-        jax.jit(lambda h, k: log_probs_from_hidden(h, k, targets, **p).log_probs)(hidden, kernel),
-        jax.jit(lambda h, k: log_probs_from_hidden(h, k, targets, **ids, **p).log_probs)(
-            hidden, kernel
-        ),
-        jax.jit(lambda h, k: log_probs_from_logits(h @ k, targets, **p).log_probs)(hidden, kernel),
-    ):
+    ids = {"nucleus_ids": np.stack([targets, targets * 0], -1)}
+    mask = np.ones((8, 8), np.float32)
+    mask[:, -1] = 0
+    segments = np.ones((8, 8), np.int32)
+    positions = np.broadcast_to(np.arange(8, dtype=np.int32), (8, 8))
+    samples = np.arange(8, dtype=np.int32)[:, None]
+    batch = RolloutBatch(targets, targets, segments, positions, mask, samples)
+
+    def of_hidden(h, k, **options):
+        return log_probs_from_hidden(h, k, targets, **options, **p).log_probs
+
+    def of_logits(h, k):
+        return log_probs_from_logits(h @ k, targets, **p).log_probs
+
+    for call in (of_hidden, partial(of_hidden, **ids), of_logits):
+        log_probs = jax.jit(call)(hidden, kernel)
         assert (log_probs <= 0).all()
         assert (log_probs > -1e-6).any()
-    each = jnp.eye(8)[:, :, None] * mask[None]  # one row at a time
+    each = np.eye(8, dtype=np.float32)[:, :, None] * mask[None]  # one row at a time
 
     def of_row(m):
-        return loss_from_hidden(
-            hidden, kernel, dataclasses.replace(batch, loss_mask=m), SFT(), **p
-        )[0]
+        row = dataclasses.replace(batch, loss_mask=m)
+        return loss_from_hidden(hidden, kernel, row, SFT(), **p)[0]
 
     assert (lax.map(of_row, each) >= 0).all()
 
@@ -374,18 +412,19 @@ def test_7_five_thousand_samples_in_any_order(name):
 def test_8_losses_from_hidden_states_with_x64(frozen, mesh):
     """A frozen head's loss in one pass mixed i32 and i64."""
     parallel = mesh and make_parallel_mesh(mesh)
-    stop = lax.stop_gradient if frozen else lambda x: x
 
     def loss(hidden, kernel):
-        return policy_loss_from_hidden(
-            hidden, stop(kernel), BATCH, PolicyLossConfig(), parallel=parallel
-        )[0]
+        if frozen:
+            kernel = lax.stop_gradient(kernel)
+        given = (hidden, kernel, BATCH, PolicyLossConfig())
+        return policy_loss_from_hidden(*given, parallel=parallel)[0]
 
     step = jax.jit(jax.value_and_grad(loss, (0, 1)))
     expected = step(HIDDEN, KERNEL)
     with jax.enable_x64(True):
         got = step(HIDDEN, KERNEL)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, expected)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(got))
 
 
@@ -396,16 +435,17 @@ def test_8_narrow_targets_of_a_wide_vocabulary(dtype, mesh):
     parallel = mesh and make_parallel_mesh(mesh)
     columns = 70000
     most = min(np.iinfo(dtype).max, columns - 1)
-    targets = jnp.asarray([[0, 1, most // 2, most - 1], [most, columns % (most + 1), 5, 100]])
-    hidden = HIDDEN[:2, :4]
-    kernel = jax.random.normal(jax.random.key(0), (H, columns))
+    rows = [[0, 1, most // 2, most - 1], [most, columns % (most + 1), 5, 100]]
+    targets = jnp.asarray(np.array(rows, np.int32))
+    hidden = np.asarray(HIDDEN)[:2, :4]
+    kernel = np.random.default_rng(0).normal(size=(H, columns)).astype(np.float32)
     for call in (
-        lambda y: log_probs_from_hidden(hidden, kernel, y, parallel=parallel).log_probs,
-        lambda y: log_probs_from_logits(hidden @ kernel, y, parallel=parallel).log_probs,
+        partial(log_probs_from_hidden, hidden, kernel, parallel=parallel),
+        partial(log_probs_from_logits, hidden @ kernel, parallel=parallel),
     ):
-        expected = call(targets)
-        assert jnp.isfinite(expected).all()
-        np.testing.assert_array_equal(call(targets.astype(dtype)), expected)
+        expected = call(targets).log_probs
+        assert np.isfinite(expected).all()
+        np.testing.assert_array_equal(call(targets.astype(dtype)).log_probs, expected)
 
 
 # Found by the search against the oracle
@@ -413,24 +453,28 @@ def test_8_narrow_targets_of_a_wide_vocabulary(dtype, mesh):
 
 def test_the_slope_of_a_distance_is_0_where_policies_agree():
     """The slope of jnp.abs is 1 there."""
-    slope = jax.grad(lambda x: kl_divergence(x, jnp.full(3, -2.0), "abs").sum())
+
+    def total(x):
+        return kl_divergence(x, jnp.full(3, -2.0), "abs").sum()
+
+    slope = jax.grad(total)
     np.testing.assert_array_equal(slope(jnp.array([-3.0, -2.0, -1.0])), [-1, 0, 1])
 
 
 def test_tokens_of_advantage_0_are_not_clipped_by_dppo():
-    x = jnp.array([[-3.0, -0.1]])
-    old = jnp.array([[-0.1, -3.0]])
-    result, indicators = DPPO(clip_low=0.1, clip_high=0.1)(x, old, jnp.zeros((1, 2)))
+    x = np.array([[-3.0, -0.1]], np.float32)
+    old = np.array([[-0.1, -3.0]], np.float32)
+    loss = jax.jit(DPPO(clip_low=0.1, clip_high=0.1))
+    result, indicators = loss(x, old, np.zeros((1, 2), np.float32))
     assert not indicators["clip_fraction"].any()
     assert not result.any()
 
 
 def test_opo_of_a_group_without_a_token():
-    got = advantages.opo(
-        jnp.array([[1.0, 0.0, 2.0, 4.0]]),
-        jnp.array([[1, 1, 2, 2]]),
-        jnp.array([[0.0, 0.0, 1.0, 1.0]]),
-    )
+    rewards = np.array([[1.0, 0.0, 2.0, 4.0]], np.float32)
+    groups = np.array([[1, 1, 2, 2]], np.int32)
+    lengths = np.array([[0.0, 0.0, 1.0, 1.0]], np.float32)
+    got = advantages.opo(rewards, groups, lengths)
     np.testing.assert_array_equal(got, [[0, 0, -1, 1]])
 
 

@@ -4,6 +4,8 @@ NaN.
 
 import dataclasses
 import uuid
+from functools import partial
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -50,12 +52,12 @@ def test_10_batches_of_nothing(size):
     batch = without(**size)
     x = batch.advantages
     for call in (
-        lambda: policy_loss(TokenStats(x), batch, PolicyLossConfig()),
-        lambda: loss_from_stats(TokenStats(x), batch, SFT()),
-        lambda: loss_from_stats(x, batch, Value()),
-        lambda: Normalizer.of(SFT(), batch),
-        lambda: advantages.gae(x, x, batch),
-        lambda: advantages.token_rewards(batch.rewards, batch),
+        partial(policy_loss, TokenStats(x), batch, PolicyLossConfig()),
+        partial(loss_from_stats, TokenStats(x), batch, SFT()),
+        partial(loss_from_stats, x, batch, Value()),
+        partial(Normalizer.of, SFT(), batch),
+        partial(advantages.gae, x, x, batch),
+        partial(advantages.token_rewards, batch.rewards, batch),
     ):
         with pytest.raises(
             ValueError, match=r"batch: got rows of shape .* expected at least one row, position"
@@ -120,9 +122,9 @@ def test_10_wide_ids_in_batches():
 
 def test_10_lists_for_arrays():
     for call in (
-        lambda: advantages.grpo([[1.0, 2.0]], jnp.zeros((1, 2), int)),
-        lambda: advantages.token_rewards([[1.0]] * 8, BATCH),
-        lambda: advantages.gae([[1.0] * 8] * 8, LOG_PROBS, BATCH),
+        partial(advantages.grpo, [[1.0, 2.0]], np.zeros((1, 2), np.int32)),
+        partial(advantages.token_rewards, [[1.0]] * 8, BATCH),
+        partial(advantages.gae, [[1.0] * 8] * 8, LOG_PROBS, BATCH),
     ):
         with pytest.raises(TypeError, match="rewards: got list, expected an array"):
             call()
@@ -169,7 +171,7 @@ def test_10_a_normalizer_of_which_one_field_was_not_sliced(field):
     """The mean was then over K, or broadcast."""
     batches = RolloutBatch.from_samples(samples(), row_length=8, rows=4, micro_batches=2)
     whole = Normalizer.of(SFT(aggregation="sequence_mean_token_mean"), batches)
-    first, one = jax.tree.map(lambda x: x[0], (batches, whole))
+    first, one = jax.tree.map(itemgetter(0), (batches, whole))
     wrong = dataclasses.replace(one, **{field: getattr(whole, field)})
     config = PolicyLossConfig(aggregation="sequence_mean_token_mean")
     with pytest.raises(
@@ -183,9 +185,9 @@ def test_10_fp8_is_refused():
         x.astype(jnp.float8_e4m3fn) for x in (HIDDEN, KERNEL, HIDDEN @ KERNEL)
     )
     for name, call in (
-        ("hidden", lambda: log_probs_from_hidden(hidden, KERNEL, BATCH.targets)),
-        ("head.kernel", lambda: log_probs_from_hidden(HIDDEN, kernel, BATCH.targets)),
-        ("logits", lambda: log_probs_from_logits(logits, BATCH.targets)),
+        ("hidden", partial(log_probs_from_hidden, hidden, KERNEL, BATCH.targets)),
+        ("head.kernel", partial(log_probs_from_hidden, HIDDEN, kernel, BATCH.targets)),
+        ("logits", partial(log_probs_from_logits, logits, BATCH.targets)),
     ):
         with pytest.raises(
             TypeError,

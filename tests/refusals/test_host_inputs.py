@@ -6,6 +6,7 @@ earlier version.
 
 import base64
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +45,13 @@ def sglang(**meta):
     return Sample.from_sglang({"input_ids": [5, 6], "meta_info": entries | meta})
 
 
+def of_log_probs(*entries):
+    return sglang(output_token_logprobs=list(entries))
+
+
 def of_ids(*ids):
-    return sglang(output_token_logprobs=[(-0.5, i, None) for i in ids])
+    entries = [(-0.5, i, None) for i in ids]
+    return of_log_probs(*entries)
 
 
 def sglang_prompt(ids):
@@ -79,150 +85,179 @@ def rows(**arrays):
     return RolloutBatch.from_target_aligned(targets=IDS, **given | arrays)
 
 
+def with_extra(values, **options):
+    return sample(extras={"a": values}, **options)
+
+
+def traced(field, values):
+    """A sample with a field that `jax.jit` traces."""
+
+    @jax.jit
+    def mask(x):
+        return sample(**{field: x}).mask
+
+    return mask(values)
+
+
+@jax.jit
+def traced_extra(values):
+    return packed(with_extra(values)).tokens
+
+
+@jax.jit
+def traced_experts(rows):
+    return routed_experts(rows, 1).values
+
+
 EXTRA = r"extras\['a'\]"
+CUT = base64.b64encode(b"12345").decode()
+TURNS = [turn([5], [6, 7]), turn([5, 6, 7], [])]
 REFUSED = {
     # extras
-    "an extra beyond i32": (lambda: sample(extras={"a": [2**40 + 3, 1]}), f"{EXTRA}: got 1099511627779, expected int"),
-    "an extra beyond i64": (lambda: sample(extras={"a": [2**64, 1]}), f"{EXTRA}: got object"),
-    "an extra beyond f32": (lambda: sample(extras={"a": [1e300, 1]}), f"{EXTRA}: got 1e\\+300, expected"),
-    "a bool among an extra's numbers": (lambda: sample(extras={"a": [[1, 2], [True, 2]]}), f"{EXTRA}: got a bool"),
-    "half a fill of integers": (lambda: sample(extras={"a": Extra([1, 2], fill=0.5)}), f"{EXTRA}.fill: got 0.5"),
-    "a fill beyond i32": (lambda: sample(extras={"a": Extra([1, 2], fill=2**31)}), f"{EXTRA}.fill: got 2147483648"),
-    "a fill beyond f32": (lambda: Extra([1.0], fill=1e300), "fill: got 1e\\+300, expected"),
+    "an extra beyond i32": (partial(with_extra, [2**40 + 3, 1]), f"{EXTRA}: got 1099511627779, expected int"),
+    "an extra beyond i64": (partial(with_extra, [2**64, 1]), f"{EXTRA}: got object"),
+    "an extra beyond f32": (partial(with_extra, [1e300, 1]), f"{EXTRA}: got 1e\\+300, expected"),
+    "a bool among an extra's numbers": (partial(with_extra, [[1, 2], [True, 2]]), f"{EXTRA}: got a bool"),
+    "half a fill of integers": (partial(with_extra, Extra([1, 2], fill=0.5)), f"{EXTRA}.fill: got 0.5"),
+    "a fill beyond i32": (partial(with_extra, Extra([1, 2], fill=2**31)), f"{EXTRA}.fill: got 2147483648"),
+    "a fill beyond f32": (partial(Extra, [1.0], fill=1e300), "fill: got 1e\\+300, expected"),
     "a fill beyond f16": (
-        lambda: sample(extras={"a": Extra(np.ones(2, np.float16), fill=1e6)}),
+        partial(with_extra, Extra(np.ones(2, np.float16), fill=1e6)),
         f"{EXTRA}.fill: got 1000000.0, expected a number that float16 holds",
     ),
     "integers that f32 rounds": (
-        lambda: packed(sample(extras={"a": [2**24 + 1, 0]}), sample(extras={"a": [0.5, 0.5]})),
+        partial(packed, with_extra([2**24 + 1, 0]), with_extra([0.5, 0.5])),
         f"{EXTRA}: got 16777217 beside floats of another sample",
     ),
-    "a traced extra": (lambda: jax.jit(lambda x: packed(sample(extras={"a": x})).tokens)(jnp.ones(2)), EXTRA),
-    "an extra of a constructor beyond i32": (lambda: rows(extras={"a": IDS + 2**40}), "extras.a: got 1099511627777"),
-    "an extra of a constructor beyond f32": (lambda: rows(extras={"a": IDS * 1e300}), "extras.a: got 1e\\+300"),
+    "a traced extra": (partial(traced_extra, np.ones(2)), EXTRA),
+    "an extra of a constructor beyond i32": (partial(rows, extras={"a": IDS + 2**40}), "extras.a: got 1099511627777"),
+    "an extra of a constructor beyond f32": (partial(rows, extras={"a": IDS * 1e300}), "extras.a: got 1e\\+300"),
     "half a fill of a constructor's integers": (
-        lambda: rows(extras={"a": Extra(IDS, fill=0.5)}),
+        partial(rows, extras={"a": Extra(IDS, fill=0.5)}),
         "extras.a.fill: got 0.5",
     ),
-    "rewards beyond f32": (lambda: rows(rewards=np.array([[1e300]])), "rewards: got 1e\\+300, expected"),
+    "rewards beyond f32": (partial(rows, rewards=np.array([[1e300]])), "rewards: got 1e\\+300, expected"),
     # place
-    "placed beyond i32": (lambda: BATCH.place({3: [2**40 + 3, 1]}), r"values\[3\]: got 1099511627779"),
-    "placed beyond f32": (lambda: BATCH.place({3: [1e300, 1]}), r"values\[3\]: got 1e\+300"),
-    "placed with half a fill": (lambda: BATCH.place({3: [1, 2]}, fill=0.5), "fill: got 0.5, expected"),
+    "placed beyond i32": (partial(BATCH.place, {3: [2**40 + 3, 1]}), r"values\[3\]: got 1099511627779"),
+    "placed beyond f32": (partial(BATCH.place, {3: [1e300, 1]}), r"values\[3\]: got 1e\+300"),
+    "placed with half a fill": (partial(BATCH.place, {3: [1, 2]}, fill=0.5), "fill: got 0.5, expected"),
     # samples
-    "a bool among tokens": (lambda: sample(tokens=[5, 6, True, 8]), "tokens: got a bool among"),
-    "versions beyond i32": (lambda: sample(policy_versions=[2**40, 1]), "policy_versions: got 1099511627776"),
-    "advantages beyond f32": (lambda: sample(advantages=[1e300, 1]), "advantages: got 1e\\+300"),
-    "a reward beyond f32": (lambda: sample(reward=1e300), "reward: got 1e\\+300"),
-    "a traced reward": (lambda: jax.jit(lambda x: sample(reward=x).mask)(1.0), "reward: got .*Trace"),
-    "a traced id": (lambda: jax.jit(lambda x: sample(group_id=x).mask)(1), "group_id: got .*Trace"),
-    "traced tokens": (lambda: jax.jit(lambda x: sample(tokens=x).mask)(jnp.ones(4, int)), "tokens: got a traced array"),
-    "a key for an id": (lambda: sample(group_id=jax.random.key(0)), "group_id: got"),
+    "a bool among tokens": (partial(sample, tokens=[5, 6, True, 8]), "tokens: got a bool among"),
+    "versions beyond i32": (partial(sample, policy_versions=[2**40, 1]), "policy_versions: got 1099511627776"),
+    "advantages beyond f32": (partial(sample, advantages=[1e300, 1]), "advantages: got 1e\\+300"),
+    "a reward beyond f32": (partial(sample, reward=1e300), "reward: got 1e\\+300"),
+    "a traced reward": (partial(traced, "reward", 1.0), "reward: got .*Trace"),
+    "a traced id": (partial(traced, "group_id", 1), "group_id: got .*Trace"),
+    "traced tokens": (partial(traced, "tokens", np.ones(4, int)), "tokens: got a traced array"),
+    "a key for an id": (partial(sample, group_id=jax.random.key(0)), "group_id: got"),
     # SGLang
-    "half an id": (lambda: of_ids(7.9, 8), "output.*output_token_logprobs: got float64"),
-    "an id of text": (lambda: of_ids("7", "8"), "output.*output_token_logprobs: got <U1"),
-    "an id of True": (lambda: of_ids(7, True), "output.*output_token_logprobs: got a bool"),
-    "an id of None": (lambda: of_ids(7, None), "output.*output_token_logprobs: got object"),
-    "an id below 0": (lambda: of_ids(7, -1), "output.*output_token_logprobs: got -1"),
-    "a prompt with True": (lambda: sglang_prompt([5, True]), "output.*input_ids: got a bool"),
-    "a prompt of halves": (lambda: sglang_prompt([5, 6.5]), "output.*input_ids: got float64"),
-    "log-probs that are a number": (lambda: sglang(output_token_logprobs=5), "output.*logprobs: got int"),
-    "log-probs without ids": (lambda: sglang(output_token_logprobs=[-0.5, -1.5]), r"output.*logprobs\[0\]: got float"),
-    "log-probs of one entry": (lambda: sglang(output_token_logprobs=[(-0.5,)]), r"output.*logprobs\[0\]: got \[-0.5\]"),
-    "meta that is a list": (lambda: Sample.from_sglang({"input_ids": [1], "meta_info": [1]}), "output.*meta_info: got"),
+    "half an id": (partial(of_ids, 7.9, 8), "output.*output_token_logprobs: got float64"),
+    "an id of text": (partial(of_ids, "7", "8"), "output.*output_token_logprobs: got <U1"),
+    "an id of True": (partial(of_ids, 7, True), "output.*output_token_logprobs: got a bool"),
+    "an id of None": (partial(of_ids, 7, None), "output.*output_token_logprobs: got object"),
+    "an id below 0": (partial(of_ids, 7, -1), "output.*output_token_logprobs: got -1"),
+    "a prompt with True": (partial(sglang_prompt, [5, True]), "output.*input_ids: got a bool"),
+    "a prompt of halves": (partial(sglang_prompt, [5, 6.5]), "output.*input_ids: got float64"),
+    "log-probs that are a number": (partial(sglang, output_token_logprobs=5), "output.*logprobs: got int"),
+    "log-probs without ids": (partial(of_log_probs, -0.5, -1.5), r"output.*logprobs\[0\]: got float"),
+    "log-probs of one entry": (partial(of_log_probs, (-0.5,)), r"output.*logprobs\[0\]: got \[-0.5\]"),
+    "meta that is a list": (
+        partial(Sample.from_sglang, {"input_ids": [1], "meta_info": [1]}),
+        "output.*meta_info: got",
+    ),
     "a nucleus that is no base64": (
-        lambda: sglang(top_p_token_ids="a*b", top_p_token_offsets="cd"),
+        partial(sglang, top_p_token_ids="a*b", top_p_token_offsets="cd"),
         "output.*top_p_token_ids: got 'a\\*b'",
     ),
     "a nucleus of cut bytes": (
-        lambda: sglang(top_p_token_ids=base64.b64encode(b"12345").decode(), top_p_token_offsets=[0, 1, 1]),
+        partial(sglang, top_p_token_ids=CUT, top_p_token_offsets=[0, 1, 1]),
         "output.*top_p_token_ids: got 'MTIzNDU=' .*multiple of element size",
     ),
     "log-probs of a mask that are a number": (
-        lambda: sglang(output_token_sampling_mask=[[7], [8]], output_token_sampling_logprobs=5),
+        partial(sglang, output_token_sampling_mask=[[7], [8]], output_token_sampling_logprobs=5),
         "output.*sampling_logprobs: got int",
     ),
     "spans of versions with a gap": (
-        lambda: sglang(weight_versions=[{"version": 8, "start": 0, "end": 1}, {"version": 9, "start": 2, "end": 3}]),
+        partial(sglang, weight_versions=[{"version": 8, "start": 0, "end": 1}, {"version": 9, "start": 2, "end": 3}]),
         r"output.*weight_versions'\]\[1\]: got .*'start': 2",
     ),
     "versions of too few tokens": (
-        lambda: sglang(weight_versions=[{"version": 8, "start": 0, "end": 1}]),
+        partial(sglang, weight_versions=[{"version": 8, "start": 0, "end": 1}]),
         r"output.*weight_versions'\]: got spans of 1 tokens, expected 2",
     ),
     "a version that is a number and one that is none": (
-        lambda: sglang(weight_versions=[{"version": "a", "start": 0, "end": 1}, {"version": 9, "start": 1, "end": 2}]),
+        partial(sglang, weight_versions=[{"version": "a", "start": 0, "end": 1}, {"version": 9, "start": 1, "end": 2}]),
         r"output.*weight_versions'\]: got .*, expected a whole number as the version of each span, or of none",
     ),
     # vLLM
     "a mask without the drawn token": (
-        lambda: vllm(sampling_mask=[[7], [9]]),
+        partial(vllm, sampling_mask=[[7], [9]]),
         r"output\[0\].sampling_mask\[1\]: got ids without the sampled 8, expected it among them",
     ),
-    "ids with True": (lambda: vllm(token_ids=[7, True]), "output.*token_ids: got a bool"),
-    "log-probs of vLLM that are a number": (lambda: vllm(logprobs={"token_logprobs": 5}), "output.*logprobs: got int"),
-    "log-probs of vLLM that are text": (lambda: vllm(logprobs="ab"), "output.*logprobs: got str"),
-    "contents that are a number": (lambda: vllm(logprobs={"content": 5}), "output.*logprobs: got int"),
+    "ids with True": (partial(vllm, token_ids=[7, True]), "output.*token_ids: got a bool"),
+    "log-probs of vLLM that are a number": (partial(vllm, logprobs={"token_logprobs": 5}), "output.*logprobs: got int"),
+    "log-probs of vLLM that are text": (partial(vllm, logprobs="ab"), "output.*logprobs: got str"),
+    "contents that are a number": (partial(vllm, logprobs={"content": 5}), "output.*logprobs: got int"),
     "outputs that are a number": (
-        lambda: Sample.from_vllm({"prompt_token_ids": [5], "outputs": 5}),
+        partial(Sample.from_vllm, {"prompt_token_ids": [5], "outputs": 5}),
         "output.*outputs: got int",
     ),
-    "a ragged loss mask": (lambda: vllm({"loss_mask": [1, [0]]}), r"loss_mask: got \[1, \[0\]\]"),
-    "tokens beside an output": (lambda: vllm({"tokens": [1, 2, 3, 4]}), "tokens: got .* beside an output"),
-    "a start beside an output": (lambda: vllm({"response_start": 1}), "response_start: got 1 beside an output"),
+    "a ragged loss mask": (partial(vllm, {"loss_mask": [1, [0]]}), r"loss_mask: got \[1, \[0\]\]"),
+    "tokens beside an output": (partial(vllm, {"tokens": [1, 2, 3, 4]}), "tokens: got .* beside an output"),
+    "a start beside an output": (partial(vllm, {"response_start": 1}), "response_start: got 1 beside an output"),
     "log-probs beside those of an output": (
-        lambda: vllm({"rollout_log_probs": [-1.0, -1.0]}, logprobs={"token_logprobs": [-0.5, -0.5]}),
+        partial(vllm, {"rollout_log_probs": [-1.0, -1.0]}, logprobs={"token_logprobs": [-0.5, -0.5]}),
         "rollout_log_probs: got it beside an output that has it",
     ),
     "a nucleus beside that of an output": (
-        lambda: vllm({"nucleus": [[7], [8]]}, sampling_mask=[[7], [8]]),
+        partial(vllm, {"nucleus": [[7], [8]]}, sampling_mask=[[7], [8]]),
         "nucleus: got it beside an output that has it",
     ),
-    "versions of three turns": (lambda: vllm({"policy_versions": [1, 2, 3]}), "policy_versions: got 3, expected one"),
-    "half a version": (lambda: vllm({"policy_versions": [1.5]}), "policy_versions: got float64"),
+    "versions of three turns": (partial(vllm, {"policy_versions": [1, 2, 3]}), "policy_versions: got 3, expected one"),
+    "half a version": (partial(vllm, {"policy_versions": [1.5]}), "policy_versions: got float64"),
     # routed experts
-    "an expert beyond i32": (lambda: routed_experts([[[2**40 + 3]]], 1), "rows: got 1099511627779"),
-    "an expert twice": (lambda: routed_experts([[[1, 2], [3, 3]]], 1), r"rows: got one expert twice at \(0, 1\)"),
-    "ragged rows": (lambda: routed_experts([[[1]], [[1, 2]]], 2), r"rows: got \[\[\[1\]\], "),
-    "no rows": (lambda: routed_experts(None, 2), "rows: got object"),
-    "rows that are no base64": (lambda: routed_experts("a*b", 2, layers=1, top_k=1), "rows: got 'a\\*b'"),
-    "rows of cut bytes": (lambda: routed_experts(b"12345", 2, layers=1, top_k=1), "rows: got b'12345'"),
-    "traced rows": (lambda: jax.jit(lambda x: routed_experts(x, 1).values)(jnp.ones((1, 1, 1), int)), "rows: got a"),
+    "an expert beyond i32": (partial(routed_experts, [[[2**40 + 3]]], 1), "rows: got 1099511627779"),
+    "an expert twice": (partial(routed_experts, [[[1, 2], [3, 3]]], 1), r"rows: got one expert twice at \(0, 1\)"),
+    "ragged rows": (partial(routed_experts, [[[1]], [[1, 2]]], 2), r"rows: got \[\[\[1\]\], "),
+    "no rows": (partial(routed_experts, None, 2), "rows: got object"),
+    "rows that are no base64": (partial(routed_experts, "a*b", 2, layers=1, top_k=1), "rows: got 'a\\*b'"),
+    "rows of cut bytes": (partial(routed_experts, b"12345", 2, layers=1, top_k=1), "rows: got b'12345'"),
+    "traced rows": (partial(traced_experts, np.ones((1, 1, 1), int)), "rows: got a"),
     # states and returns of steps
-    "half a group": (lambda: state_groups([1.7, 1.2], ["a", "a"]), "group_ids: got float64"),
-    "a group of text": (lambda: state_groups(["7"], ["a"]), "group_ids: got <U1"),
-    "a group of None": (lambda: state_groups([None], ["a"]), "group_ids: got object"),
-    "a state that is a list": (lambda: state_groups([7], [["a"]]), r"states\[0\]: got \['a'\], expected a"),
-    "a state of lists": (lambda: state_groups([7], [(1, [2])]), r"states\[0\]: got \(1, \[2\]\), expected a"),
-    "a state of NaN": (lambda: state_groups([7, 7], [NAN, NAN]), r"states\[0\]: got nan"),
-    "states that are text": (lambda: state_groups([7, 7], "ab"), "states: got str"),
-    "half a rollout": (lambda: step_returns([1.0, 2.0], [1.7, 1.2]), "rollout_ids: got float64"),
-    "a reward of text": (lambda: step_returns(["1"], [1]), r"rewards\[0\]: got '1'"),
-    "a reward of None": (lambda: step_returns([None], [1]), r"rewards\[0\]: got None"),
-    "a reward of NaN": (lambda: step_returns([NAN], [1]), r"rewards\[0\]: got nan"),
+    "half a group": (partial(state_groups, [1.7, 1.2], ["a", "a"]), "group_ids: got float64"),
+    "a group of text": (partial(state_groups, ["7"], ["a"]), "group_ids: got <U1"),
+    "a group of None": (partial(state_groups, [None], ["a"]), "group_ids: got object"),
+    "a state that is a list": (partial(state_groups, [7], [["a"]]), r"states\[0\]: got \['a'\], expected a"),
+    "a state of lists": (partial(state_groups, [7], [(1, [2])]), r"states\[0\]: got \(1, \[2\]\), expected a"),
+    "a state of NaN": (partial(state_groups, [7, 7], [NAN, NAN]), r"states\[0\]: got nan"),
+    "states that are text": (partial(state_groups, [7, 7], "ab"), "states: got str"),
+    "half a rollout": (partial(step_returns, [1.0, 2.0], [1.7, 1.2]), "rollout_ids: got float64"),
+    "a reward of text": (partial(step_returns, ["1"], [1]), r"rewards\[0\]: got '1'"),
+    "a reward of None": (partial(step_returns, [None], [1]), r"rewards\[0\]: got None"),
+    "a reward of NaN": (partial(step_returns, [NAN], [1]), r"rewards\[0\]: got nan"),
     # spans
-    "pairs for ends": (lambda: spans.align_spans([(0, 1), (1, 3)], [1, 3]), r"ends: got shape \(2, 2\), expected"),
-    "half an end": (lambda: spans.align_spans([1.5, 3], [1, 3]), "ends: got float64"),
-    "an end below 0": (lambda: spans.align_spans([-1, 3], [1, 3]), "ends: got -1"),
-    "ends of text": (lambda: spans.align_spans(["1"], [1]), "ends: got <U1"),
-    "ends of None": (lambda: spans.align_spans(None, [1]), "ends: got object"),
-    "probabilities of a student": (lambda: distilled(own=[0.5]), "log_probs: got \\[0.5\\], expected finite log-probs"),
-    "probabilities of a teacher": (lambda: distilled(theirs=[0.5]), "teacher_log_probs: got \\[0.5\\]"),
-    "log-probs of text": (lambda: distilled(own=["a"]), "log_probs: got <U1"),
-    "half a span": (lambda: distilled(of=[0.5]), "spans: got float64"),
-    "a span below -1": (lambda: distilled(its=[-2]), "teacher_spans: got -2"),
-    "log-probs of two dimensions": (lambda: distilled(own=[[-1.0]]), r"log_probs: got shape \(1, 1\)"),
+    "pairs for ends": (partial(spans.align_spans, [(0, 1), (1, 3)], [1, 3]), r"ends: got shape \(2, 2\), expected"),
+    "half an end": (partial(spans.align_spans, [1.5, 3], [1, 3]), "ends: got float64"),
+    "an end below 0": (partial(spans.align_spans, [-1, 3], [1, 3]), "ends: got -1"),
+    "ends of text": (partial(spans.align_spans, ["1"], [1]), "ends: got <U1"),
+    "ends of None": (partial(spans.align_spans, None, [1]), "ends: got object"),
+    "probabilities of a student": (partial(distilled, own=[0.5]), r"log_probs: got \[0.5\], expected finite log-probs"),
+    "probabilities of a teacher": (partial(distilled, theirs=[0.5]), "teacher_log_probs: got \\[0.5\\]"),
+    "log-probs of text": (partial(distilled, own=["a"]), "log_probs: got <U1"),
+    "half a span": (partial(distilled, of=[0.5]), "spans: got float64"),
+    "a span below -1": (partial(distilled, its=[-2]), "teacher_spans: got -2"),
+    "log-probs of two dimensions": (partial(distilled, own=[[-1.0]]), r"log_probs: got shape \(1, 1\)"),
     # packing
-    "a text to pack": (lambda: pack("a", row_length=4), "sequences: got str"),
-    "texts to pack": (lambda: pack(["a", "bc"], row_length=4), r"sequences\[0\]: got str"),
-    "numbers to pack": (lambda: pack([1, 2], row_length=4), r"sequences\[0\]: got int"),
-    "a number to pack": (lambda: pack(5, row_length=4), "sequences: got int"),
+    "a text to pack": (partial(pack, "a", row_length=4), "sequences: got str"),
+    "texts to pack": (partial(pack, ["a", "bc"], row_length=4), r"sequences\[0\]: got str"),
+    "numbers to pack": (partial(pack, [1, 2], row_length=4), r"sequences\[0\]: got int"),
+    "a number to pack": (partial(pack, 5, row_length=4), "sequences: got int"),
     "nuclei with True": (
-        lambda: pack_nucleus_ids([[[7, True], [8]]], [sample(sample_id=3)], BATCH),
+        partial(pack_nucleus_ids, [[[7, True], [8]]], [sample(sample_id=3)], BATCH),
         r"recorded\[0\]: got a bool",
     ),
     "versions that may be of turns or of tokens": (
-        lambda: Sample.from_vllm([turn([5], [6, 7]), turn([5, 6, 7], [])], policy_versions=[8, 9]),
+        partial(Sample.from_vllm, TURNS, policy_versions=[8, 9]),
         r"policy_versions: got \[8, 9\], expected one for each of 2 turns, or of 2 resp",
     ),
 }  # fmt: skip
@@ -239,7 +274,11 @@ def test_refused_by_name(name):
     assert re.search(r": got .*, expected ", message, re.DOTALL), message
 
 
-SCALARS = {"jax": jnp.asarray, "numpy": np.asarray, "numpy's own": lambda x: np.asarray(x)[()]}
+def numpy_scalar(x):
+    return np.asarray(x)[()]
+
+
+SCALARS = {"jax": jnp.asarray, "numpy": np.asarray, "numpy's own": numpy_scalar}
 
 
 @pytest.mark.parametrize("kind", SCALARS)

@@ -3,6 +3,8 @@
 "Cannot interpret 'key<fry>' as a data type" was all that was said, without the name of a parameter.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,29 +79,35 @@ def test_what_the_advice_says():
     def at_once(params):
         return loss_from_stats(stats_of(nnx.merge(graph, params, rest), whole), whole, SFT())[0]
 
-    expected, of_all = jax.value_and_grad(at_once)(params)
+    expected, of_all = jax.jit(jax.value_and_grad(at_once))(params)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     assert_trees_close(gradients, of_all, rtol=1e-5, atol=1e-5)
 
 
 def test_a_pass_without_gradients_takes_them():
-    stats = jax.jit(lambda model: compute_log_probs(stats_of, model, BATCHES))(
-        Dropping(nnx.Rngs(0))
-    )
+    run = jax.jit(partial(compute_log_probs, stats_of, micro_batches=BATCHES))
+    stats = run(Dropping(nnx.Rngs(0)))
     assert np.isfinite(stats.log_probs).all()
 
 
 KEYS = jax.random.split(KEY, (2, 1, 4))
+HIDDEN = np.ones((1, 4, 4), np.float32)
+KERNEL = np.ones((4, 8), np.float32)
+TARGETS = BATCHES.targets[0]
+
+
+def key_as_loss(w, x):
+    return KEY, {}
+
+
 REFUSED = {
-    "rewards": lambda: advantages.grpo(KEYS, KEYS),
-    "x": lambda: advantages.spread(KEYS, BATCHES),
-    "hidden": lambda: log_probs_from_hidden(KEYS, jnp.ones((4, 8)), BATCHES.targets[0]),
-    r"head\.kernel": lambda: log_probs_from_hidden(jnp.ones((1, 4, 4)), KEY, BATCHES.targets[0]),
-    "temperature": lambda: log_probs_from_hidden(
-        jnp.ones((1, 4, 4)), jnp.ones((4, 8)), BATCHES.targets[0], temperature=KEY
-    ),
-    r"micro_batches\.tokens": lambda: Normalizer.of(SFT(), RolloutBatch(*[KEYS] * 6)),
-    "loss_fn": lambda: accumulate_gradients(lambda w, x: (KEY, {}), jnp.ones(2))(jnp.ones(2)),
+    "rewards": partial(advantages.grpo, KEYS, KEYS),
+    "x": partial(advantages.spread, KEYS, BATCHES),
+    "hidden": partial(log_probs_from_hidden, KEYS, KERNEL, TARGETS),
+    r"head\.kernel": partial(log_probs_from_hidden, HIDDEN, KEY, TARGETS),
+    "temperature": partial(log_probs_from_hidden, HIDDEN, KERNEL, TARGETS, temperature=KEY),
+    r"micro_batches\.tokens": partial(Normalizer.of, SFT(), RolloutBatch(*[KEYS] * 6)),
+    "loss_fn": partial(accumulate_gradients(key_as_loss, np.ones(2)), np.ones(2, np.float32)),
 }
 
 

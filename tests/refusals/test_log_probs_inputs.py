@@ -2,6 +2,8 @@
 expected.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,17 +13,21 @@ from jaxppo import Head, LoRA, log_probs_from_hidden, log_probs_from_logits
 from sharding import make_parallel_mesh
 
 R, T, H, V = 2, 4, 3, 10
-HIDDEN = jnp.ones((R, T, H))
-KERNEL = jnp.ones((H, V))
-TARGETS = jnp.zeros((R, T), jnp.int32)
-LOGITS = jnp.ones((R, T, V))
+HIDDEN = np.ones((R, T, H), np.float32)
+KERNEL = np.ones((H, V), np.float32)
+TARGETS = np.zeros((R, T), np.int32)
+LOGITS = np.ones((R, T, V), np.float32)
 
 OF_BOTH = [
-    ({"targets": jnp.zeros((R, T))}, TypeError, "targets: got dtype float32, expected integers"),
+    (
+        {"targets": np.zeros((R, T), np.float32)},
+        TypeError,
+        "targets: got dtype float32, expected integers",
+    ),
     ({"targets": TARGETS[:, :3]}, ValueError, r"targets: got shape \(2, 3\), expected \(2, 4\)"),
     ({"targets": TARGETS[0]}, ValueError, r"targets: got shape \(4,\), expected \(2, 4\)"),
     (
-        {"where": jnp.ones((R, 3), bool)},
+        {"where": np.ones((R, 3), bool)},
         ValueError,
         r"where: got shape \(2, 3\), expected \(2, 4\)",
     ),
@@ -39,7 +45,7 @@ OF_BOTH = [
         "temperature: got nan, expected a finite number above 0",
     ),
     (
-        {"temperature": jnp.ones(2)},
+        {"temperature": np.ones(2, np.float32)},
         ValueError,
         r"temperature: got shape \(2,\), expected a scalar or \(2, 4\)",
     ),
@@ -51,39 +57,43 @@ OF_BOTH = [
         "parallel: got str, expected ParallelMesh, ShardAxes or None",
     ),
     (
-        {"ids": jnp.zeros((R, T), jnp.int32)},
+        {"ids": np.zeros((R, T), np.int32)},
         ValueError,
         r"ids: got shape \(2, 4\), expected \[R, T, K\] with .*\(2, 4\)",
     ),
     (
-        {"ids": jnp.zeros((R, T, 0), jnp.int32)},
+        {"ids": np.zeros((R, T, 0), np.int32)},
         ValueError,
         r"ids: got shape \(2, 4, 0\), expected \[R, T, K\]",
     ),
-    ({"ids": jnp.zeros((R, T, 2))}, TypeError, "ids: got dtype float32, expected integers"),
+    (
+        {"ids": np.zeros((R, T, 2), np.float32)},
+        TypeError,
+        "ids: got dtype float32, expected integers",
+    ),
     ({"ids": [[[1]]]}, TypeError, "ids: got list, expected an array of integers"),
 ]
 OF_LOGITS = [
     (
-        {"logits": jnp.ones((R, T, V), jnp.int32)},
+        {"logits": np.ones((R, T, V), np.int32)},
         TypeError,
         "logits: got dtype int32, expected float32, bfloat16 or float16",
     ),
     ({"logits": LOGITS[0]}, ValueError, r"logits: got shape \(4, 10\), expected \[R, T, V\]"),
     (
-        {"nucleus_ids": jnp.ones((R, 3, 2), int)},
+        {"nucleus_ids": np.ones((R, 3, 2), np.int32)},
         ValueError,
         r"nucleus_ids: got shape \(2, 3, 2\), expected \[R, T, K\]",
     ),
     (
-        {"nucleus_ids": jnp.ones((R, T, 2))},
+        {"nucleus_ids": np.ones((R, T, 2), np.float32)},
         TypeError,
         "nucleus_ids: got dtype float32, expected integers",
     ),
 ]
 OF_HIDDEN = [
     (
-        {"hidden": jnp.ones((R, T, H), jnp.int32)},
+        {"hidden": np.ones((R, T, H), np.int32)},
         TypeError,
         "hidden: got dtype int32, expected float32, bfloat16 or float16",
     ),
@@ -123,23 +133,23 @@ OF_HIDDEN = [
         r"head.kernel: got Head, expected an array",
     ),
     (
-        {"kernel": jnp.ones((3, 3))},
+        {"kernel": np.ones((3, 3), np.float32)},
         ValueError,
         r"layout: got None for a kernel \(3, 3\), expected 'hv'",
     ),
     ({"lora": {"a": 1}}, TypeError, "head.lora: got dict, expected LoRA or None"),
     (
-        {"lora": LoRA(jnp.ones((4, 2)), jnp.ones((2, V)), 1.0)},
+        {"lora": LoRA(np.ones((4, 2), np.float32), np.ones((2, V), np.float32), 1.0)},
         ValueError,
         r"head.lora.a: got shape \(4, 2\), .* H = 3",
     ),
     (
-        {"lora": LoRA(jnp.ones((3, 2)), jnp.ones((3, V)), 1.0)},
+        {"lora": LoRA(np.ones((3, 2), np.float32), np.ones((3, V), np.float32), 1.0)},
         ValueError,
         r"head.lora.b: got shape \(3, 10\), .*\(2, 10\)",
     ),
     (
-        {"lora": LoRA(jnp.ones((3, 2)), jnp.ones((2, V), int), 1.0)},
+        {"lora": LoRA(np.ones((3, 2), np.float32), np.ones((2, V), np.int32), 1.0)},
         TypeError,
         "head.lora.b: got dtype int32, expected float",
     ),
@@ -150,9 +160,13 @@ OF_HIDDEN = [
         ValueError,
         r"kernel: got shape \(1, 3, 10\), expected \[H, V\] or \[V, H\]",
     ),
-    ({"kernel": KERNEL.astype(int)}, TypeError, "head.kernel: got dtype int32, expected float32"),
     (
-        {"kernel": jnp.ones((4, V))},
+        {"kernel": KERNEL.astype(np.int32)},
+        TypeError,
+        "head.kernel: got dtype int32, expected float32",
+    ),
+    (
+        {"kernel": np.ones((4, V), np.float32)},
         ValueError,
         r"kernel: got shape \(4, 10\) with layout 'hv', expected 3 rows of H",
     ),
@@ -162,25 +176,29 @@ OF_HIDDEN = [
         r"kernel: got shape \(3, 10\) with layout 'vh', expected 3 rows of H",
     ),
     ({"layout": "VH"}, ValueError, "layout: got 'VH', expected one of 'hv', 'vh'"),
-    ({"bias": jnp.ones(9)}, ValueError, r"bias: got shape \(9,\), expected \(10,\)"),
-    ({"bias": jnp.ones((1, V))}, ValueError, r"head.bias: got shape \(1, 10\), expected \[V\]"),
-    ({"bias": jnp.ones(V, jnp.int32)}, TypeError, "head.bias: got dtype int32, expected float32"),
+    ({"bias": np.ones(9, np.float32)}, ValueError, r"bias: got shape \(9,\), expected \(10,\)"),
+    (
+        {"bias": np.ones((1, V), np.float32)},
+        ValueError,
+        r"head.bias: got shape \(1, 10\), expected \[V\]",
+    ),
+    ({"bias": np.ones(V, np.int32)}, TypeError, "head.bias: got dtype int32, expected float32"),
     ({"softcap": 0.0}, ValueError, "softcap: got 0.0, expected a finite number above 0"),
     ({"softcap": -30.0}, ValueError, "softcap: got -30.0, expected a finite number above 0"),
     ({"memory": 0}, ValueError, "memory: got 0, expected a whole number of at least 1"),
     ({"memory": True}, ValueError, "memory: got True, expected a whole number of at least 1"),
     (
-        {"nucleus_ids": jnp.zeros((R, T), jnp.int32)},
+        {"nucleus_ids": np.zeros((R, T), np.int32)},
         ValueError,
         r"nucleus_ids: got shape \(2, 4\), expected \[R, T, K\]",
     ),
     (
-        {"nucleus_ids": jnp.zeros((R, 3, 2), jnp.int32)},
+        {"nucleus_ids": np.zeros((R, 3, 2), np.int32)},
         ValueError,
         r"nucleus_ids: got shape \(2, 3, 2\), expected",
     ),
     (
-        {"nucleus_ids": jnp.zeros((R, T, 2))},
+        {"nucleus_ids": np.zeros((R, T, 2), np.float32)},
         TypeError,
         "nucleus_ids: got dtype float32, expected integers",
     ),
@@ -225,12 +243,15 @@ def test_while_tracing(call):
     """Shapes and dtypes are refused under jit too; a temperature's value cannot be, and gives
     NaN.
     """
+    run = jax.jit(call)
     with pytest.raises(ValueError, match="targets: got shape"):
-        jax.jit(lambda y: call(targets=y))(TARGETS[:, :3])
-    assert jnp.isnan(jax.jit(lambda t: call(temperature=t))(-1.0).log_probs).all()
-    found = call(temperature=jnp.ones((R, T)).at[1, 2].set(0)).log_probs
-    assert jnp.isnan(found).sum() == 1
-    assert jnp.isnan(found[1, 2])
+        run(targets=TARGETS[:, :3])
+    assert np.isnan(run(temperature=-1.0).log_probs).all()
+    temperatures = np.ones((R, T), np.float32)
+    temperatures[1, 2] = 0
+    found = np.isnan(call(temperature=temperatures).log_probs)
+    assert found.sum() == 1
+    assert found[1, 2]
 
 
 @pytest.mark.parametrize("call", [from_logits, from_hidden])
@@ -247,16 +268,39 @@ def test_what_the_mesh_does_not_divide(call):
 
 @pytest.mark.parametrize("call", [from_logits, from_hidden])
 def test_vmap_over_a_mesh(call):
-    targets = jax.random.randint(jax.random.key(0), (3, R, T), 0, V)
-    logits = jax.random.normal(jax.random.key(1), (R, T, V))
-    hidden = jax.random.normal(jax.random.key(2), (R, T, H))
-    kernel = jax.random.normal(jax.random.key(3), (H, V))
-    arrays = {"logits": logits} if call is from_logits else {"hidden": hidden, "kernel": kernel}
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    targets = rng.integers(0, V, (3, R, T))
+    if call is from_logits:
+        arrays = {"logits": normal(R, T, V)}
+    else:
+        arrays = {"hidden": normal(R, T, H), "kernel": normal(H, V)}
 
     def run(parallel):
-        return jax.vmap(lambda y: call(targets=y, parallel=parallel, **arrays).log_probs)(targets)
+        def log_probs(targets):
+            return call(targets=targets, parallel=parallel, **arrays).log_probs
 
-    assert jnp.allclose(run(make_parallel_mesh("dp=2,cp=4")), run(None), atol=1e-6)
+        return jax.vmap(log_probs)(targets)
+
+    on_mesh = run(make_parallel_mesh("dp=2,cp=4"))
+    np.testing.assert_allclose(on_mesh, run(None), rtol=1e-5, atol=1e-6)
+
+
+@functools.cache
+def of_a_large_vocabulary(call):
+    """Arrays of 70000 columns, targets, and their log-probs."""
+    rng = np.random.default_rng(0)
+    columns = 70000
+    targets = jnp.asarray(rng.integers(0, 200, (R, T)), jnp.int32)
+    if call is from_hidden:
+        kernel = rng.normal(size=(H, columns)).astype(np.float32)
+        arrays = {"hidden": HIDDEN, "kernel": kernel}
+    else:
+        arrays = {"logits": rng.normal(size=(R, T, columns)).astype(np.float32)}
+    return arrays, targets, call(targets=targets, **arrays).log_probs
 
 
 @pytest.mark.parametrize("call", [from_logits, from_hidden])
@@ -265,14 +309,10 @@ def test_integers_of_any_width(call, dtype):
     """Narrow ids cannot name all columns of a large vocabulary, but those that they name are
     found.
     """
-    V = 70000
-    targets = jax.random.randint(jax.random.key(0), (R, T), 0, 200)
-    arrays = {"logits": jax.random.normal(jax.random.key(1), (R, T, V))}
-    if call is from_hidden:
-        arrays = {"hidden": HIDDEN, "kernel": jax.random.normal(jax.random.key(1), (H, V))}
-    expected = call(targets=targets, **arrays).log_probs
-    assert jnp.isfinite(expected).all()
-    assert jnp.array_equal(call(targets=targets.astype(dtype), **arrays).log_probs, expected)
+    arrays, targets, expected = of_a_large_vocabulary(call)
+    assert np.isfinite(expected).all()
+    found = call(targets=targets.astype(dtype), **arrays).log_probs
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("call", [from_logits, from_hidden])

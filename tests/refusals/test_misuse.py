@@ -5,6 +5,7 @@ check gave.
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +27,15 @@ from misuse_steps import (
     packed,
     samples,
 )
+from programs import traced
 
 from jaxppo import (
+    GSPO,
     SFT,
     Head,
     LoRA,
     Normalizer,
+    OffPolicyConfig,
     ParallelMesh,
     PolicyLossConfig,
     RolloutBatch,
@@ -48,6 +52,7 @@ from jaxppo import (
     policy_loss_from_hidden,
 )
 from jaxppo.mismatch import mismatch_metrics
+from jaxppo.policy_losses import GMPO
 from jaxppo.step.staleness import proximal_log_probs
 
 # A head's adapters
@@ -106,14 +111,27 @@ def test_a_loss_of_each_kind_is_poisoned_with_its_gradient():
     x = LOG_PROBS
     wrong = dataclasses.replace(wrong, values=wrong.advantages, returns=wrong.advantages)
     hidden = jnp.asarray(RNG.normal(size=(*x.shape, H)), jnp.float32)
+
+    def of_policy(x):
+        return loss_at(wrong, x)
+
+    def of_sft(x):
+        return loss_from_stats(TokenStats(x), wrong, SFT())
+
+    def of_values(x):
+        return loss_from_stats(x, wrong, Value())
+
+    def from_hidden(hidden, memory):
+        return policy_loss_from_hidden(hidden, KERNEL, wrong, CONFIG, memory=memory)
+
     for loss, at in (
-        (lambda x: loss_at(wrong, x), x),
-        (lambda x: loss_from_stats(TokenStats(x), wrong, SFT()), x),
-        (lambda x: loss_from_stats(x, wrong, Value()), x),
-        (lambda h: policy_loss_from_hidden(h, KERNEL, wrong, CONFIG, memory=2**30), hidden),
-        (lambda h: policy_loss_from_hidden(h, KERNEL, wrong, CONFIG, memory=2**15), hidden),
+        (of_policy, x),
+        (of_sft, x),
+        (of_values, x),
+        (partial(from_hidden, memory=2**30), hidden),
+        (partial(from_hidden, memory=2**15), hidden),
     ):
-        (value, found), gradient = jax.value_and_grad(loss, has_aux=True)(at)
+        (value, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(at)
         assert np.isnan(value)
         assert np.isnan(gradient).any()
         (line,) = explain_broken_rules(found["broken_rules"].value)
@@ -128,17 +146,21 @@ def stacked():
 
 
 def slice_of(batch, k):
-    return jax.tree.map(lambda x: x[k], batch)
+    def part(x):
+        return x[k]
+
+    return jax.tree.map(part, batch)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        loss_at,
-        lambda b, x: loss_from_stats(TokenStats(x), b, SFT()),
-        lambda b, x: loss_from_stats(x, b, Value()),
-    ],
-)
+def sft_of(batch, x):
+    return loss_from_stats(TokenStats(x), batch, SFT())
+
+
+def value_of(batch, x):
+    return loss_from_stats(x, batch, Value())
+
+
+@pytest.mark.parametrize("loss", [loss_at, sft_of, value_of])
 def test_a_slice_of_stacked_batches_without_a_normalizer(loss):
     """Without the check: 0.294 for 0.251, and 27% off in the head's gradient."""
     batches = stacked()
@@ -147,7 +169,8 @@ def test_a_slice_of_stacked_batches_without_a_normalizer(loss):
         ValueError, match=r"normalizer: got None for one of 2 micro-batches, expected the step's"
     ):
         loss(slice_of(batches, 0), LOG_PROBS[:4])
-    loss(dataclasses.replace(slice_of(batches, 0), micro_batches=None), LOG_PROBS[:4])
+    one = dataclasses.replace(slice_of(batches, 0), micro_batches=None)
+    traced(partial(loss, one, LOG_PROBS[:4]))
 
 
 def test_accumulation_cannot_be_passed_by_a_function_that_was_traced_before():
@@ -156,7 +179,11 @@ def test_accumulation_cannot_be_passed_by_a_function_that_was_traced_before():
     """
     batches = stacked()
     plain = dataclasses.replace(batches, micro_batches=None)
-    loss_fn = jax.jit(lambda x, batch: loss_at(batch, x))
+
+    @jax.jit
+    def loss_fn(x, batch):
+        return loss_at(batch, x)
+
     loss_fn(LOG_PROBS[:4], slice_of(plain, 0))
     with pytest.raises(ValueError, match="normalizer: got None inside accumulate_gradients"):
         accumulate_gradients(loss_fn, plain)(LOG_PROBS[:4])
@@ -171,7 +198,11 @@ def test_accumulation_cannot_be_passed_by_a_function_that_was_traced_before():
         "old_log_probs",
     )
     arrays = {name: getattr(plain, name) for name in names}
-    from_arrays = jax.jit(lambda x, arrays: loss_at(RolloutBatch(**arrays), x))
+
+    @jax.jit
+    def from_arrays(x, arrays):
+        return loss_at(RolloutBatch(**arrays), x)
+
     from_arrays(LOG_PROBS[:4], slice_of(arrays, 0))
     with pytest.raises(ValueError, match="normalizer: got None inside accumulate_gradients"):
         accumulate_gradients(from_arrays, arrays)(LOG_PROBS[:4])
@@ -229,19 +260,25 @@ def test_a_group_id_that_was_left_out(group_id):
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_batch_packed_for_another_layout_or_other_shards(packed_for, jitted):
     """Without the check: wrong GAE."""
-    layout = (
-        {}
-        if packed_for is None
-        else {"parallel": make_parallel_mesh(packed_for, context_layout="zigzag")}
-    )
+    layout = {}
+    if packed_for is not None:
+        layout["parallel"] = make_parallel_mesh(packed_for, context_layout="zigzag")
     batch = packed(row_length=16, rows=8, **layout)
     zigzag = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag")
-    calls = {
-        "gae": lambda b: advantages.gae(b.advantages, b.advantages, b, parallel=zigzag),
-        "loss": lambda b: policy_loss(TokenStats(b.old_log_probs), b, CONFIG, parallel=zigzag)[0],
-        "normalizer": lambda b: Normalizer.of(SFT(), b, parallel=zigzag).tokens,
-        "put": lambda b: b.put(zigzag),
-    }
+
+    def gae(b):
+        return advantages.gae(b.advantages, b.advantages, b, parallel=zigzag)
+
+    def loss(b):
+        return policy_loss(TokenStats(b.old_log_probs), b, CONFIG, parallel=zigzag)[0]
+
+    def normalizer(b):
+        return Normalizer.of(SFT(), b, parallel=zigzag).tokens
+
+    def put(b):
+        return b.put(zigzag)
+
+    calls = {"gae": gae, "loss": loss, "normalizer": normalizer, "put": put}
     for name, call in calls.items():
         run = jax.jit(call) if jitted and name != "put" else call
         with pytest.raises(
@@ -260,18 +297,18 @@ def test_a_call_that_forgets_the_mesh():
     """Without the check: told to give the constructor what it had been given."""
     zigzag = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag")
     batch = packed(row_length=16, rows=8, parallel=zigzag)
-    calls = {
-        "gae": lambda **p: advantages.gae(batch.advantages, batch.advantages, batch, **p),
-        "loss": lambda **p: loss_at(batch, batch.old_log_probs, **p),
-        "normalizer": lambda **p: Normalizer.of(SFT(), batch, **p),
-    }
-    for call in calls.values():
+    calls = (
+        partial(advantages.gae, batch.advantages, batch.advantages, batch),
+        partial(loss_at, batch, batch.old_log_probs),
+        partial(Normalizer.of, SFT(), batch),
+    )
+    for call in calls:
         with pytest.raises(
             ValueError,
             match=r"expected 'contiguous' over 1, .* this call lacks parallel=, the mesh",
         ):
             call()
-        call(parallel=zigzag)
+        traced(partial(call, parallel=zigzag))
     with pytest.raises(
         ValueError, match="give the batch's constructor and this call the same parallel="
     ):
@@ -281,42 +318,84 @@ def test_a_call_that_forgets_the_mesh():
 # Log-probs of 16 bits
 
 
-ROUNDED = {
-    "Sample": lambda x: Sample([1, 2, 3], 1, old_log_probs=np.asarray(x[0, :2])),
-    "from_padded": lambda x: RolloutBatch.from_padded(IDS, IDS, IDS, ref_log_probs=x),
-    "from_token_aligned": lambda x: RolloutBatch.from_token_aligned(
-        IDS, IDS, IDS, IDS, ref_log_probs=x
-    ),
-    "from_target_aligned": lambda x: RolloutBatch.from_target_aligned(
-        IDS, IDS, IDS, IDS, IDS, old_log_probs=x
-    ),
-    "from_cu_seqlens": lambda x: RolloutBatch.from_cu_seqlens(
-        IDS, np.array([[0, 4]] * 2), IDS, aligned="token", old_log_probs=x
-    ),
-    "policy_loss": lambda x: loss_at(
-        dataclasses.replace(BATCH, old_log_probs=BATCH.old_log_probs.astype(x.dtype))
-    ),
-    "its statistics": lambda x: loss_at(BATCH, LOG_PROBS.astype(x.dtype)),
-    "policy_loss_from_hidden": lambda x: policy_loss_from_hidden(
-        jnp.ones((*BATCH.tokens.shape, H)),
-        KERNEL,
-        dataclasses.replace(BATCH, ref_log_probs=BATCH.old_log_probs.astype(x.dtype)),
-        CONFIG,
-    ),
-    "Normalizer": lambda x: Normalizer.of(
-        SFT(), dataclasses.replace(BATCH, ref_log_probs=BATCH.old_log_probs.astype(x.dtype))
-    ),
-    "mismatch_metrics": lambda x: mismatch_metrics(
-        dataclasses.replace(BATCH, rollout_log_probs=BATCH.old_log_probs), LOG_PROBS.astype(x.dtype)
-    ),
-    "proximal_log_probs": lambda x: proximal_log_probs(x, x, IDS, 3),
-    "validate": (
-        lambda x: dataclasses.replace(
-            BATCH, old_log_probs=BATCH.old_log_probs.astype(x.dtype)
-        ).validate(V)
-    ),
-}
 IDS = np.ones((2, 4), np.int32)
+
+
+def old_of(dtype):
+    """The batch with old log-probs of the dtype."""
+    return dataclasses.replace(BATCH, old_log_probs=BATCH.old_log_probs.astype(dtype))
+
+
+def reference_of(dtype):
+    """The batch with a reference's log-probs of the dtype."""
+    return dataclasses.replace(BATCH, ref_log_probs=BATCH.old_log_probs.astype(dtype))
+
+
+def in_a_sample(x):
+    return Sample([1, 2, 3], 1, old_log_probs=np.asarray(x[0, :2]))
+
+
+def in_padded_rows(x):
+    return RolloutBatch.from_padded(IDS, IDS, IDS, ref_log_probs=x)
+
+
+def in_token_aligned_rows(x):
+    return RolloutBatch.from_token_aligned(IDS, IDS, IDS, IDS, ref_log_probs=x)
+
+
+def in_target_aligned_rows(x):
+    return RolloutBatch.from_target_aligned(IDS, IDS, IDS, IDS, IDS, old_log_probs=x)
+
+
+def in_rows_of_lengths(x):
+    ends = np.array([[0, 4]] * 2)
+    return RolloutBatch.from_cu_seqlens(IDS, ends, IDS, aligned="token", old_log_probs=x)
+
+
+def in_a_loss(x):
+    return loss_at(old_of(x.dtype))
+
+
+def in_statistics(x):
+    return loss_at(BATCH, LOG_PROBS.astype(x.dtype))
+
+
+def in_a_loss_from_hidden(x):
+    hidden = np.ones((*BATCH.tokens.shape, H), np.float32)
+    return policy_loss_from_hidden(hidden, KERNEL, reference_of(x.dtype), CONFIG)
+
+
+def in_a_normalizer(x):
+    return Normalizer.of(SFT(), reference_of(x.dtype))
+
+
+def in_mismatch_metrics(x):
+    batch = dataclasses.replace(BATCH, rollout_log_probs=BATCH.old_log_probs)
+    return mismatch_metrics(batch, LOG_PROBS.astype(x.dtype))
+
+
+def in_proximal_log_probs(x):
+    return proximal_log_probs(x, x, IDS, 3)
+
+
+def in_validate(x):
+    return old_of(x.dtype).validate(V)
+
+
+ROUNDED = {
+    "Sample": in_a_sample,
+    "from_padded": in_padded_rows,
+    "from_token_aligned": in_token_aligned_rows,
+    "from_target_aligned": in_target_aligned_rows,
+    "from_cu_seqlens": in_rows_of_lengths,
+    "policy_loss": in_a_loss,
+    "its statistics": in_statistics,
+    "policy_loss_from_hidden": in_a_loss_from_hidden,
+    "Normalizer": in_a_normalizer,
+    "mismatch_metrics": in_mismatch_metrics,
+    "proximal_log_probs": in_proximal_log_probs,
+    "validate": in_validate,
+}
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -325,7 +404,7 @@ def test_log_probs_of_16_bits(entry, dtype):
     """Without the check: taken as they were; the on-policy ratio was between 0.98 and 1.02."""
     with pytest.raises(TypeError, match=r"\w+: got dtype (b?float16), expected float32"):
         ROUNDED[entry](jnp.full((2, 4), -1.3, dtype))
-    ROUNDED[entry](jnp.full((2, 4), -1.3, jnp.float32))
+    traced(partial(ROUNDED[entry], np.full((2, 4), -1.3, np.float32)))
 
 
 def test_a_bonus_on_statistics_without_a_gradient():
@@ -421,16 +500,12 @@ def test_equal_sample_ids():
 @pytest.mark.parametrize("dtype", [bool, np.int32, np.float16])
 def test_a_mask_of_any_dtype(dtype):
     """Without the check: a bare error in gspo, gmpo and sequence masking."""
-    from jaxppo import GSPO, OffPolicyConfig
-    from jaxppo.policy_losses import GMPO
-
+    cast = dataclasses.replace(BATCH, loss_mask=BATCH.loss_mask.astype(dtype))
     for config in (
         PolicyLossConfig(GSPO()),
         PolicyLossConfig(GMPO()),
         PolicyLossConfig(off_policy=OffPolicyConfig(opsm_delta=0.0)),
     ):
         expected, _ = loss_at(BATCH, config=config)
-        got, _ = loss_at(
-            dataclasses.replace(BATCH, loss_mask=BATCH.loss_mask.astype(dtype)), config=config
-        )
+        got, _ = loss_at(cast, config=config)
         np.testing.assert_array_equal(got, expected)

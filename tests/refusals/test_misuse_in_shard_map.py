@@ -47,14 +47,38 @@ def in_shard_map(fn, batch=BATCH, out_specs=None, check_vma=True, x=LOG_PROBS):
     return jax.jit(run)(batch, x)
 
 
+def denominators(b, x):
+    return loss_at(b, x)[0]
+
+
+def sft(b, x):
+    return loss_from_stats(TokenStats(x), b, SFT())[0]
+
+
+def whitening(b, x):
+    return advantages.whiten(x, b.loss_mask).sum()
+
+
+def groups(b, x):
+    return advantages.grpo(b.rewards, b.group_ids).sum()
+
+
+def selection(b, x):
+    return covariance_mask(TokenStats(x), b, SELECTING, jax.random.key(0)).sum()
+
+
+def normalizer(b, x, loss):
+    return Normalizer.of(loss, b).tokens
+
+
 NEED_SUMS = {
-    "denominators": lambda b, x: loss_at(b, x)[0],
-    "sft": lambda b, x: loss_from_stats(TokenStats(x), b, SFT())[0],
-    "whitening": lambda b, x: advantages.whiten(x, b.loss_mask).sum(),
-    "groups": lambda b, x: advantages.grpo(b.rewards, b.group_ids).sum(),
-    "selection": lambda b, x: covariance_mask(TokenStats(x), b, SELECTING, jax.random.key(0)).sum(),
-    "normalizer": lambda b, x: Normalizer.of(SFT(), b).tokens,
-    "rollouts": lambda b, x: Normalizer.of(SFT(aggregation="rollout_mean"), b).tokens,
+    "denominators": denominators,
+    "sft": sft,
+    "whitening": whitening,
+    "groups": groups,
+    "selection": selection,
+    "normalizer": functools.partial(normalizer, loss=SFT()),
+    "rollouts": functools.partial(normalizer, loss=SFT(aggregation="rollout_mean")),
 }
 
 
@@ -69,9 +93,12 @@ def test_sums_over_devices_that_the_library_does_not_know_of(what, check_vma):
 
 
 def test_pmap_is_noticed():
-    batch = jax.tree.map(lambda x: jnp.asarray(x)[:, None], BATCH)
+    def one_row(x):
+        return np.asarray(x)[:, None]
+
+    batch, x = jax.tree.map(one_row, (BATCH, LOG_PROBS))
     with pytest.raises(ValueError, match="parallel: got no role for mesh axis"):
-        jax.pmap(lambda b, x: loss_at(b, x)[0])(batch, LOG_PROBS[:, None])
+        jax.pmap(denominators)(batch, x)
 
 
 def test_what_is_legitimate_in_ones_own_shard_map():
@@ -87,12 +114,13 @@ def test_what_is_legitimate_in_ones_own_shard_map():
     np.testing.assert_allclose(jax.jit(run)(BATCH, LOG_PROBS, whole), expected, rtol=1e-6)
 
     def sum_of_tokens(b, x):
-        return (
-            jax.lax.psum(loss_at(b, x, PolicyLossConfig(aggregation="token_sum"))[0], tokens)
-            / whole.tokens
-        )
+        total, _ = loss_at(b, x, PolicyLossConfig(aggregation="token_sum"))
+        return jax.lax.psum(total, tokens) / whole.tokens
 
-    for fn in (sum_of_tokens, lambda b, x: loss_at(b, x, parallel=MESH.axes)[0]):
+    def of_roles(b, x):
+        return loss_at(b, x, parallel=MESH.axes)[0]
+
+    for fn in (sum_of_tokens, of_roles):
         np.testing.assert_allclose(in_shard_map(fn), expected, rtol=1e-6)
 
     def replicated(b, x):
@@ -123,7 +151,11 @@ def test_a_kernel_gathered_over_the_tensor_axis():
     invariant = functools.partial(
         jax.lax.all_gather, axis_name="tp", axis=1, tiled=True, to="invarying"
     )
-    np.testing.assert_allclose(stats_in_shard_map(lambda k: k), expected, atol=1e-5)
+
+    def as_given(kernel):
+        return kernel
+
+    np.testing.assert_allclose(stats_in_shard_map(as_given), expected, atol=1e-5)
     np.testing.assert_allclose(stats_in_shard_map(invariant), expected, atol=1e-5)
     varying = functools.partial(jax.lax.all_gather, axis_name="tp", axis=1, tiled=True)
     with pytest.raises(

@@ -4,8 +4,9 @@ And a stack given to a loss.
 """
 
 import re
+from functools import partial
 
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxppo import (
@@ -32,74 +33,74 @@ from jaxppo.policy_losses import GSPO, Reinforce, by_name
 from jaxppo.step.entropy import entropy_metrics
 
 CALLS = [
-    (lambda: PPO(epsilon=0.2), "epsilon: got 0.2 for PPO, expected clip_low=0.2, clip_high=0.2"),
-    (lambda: PPO(epsilon_high=0.28), "epsilon_high: got 0.28 for PPO, expected clip_high=0.28"),
-    (lambda: PPO(clip_ratio_c=3.0), "clip_ratio_c: got 3.0 for PPO, expected dual_clip=3.0"),
+    (partial(PPO, epsilon=0.2), "epsilon: got 0.2 for PPO, expected clip_low=0.2, clip_high=0.2"),
+    (partial(PPO, epsilon_high=0.28), "epsilon_high: got 0.28 for PPO, expected clip_high=0.28"),
+    (partial(PPO, clip_ratio_c=3.0), "clip_ratio_c: got 3.0 for PPO, expected dual_clip=3.0"),
     (
-        lambda: PPO(beta=0.04),
+        partial(PPO, beta=0.04),
         (
             "beta: got 0.04 for PPO, expected it in the config of the loss:"
             " PolicyLossConfig(PPO(...), "
         ),
     ),
     (
-        lambda: PPO(kl=0.04),
+        partial(PPO, kl=0.04),
         (
             "kl: got 0.04 for PPO, expected it in the config of the loss:"
             " PolicyLossConfig(PPO(...), kl=KL"
         ),
     ),
-    (lambda: PPO(size=1), "size: got 1 for PPO, expected one of clip_low, clip_high, dual_clip"),
+    (partial(PPO, size=1), "size: got 1 for PPO, expected one of clip_low, clip_high, dual_clip"),
     (
-        lambda: GSPO(epsilon=3e-4),
+        partial(GSPO, epsilon=3e-4),
         "epsilon: got 0.0003 for GSPO, expected clip_low=0.0003, clip_high=0.0003",
     ),
-    (lambda: Reinforce(epsilon=0.2), "epsilon: got 0.2 for Reinforce, expected no options"),
+    (partial(Reinforce, epsilon=0.2), "epsilon: got 0.2 for Reinforce, expected no options"),
     (
-        lambda: by_name("ppo", epsilon=0.2),
+        partial(by_name, "ppo", epsilon=0.2),
         "epsilon: got it with 'ppo', expected clip_low=0.2, clip_high=0.2",
     ),
-    (lambda: PolicyLossConfig(kl=0.04), "kl: got 0.04, expected KL(0.04) or None"),
+    (partial(PolicyLossConfig, kl=0.04), "kl: got 0.04, expected KL(0.04) or None"),
     (
-        lambda: PolicyLossConfig(beta=0.04),
+        partial(PolicyLossConfig, beta=0.04),
         "beta: got 0.04 for PolicyLossConfig, expected it in kl=KL(coef=0.04)",
     ),
     (
-        lambda: PolicyLossConfig(epsilon=0.2),
+        partial(PolicyLossConfig, epsilon=0.2),
         "epsilon: got 0.2 for PolicyLossConfig, expected it in loss=PPO(clip_low=0.2, ",
     ),
     (
-        lambda: PolicyLossConfig(loss_type="grpo"),
+        partial(PolicyLossConfig, loss_type="grpo"),
         "loss_type: got 'grpo' for PolicyLossConfig, expected loss=...",
     ),
     (
-        lambda: PolicyLossConfig(loss_agg_mode="x"),
+        partial(PolicyLossConfig, loss_agg_mode="x"),
         "loss_agg_mode: got 'x' for PolicyLossConfig, expected aggregation=...",
     ),
     (
-        lambda: PolicyLossConfig(veto=0.1),
+        partial(PolicyLossConfig, veto=0.1),
         "veto: got 0.1 for PolicyLossConfig, expected it in off_policy=OffPolicyConfig(",
     ),
-    (lambda: KL(beta=0.04), "beta: got 0.04 for KL, expected coef=0.04"),
-    (lambda: KL(0.1, kl_type="k1"), "kl_type: got 'k1' for KL, expected estimator=..."),
+    (partial(KL, beta=0.04), "beta: got 0.04 for KL, expected coef=0.04"),
+    (partial(KL, 0.1, kl_type="k1"), "kl_type: got 'k1' for KL, expected estimator=..."),
     (
-        lambda: OffPolicyConfig(tis_cap=2.0),
+        partial(OffPolicyConfig, tis_cap=2.0),
         "tis_cap: got 2.0 for OffPolicyConfig, expected high=2.0",
     ),
     (
-        lambda: Rejection("token_k1", lower=0.5),
+        partial(Rejection, "token_k1", lower=0.5),
         "lower: got 0.5 for Rejection, expected one of statistic, low, high, comp",
     ),
-    (lambda: preference.DPO(loss_type="ipo"), "loss_type: got 'ipo' for DPO, expected link=..."),
-    (lambda: preference.DPO(rpo_alpha=1.0), "rpo_alpha: got 1.0 for DPO, expected nll_coef=1.0"),
-    (lambda: preference.SimPO(gamma=1.0), "gamma: got 1.0 for SimPO, expected margin=1.0"),
-    (lambda: Value(cliprange_value=0.2), "cliprange_value: got 0.2 for Value, expected clip=0.2"),
+    (partial(preference.DPO, loss_type="ipo"), "loss_type: got 'ipo' for DPO, expected link=..."),
+    (partial(preference.DPO, rpo_alpha=1.0), "rpo_alpha: got 1.0 for DPO, expected nll_coef=1.0"),
+    (partial(preference.SimPO, gamma=1.0), "gamma: got 1.0 for SimPO, expected margin=1.0"),
+    (partial(Value, cliprange_value=0.2), "cliprange_value: got 0.2 for Value, expected clip=0.2"),
     (
-        lambda: SFT(smoothing=0.1),
+        partial(SFT, smoothing=0.1),
         "smoothing: got 0.1 for SFT, expected one of label_smoothing, z_loss, dft",
     ),
     (
-        lambda: Part(SFT(), weight=2.0),
+        partial(Part, SFT(), weight=2.0),
         "weight: got 2.0 for Part, expected one of loss, coef, mask, weights, equals",
     ),
 ]
@@ -121,18 +122,18 @@ LOG_PROBS = {
 STACK = RolloutBatch.from_samples(
     [Sample([1, 2, 3], 1, **LOG_PROBS) for _ in range(4)], row_length=3, micro_batches=2
 )
-STATS = TokenStats(jnp.zeros(STACK.tokens.shape))
-STATES = jnp.zeros((*STACK.tokens.shape, 4)), jnp.zeros((4, 8))
+STATS = TokenStats(np.zeros(STACK.tokens.shape, np.float32))
+STATES = np.zeros((*STACK.tokens.shape, 4), np.float32), np.zeros((4, 8), np.float32)
 READERS = {
-    "policy_loss": lambda: policy_loss(STATS, STACK, PolicyLossConfig()),
-    "loss_from_stats": lambda: loss_from_stats(STATS, STACK, PPO()),
-    "loss_from_hidden": lambda: loss_from_hidden(*STATES, STACK, SFT()),
-    "policy_loss_from_hidden": lambda: policy_loss_from_hidden(*STATES, STACK, PolicyLossConfig()),
-    "mtp_loss": lambda: mtp_loss(STATES[0][None], STATES[1], STACK),
-    "draft_loss": lambda: draft_loss(STATES[0][None], STATES[1], *STATES, STACK),
-    "draft_metrics": lambda: draft_metrics(STATES[0][None], STATES[1], *STATES, STACK),
-    "mismatch_metrics": lambda: mismatch_metrics(STACK),
-    "entropy_metrics": lambda: entropy_metrics(STATS, STACK),
+    "policy_loss": partial(policy_loss, STATS, STACK, PolicyLossConfig()),
+    "loss_from_stats": partial(loss_from_stats, STATS, STACK, PPO()),
+    "loss_from_hidden": partial(loss_from_hidden, *STATES, STACK, SFT()),
+    "policy_loss_from_hidden": partial(policy_loss_from_hidden, *STATES, STACK, PolicyLossConfig()),
+    "mtp_loss": partial(mtp_loss, STATES[0][None], STATES[1], STACK),
+    "draft_loss": partial(draft_loss, STATES[0][None], STATES[1], *STATES, STACK),
+    "draft_metrics": partial(draft_metrics, STATES[0][None], STATES[1], *STATES, STACK),
+    "mismatch_metrics": partial(mismatch_metrics, STACK),
+    "entropy_metrics": partial(entropy_metrics, STATS, STACK),
 }
 
 

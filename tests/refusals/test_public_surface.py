@@ -5,6 +5,7 @@ Functions and arguments are found by introspection: a new one without a row fail
 """
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,62 +20,152 @@ NAN = float("nan")
 INF = float("inf")
 
 
-def filled(x, value):
-    """The array with another value at all places, since only some of them carry loss."""
-    return jax.tree.map(
-        lambda a: jnp.full_like(a, value) if isinstance(a, jax.Array) else np.full_like(a, value), x
-    )
+def always(value):
+    """A function that gives the value in the place of any argument."""
+
+    def spoil(x):
+        return value
+
+    return spoil
+
+
+def by_numpy(function):
+    """The function on numpy's arrays, for which nothing is compiled; jax's arrays stay such."""
+
+    def spoil(x):
+        made = function(np.asarray(x))
+        return jnp.asarray(made) if isinstance(x, jax.Array) else made
+
+    return spoil
 
 
 def cast(dtype):
-    return lambda x: x.astype(dtype)
+    @by_numpy
+    def spoil(x):
+        return x.astype(dtype)
+
+    return spoil
 
 
-NO_ARRAY = {
-    "a text": lambda x: "x",
-    "a list": lambda x: np.asarray(x).tolist(),
-    "a number": lambda x: 1.0,
-}
-SHAPES = {"one less dimension": lambda x: x[0], "one more dimension": lambda x: x[None, None]}
-BROADCASTS = {"one position": lambda x: x[:, :1] if x.ndim > 1 else x, "one row": lambda x: x[:1]}
+def filled(value):
+    """The array, or each array of a tree, with the value at all places, since only some of them
+    carry loss.
+    """
+
+    @by_numpy
+    def full(x):
+        return np.full_like(x, value)
+
+    return partial(jax.tree.map, full)
+
+
+def filled_floats(value):
+    """As `filled`, of integers and bools too."""
+
+    @by_numpy
+    def full(x):
+        return np.full(x.shape, value, np.result_type(x, np.float32))
+
+    return full
+
+
+def as_list(x):
+    return np.asarray(x).tolist()
+
+
+def twice(x):
+    return [*x, *x]
+
+
+@by_numpy
+def first(x):
+    return x[0]
+
+
+@by_numpy
+def nested(x):
+    return x[None, None]
+
+
+@by_numpy
+def one_position(x):
+    return x[:, :1] if x.ndim > 1 else x
+
+
+@by_numpy
+def one_row(x):
+    return x[:1]
+
+
+def ones(*shape, dtype=np.float32):
+    return jnp.asarray(np.ones(shape, dtype))
+
+
+NO_ARRAY = {"a text": always("x"), "a list": as_list, "a number": always(1.0)}
+SHAPES = {"one less dimension": first, "one more dimension": nested}
+BROADCASTS = {"one position": one_position, "one row": one_row}
 TEXT = {"complex": cast(complex)}
-NARROW = {"bf16": cast(jnp.bfloat16), "f16": cast(jnp.float16)}
-INTEGERS = {"i32": cast(jnp.int32), "bool": cast(bool)}
-VALUES = {"NaN": lambda x: filled(x, NAN), "infinity": lambda x: filled(x, INF)}
-POSITIVE = {**VALUES, "probabilities": lambda x: filled(x, 0.5)}
+NARROW = {"bf16": cast(jnp.bfloat16), "f16": cast(np.float16)}
+INTEGERS = {"i32": cast(np.int32), "bool": cast(bool)}
+VALUES = {"NaN": filled(NAN), "infinity": filled(INF)}
+PROBABILITIES = {"probabilities": filled(0.5)}
+POSITIVE = VALUES | PROBABILITIES
+ARRAYS = NO_ARRAY | SHAPES | BROADCASTS | TEXT  # wrong for every argument that is an array
+BOOL = {"True": always(True)}
+ONE_TEXT = {"a text": always("0.1")}
+A_LIST = {"a list": always([0.1])}
 WRONG = {  # by kind, the ways to be wrong that every argument of that kind must refuse
-    "own log-probs": NO_ARRAY | SHAPES | BROADCASTS | TEXT | NARROW | INTEGERS | POSITIVE,
-    "given log-probs": NO_ARRAY | SHAPES | BROADCASTS | TEXT | INTEGERS | POSITIVE,
-    "floats": NO_ARRAY | SHAPES | BROADCASTS | TEXT | INTEGERS | VALUES,
-    "floats that may be NaN": NO_ARRAY | SHAPES | BROADCASTS | TEXT | INTEGERS,
-    "statistic": NO_ARRAY | SHAPES | BROADCASTS | TEXT | NARROW | INTEGERS | VALUES,
-    "mask": NO_ARRAY | SHAPES | BROADCASTS | TEXT | {str(n): lambda x, n=n: filled(1.0 * x, n) for n in (NAN, 2, 0.5)},
-    "where": NO_ARRAY | SHAPES | BROADCASTS | TEXT,
-    "ids": NO_ARRAY | SHAPES | BROADCASTS | TEXT | {"floats": cast(float), "bool": cast(bool)},
+    "own log-probs": ARRAYS | NARROW | INTEGERS | POSITIVE,
+    "given log-probs": ARRAYS | INTEGERS | POSITIVE,
+    "floats": ARRAYS | INTEGERS | VALUES,
+    "floats that may be NaN": ARRAYS | INTEGERS,
+    "statistic": ARRAYS | NARROW | INTEGERS | VALUES,
+    "mask": ARRAYS | {str(value): filled_floats(value) for value in (NAN, 2, 0.5)},
+    "where": ARRAYS,
+    "ids": ARRAYS | {"floats": cast(float), "bool": cast(bool)},
     "states": NO_ARRAY | SHAPES | TEXT | INTEGERS | {"NaN": VALUES["NaN"]},
-    "one array": {name: NO_ARRAY[name] for name in ("a text",)} | TEXT,
-    "one array of log-probs": NO_ARRAY | TEXT | NARROW | INTEGERS | {"probabilities": POSITIVE["probabilities"]},
-    "values checked by losses": NO_ARRAY | TEXT | SHAPES | BROADCASTS,
+    "one array": {"a text": NO_ARRAY["a text"]} | TEXT,
+    "one array of log-probs": NO_ARRAY | TEXT | NARROW | INTEGERS | PROBABILITIES,
+    "values checked by losses": ARRAYS,
     "sizes": NO_ARRAY | TEXT | SHAPES,
     "held": {},
-    "bool": NO_ARRAY | SHAPES | BROADCASTS | TEXT | {"floats": cast(float), "i32": cast(int)},
-    "integer": {"half": lambda x: 1.5, "True": lambda x: True, "a text": lambda x: "1", "several": lambda x: [1, 2]},
-    "list": {"a text": lambda x: "x", "a number": lambda x: NAN, "one more": lambda x: [*x, *x]},
-    "flag": {"no": lambda x: "no", "1": lambda x: 1, "None": lambda x: None, "an array": lambda x: jnp.ones(2)},
+    "bool": ARRAYS | {"floats": cast(float), "i32": cast(int)},
+    "integer": {
+        "half": always(1.5),
+        **BOOL,
+        "a text": always("1"),
+        "several": always([1, 2]),
+    },
+    "list": {"a text": always("x"), "a number": always(NAN), "one more": twice},
+    "flag": {
+        "no": always("no"),
+        "1": always(1),
+        "None": always(None),
+        "an array": always(ones(2)),
+    },
     "number": {
-        "NaN": lambda x: NAN, "infinity": lambda x: INF, "True": lambda x: True, "a text": lambda x: "0.1",
-        "an array": lambda x: jnp.ones((R, 1)), "a list": lambda x: [0.1], "a scalar bool": lambda x: jnp.bool_(True),
+        "NaN": always(NAN),
+        "infinity": always(INF),
+        **BOOL,
+        **ONE_TEXT,
+        "an array": always(ones(R, 1)),
+        **A_LIST,
+        "a scalar bool": always(jnp.bool_(True)),
     },
-    "reward": {"infinity": lambda x: INF, "True": lambda x: True, "a text": lambda x: "0.1", "a list": lambda x: [0.1]},
-    "bound": {"NaN": lambda x: NAN, "True": lambda x: True, "a text": lambda x: "0.1"},
+    "reward": {"infinity": always(INF), **BOOL, **ONE_TEXT, **A_LIST},
+    "bound": {"NaN": always(NAN), **BOOL, **ONE_TEXT},
     "count": {
-        "half": lambda x: 1.5, "below": lambda x: -2, "True": lambda x: True, "a text": lambda x: "1",
-        "an array": lambda x: jnp.ones(2, int), "NaN": lambda x: NAN,
+        "half": always(1.5),
+        "below": always(-2),
+        **BOOL,
+        "a text": always("1"),
+        "an array": always(ones(2, dtype=np.int32)),
+        "NaN": always(NAN),
     },
-    "name": {"a number": lambda x: 1.5, "an array": lambda x: jnp.ones((R, T))},
-    "choice": {"another": lambda x: "another", "a number": lambda x: 3, "a list": lambda x: ["x"]},
-    "object": {"a text": lambda x: "x", "a number": lambda x: 1.5, "an array": lambda x: jnp.ones((R, T))},
-}  # fmt: skip
+    "name": {"a number": always(1.5), "an array": always(ones(R, T))},
+    "choice": {"another": always("another"), "a number": always(3), "a list": always(["x"])},
+    "object": {"a text": always("x"), "a number": always(1.5), "an array": always(ones(R, T))},
+}
 
 
 def _rows(kind, names):

@@ -78,6 +78,11 @@ CORRECTED = OffPolicyConfig(
 )
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["batch", "hidden", "head"],
+    meta_fields=["parallel"],
+)
 @dataclasses.dataclass(frozen=True)
 class Given:
     """The inputs of a step: a batch, hidden states, a head, and a mesh or None."""
@@ -164,24 +169,29 @@ def slope(call: Callable[..., Any], x: Any) -> Any:
 
 def of_head(g: Given, call: Callable[..., Any]) -> Any:
     """`slope` with respect to the hidden states and the kernel."""
-    return slope(
-        lambda x: call(x[0], dataclasses.replace(g.head, kernel=x[1])), (g.hidden, g.head.kernel)
-    )
+
+    def of_both(x: Any) -> Any:
+        hidden, kernel = x
+        return call(hidden, dataclasses.replace(g.head, kernel=kernel))
+
+    return slope(of_both, (g.hidden, g.head.kernel))
 
 
 def policy(g: Given, config: PolicyLossConfig, **options: Any) -> Any:
-    def loss(x):
-        return jaxppo.policy_loss(
-            TokenStats(x, -g.batch.returns), g.batch, config, **g.on, **options
-        )
+    def loss(x: Any) -> Any:
+        stats = TokenStats(x, -g.batch.returns)
+        return jaxppo.policy_loss(stats, g.batch, config, **g.on, **options)
 
     return slope(loss, g.batch.returns)
 
 
 def in_micro_batches(g: Given) -> Any:
-    batch = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), g.batch)
+    def halves(x: Any) -> Any:
+        return x.reshape(2, -1, *x.shape[1:])
+
+    batch = jax.tree.map(halves, g.batch)
     normalizer = Normalizer.of(SFT(aggregation="rollout_mean"), batch, **g.on)
-    hidden = g.hidden.reshape(2, -1, T, H)
+    hidden = halves(g.hidden)
     config = PolicyLossConfig(PPO(), aggregation="rollout_mean")
 
     def loss(kernel: Any, part: Any) -> Any:
@@ -206,8 +216,8 @@ def padded(g: Given) -> Any:
     )
 
 
-def aligned(g: Given, made: Callable[..., Any], *names: str) -> Any:
-    names = (*names, "segment_ids", "positions", "loss_mask")
+def aligned(g: Given, made: Callable[..., Any], of: tuple[str, ...]) -> Any:
+    names = (*of, "segment_ids", "positions", "loss_mask")
     arrays = {name: getattr(g.batch, name) for name in (*names, "returns")}
     if g.parallel is not None:  # rows are given in the order of their tokens
         arrays = redistribute(arrays, g.parallel, g.parallel.context_layout, "contiguous")
@@ -228,13 +238,9 @@ def thd(g: Given) -> Any:
 
 
 def nuclei(g: Given) -> Any:
-    return jnp.stack(
-        [
-            g.batch.targets.astype(jnp.int16),
-            *(g.batch.positions.astype(jnp.int16) + k for k in (0, 1)),
-        ],
-        -1,
-    )
+    first = g.batch.targets.astype(jnp.int16)
+    second = g.batch.positions.astype(jnp.int16)
+    return jnp.stack([first, second, second + 1], -1)
 
 
 def log_probs(g: Given, **options: Any) -> Any:
@@ -284,14 +290,20 @@ def selected(g: Given) -> Any:
 def teacher(g: Given, call: Callable[..., Any], **options: Any) -> Any:
     other = Head(1 + g.head.kernel[:4].astype(jnp.float32))
     states = jnp.asarray(g.hidden[..., :4], jnp.float32)
-    return lambda hidden, head: call(
-        hidden, head, states, other, temperature=0.9, **g.on, **options
-    )
+
+    def with_teacher(hidden: Any, head: Any) -> Any:
+        return call(hidden, head, states, other, temperature=0.9, **g.on, **options)
+
+    return with_teacher
 
 
 def divergence(g: Given) -> Any:
     call = teacher(g, divergence_from_hidden, where=g.batch.loss_mask, divergence="jensen_shannon")
-    return of_head(g, lambda *x: (call(*x).sum(), {}))
+
+    def total(hidden: Any, head: Any) -> Any:
+        return call(hidden, head).sum(), {}
+
+    return of_head(g, total)
 
 
 def moved(g: Given) -> Any:
@@ -320,87 +332,118 @@ def packed(g: Given) -> Any:
 
 
 def merged(g: Given) -> Any:
-    ones = [Metric(jnp.float32(3), jnp.float32(2), how) for how in ("mean", "sum", "min", "max")]
-    both = merge_metrics(*({str(i): m for i, m in enumerate(ones)} for _ in range(2)))
-    return finalize_metrics(both), finalize_metrics(
-        collapse_metrics(jax.tree.map(lambda x: x[None], both))
-    )
+    names = ("mean", "sum", "min", "max")
+    one = {how: Metric(jnp.float32(3), jnp.float32(2), how) for how in names}
+    both = merge_metrics(one, one)
+
+    def as_stack(x: Any) -> Any:
+        return x[None]
+
+    stacked = jax.tree.map(as_stack, both)
+    return finalize_metrics(both), finalize_metrics(collapse_metrics(stacked))
+
+
+def of_arrays(
+    function: Callable[..., Any], *names: str, on_mesh: bool = True, **options: Any
+) -> Callable[[Given], Any]:
+    """A call of the function with arrays of what is given, or of its batch, by their names."""
+
+    def call(g: Given) -> Any:
+        arrays = [getattr(g if hasattr(g, name) else g.batch, name) for name in names]
+        on = g.on if on_mesh else {}
+        return function(*arrays, **options, **on)
+
+    return call
+
+
+def maxrl(g: Given) -> Any:
+    rewards = jnp.abs(jnp.asarray(g.batch.rewards))
+    return advantages.maxrl(rewards, g.batch.group_ids, **g.on)
+
+
+def gdpo(g: Given) -> Any:
+    rewards = [g.batch.rewards] * 2
+    return advantages.gdpo(rewards, g.batch.group_ids, g.uncut, weights=[1, 0.5], **g.on)
+
+
+def gdpo_over_samples(g: Given) -> Any:
+    options = {"leave_one_out": True, "whitened": "samples", **g.on}
+    return advantages.gdpo([g.batch.rewards], g.batch.group_ids, g.uncut, **options)
+
+
+def remax(g: Given) -> Any:
+    return advantages.remax(g.batch.rewards, 0.5 * g.batch.rewards, g.batch.sample_ids)
+
+
+def token_rewards(g: Given) -> Any:
+    options = {"kl": g.batch.values, "kl_coef": 0.1, **g.on}
+    return advantages.token_rewards(g.batch.rewards, g.batch, **options)
+
+
+def last_values(g: Given) -> Any:
+    truncated = g.batch.sample_ids > 0
+    return advantages.last_values(g.batch.values, g.batch, truncated, **g.on)
+
+
+def reinforce_plus_plus_baseline(g: Given) -> Any:
+    options = {"kl": g.batch.values, "kl_coef": 0.1, **g.on}
+    given = (g.batch.rewards, g.batch.group_ids, g.uncut)
+    return advantages.reinforce_plus_plus_baseline(*given, **options)
+
+
+def optimal_token_baseline(g: Given) -> Any:
+    stats = TokenStats(g.batch.returns, sum_p2=jnp.exp(2 * g.batch.returns))
+    given = (g.batch.advantages, stats, g.batch.group_ids, g.uncut)
+    return advantages.optimal_token_baseline(*given, weights=g.batch.advantages, **g.on)
 
 
 GROUPS = {
-    name: lambda g, name=name: getattr(advantages, name)(g.batch.rewards, g.batch.group_ids, **g.on)
+    name: of_arrays(getattr(advantages, name), "rewards", "group_ids")
     for name in ("grpo", "dr_grpo", "rloo", "gpg", "pass_at_k", "standardize")
 }
 ESTIMATORS: dict[str, Callable[[Given], Any]] = {
     **GROUPS,
-    "rloo, scaled": lambda g: advantages.rloo(
-        g.batch.rewards, g.batch.group_ids, scale_by_std=True, **g.on
+    "rloo, scaled": of_arrays(advantages.rloo, "rewards", "group_ids", scale_by_std=True),
+    "maxrl": maxrl,
+    "gdpo": gdpo,
+    "gdpo over samples": gdpo_over_samples,
+    "overlong_penalty": of_arrays(
+        advantages.overlong_penalty, "sample_ids", on_mesh=False, max_length=4, buffer=2
     ),
-    "maxrl": lambda g: advantages.maxrl(
-        jnp.abs(jnp.asarray(g.batch.rewards)), g.batch.group_ids, **g.on
+    "accepted_samples": of_arrays(advantages.accepted_samples, "batch", config=CORRECTED),
+    "explained_variance": of_arrays(
+        advantages.explained_variance, "values", "returns", "loss_mask"
     ),
-    "gdpo": lambda g: advantages.gdpo(
-        [g.batch.rewards] * 2, g.batch.group_ids, g.uncut, weights=[1, 0.5], **g.on
+    "opo": of_arrays(advantages.opo, "rewards", "group_ids", "sample_ids"),
+    "remax": remax,
+    "whiten": of_arrays(advantages.whiten, "advantages", "loss_mask"),
+    "spread": of_arrays(advantages.spread, "rewards", "batch"),
+    "token_rewards": token_rewards,
+    "discounted_returns": of_arrays(
+        advantages.discounted_returns, "advantages", "batch", gamma=0.9
     ),
-    "gdpo over samples": lambda g: advantages.gdpo(
-        [g.batch.rewards],
-        g.batch.group_ids,
-        g.uncut,
-        leave_one_out=True,
-        whitened="samples",
-        **g.on,
+    "last_values": last_values,
+    "gae": of_arrays(advantages.gae, "advantages", "values", "batch", gamma=0.9, value_lam=1.0),
+    "gae, by length": of_arrays(advantages.gae, "advantages", "values", "batch", length_alpha=0.3),
+    "reinforce_plus_plus": of_arrays(advantages.reinforce_plus_plus, "advantages", "batch"),
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "gigpo": of_arrays(gigpo, "rewards", "rewards", "group_ids", "group_ids"),
+    "optimal_token_baseline": optimal_token_baseline,
+    "importance_weighted_distillation": of_arrays(
+        advantages.importance_weighted_distillation, "returns", "old_log_probs", "batch"
     ),
-    "overlong_penalty": lambda g: advantages.overlong_penalty(
-        g.batch.sample_ids, max_length=4, buffer=2
-    ),
-    "accepted_samples": lambda g: advantages.accepted_samples(g.batch, CORRECTED, **g.on),
-    "explained_variance": lambda g: advantages.explained_variance(
-        g.batch.values, g.batch.returns, g.batch.loss_mask, **g.on
-    ),
-    "opo": lambda g: advantages.opo(g.batch.rewards, g.batch.group_ids, g.batch.sample_ids, **g.on),
-    "remax": lambda g: advantages.remax(g.batch.rewards, 0.5 * g.batch.rewards, g.batch.sample_ids),
-    "whiten": lambda g: advantages.whiten(g.batch.advantages, g.batch.loss_mask, **g.on),
-    "spread": lambda g: advantages.spread(g.batch.rewards, g.batch, **g.on),
-    "token_rewards": lambda g: advantages.token_rewards(
-        g.batch.rewards, g.batch, kl=g.batch.values, kl_coef=0.1, **g.on
-    ),
-    "discounted_returns": lambda g: advantages.discounted_returns(
-        g.batch.advantages, g.batch, gamma=0.9, **g.on
-    ),
-    "last_values": lambda g: advantages.last_values(
-        g.batch.values, g.batch, g.batch.sample_ids > 0, **g.on
-    ),
-    "gae": lambda g: advantages.gae(
-        g.batch.advantages, g.batch.values, g.batch, gamma=0.9, value_lam=1.0, **g.on
-    ),
-    "gae, by length": lambda g: advantages.gae(
-        g.batch.advantages, g.batch.values, g.batch, length_alpha=0.3, **g.on
-    ),
-    "reinforce_plus_plus": lambda g: advantages.reinforce_plus_plus(
-        g.batch.advantages, g.batch, **g.on
-    ),
-    "reinforce_plus_plus_baseline": lambda g: advantages.reinforce_plus_plus_baseline(
-        g.batch.rewards, g.batch.group_ids, g.uncut, kl=g.batch.values, kl_coef=0.1, **g.on
-    ),
-    "gigpo": lambda g: gigpo(g.batch.rewards, g.batch.rewards, *[g.batch.group_ids] * 2, **g.on),
-    "optimal_token_baseline": lambda g: advantages.optimal_token_baseline(
-        g.batch.advantages,
-        TokenStats(g.batch.returns, sum_p2=jnp.exp(2 * g.batch.returns)),
-        g.batch.group_ids,
-        g.uncut,
-        weights=g.batch.advantages,
-        **g.on,
-    ),
-    "importance_weighted_distillation": lambda g: advantages.importance_weighted_distillation(
-        g.batch.returns, g.batch.old_log_probs, g.batch, **g.on
-    ),
-    "on_policy_distillation": lambda g: advantages.on_policy_distillation(
-        g.batch.advantages, g.batch.returns, g.batch.old_log_probs, g.batch.loss_mask
+    "on_policy_distillation": of_arrays(
+        advantages.on_policy_distillation,
+        "advantages",
+        "returns",
+        "old_log_probs",
+        "loss_mask",
+        on_mesh=False,
     ),
 }
 LOSSES: dict[str, Callable[[Given], Any]] = {
-    f"policy_loss of {name}": lambda g, name=name: policy(
-        g, PolicyLossConfig(by_name(name), kl=KL(0.1, "low_var_kl+"))
+    f"policy_loss of {name}": functools.partial(
+        policy, config=PolicyLossConfig(by_name(name), kl=KL(0.1, "low_var_kl+"))
     )
     for name in sorted(BY_NAME)
     if not by_name(name).selects
@@ -409,9 +452,9 @@ LOSSES: dict[str, Callable[[Given], Any]] = {
 
 def top_k(g: Given) -> tuple[Any, Any]:
     """Three ids at each position, the last one absent, and their log-probs under a teacher."""
-    first = np.asarray(g.batch.targets, np.int32)
-    ids = np.stack([first, (first + 1) % V, np.full_like(first, -1)], -1)
-    return jnp.asarray(ids), jnp.asarray(np.where(ids < 0, -np.inf, -1.5), jnp.float32)
+    first = jnp.asarray(g.batch.targets, jnp.int32)
+    ids = jnp.stack([first, (first + 1) % V, jnp.full_like(first, -1)], -1)
+    return ids, jnp.where(ids < 0, jnp.float32(-jnp.inf), jnp.float32(-1.5))
 
 
 def with_ids(g: Given) -> RolloutBatch:
@@ -453,23 +496,30 @@ def pairs(g: Given) -> RolloutBatch:
 
 
 def of_pairs(g: Given, loss: TokenLoss[TokenStats]) -> Any:
-    return slope(
-        lambda x: loss_from_stats(TokenStats(x), pairs(g), loss, **g.on),
-        jnp.full((R, T), -0.5, jnp.float32),
-    )
+    batch = pairs(g)
+
+    def call(x: Any) -> Any:
+        return loss_from_stats(TokenStats(x), batch, loss, **g.on)
+
+    return slope(call, jnp.full((R, T), -0.5, jnp.float32))
+
+
+def simpo_from_hidden(g: Given) -> Any:
+    call = functools.partial(loss_from_hidden, batch=pairs(g), loss=preference.SimPO(), **g.on)
+    return of_head(g, call)
+
+
+def bradley_terry(g: Given) -> Any:
+    loss = preference.BradleyTerry()
+    call = functools.partial(loss_from_stats, batch=pairs(g), loss=loss, **g.on)
+    return slope(call, jnp.full((R, T), 0.5, jnp.float32))
 
 
 def draft(g: Given) -> Any:
     def loss(x: Any, head: Head) -> Any:
-        return draft_loss(
-            [x, x],
-            head,
-            jax.lax.stop_gradient(x),
-            head,
-            g.batch,
-            Draft(objective="likelihood"),
-            **g.on,
-        )
+        policy = (jax.lax.stop_gradient(x), head)
+        drafted = Draft(objective="likelihood")
+        return draft_loss([x, x], head, *policy, g.batch, drafted, **g.on)
 
     found = draft_metrics([g.hidden], g.head, g.hidden, g.head, g.batch, **g.on)
     return of_head(g, loss), finalize_metrics(found), Normalizer.of(Draft(2), g.batch, **g.on)
@@ -483,7 +533,8 @@ def joint(g: Given) -> Any:
     }
     parts["teacher"] = Part(TopKDistillation("jensen_shannon"), 0.1)
     on = {"normalizer": Normalizer.of(parts, g.batch, **g.on), **g.on}
-    return of_head(g, lambda *x: loss_from_hidden(*x, with_ids(g), parts, **on))
+    call = functools.partial(loss_from_hidden, batch=with_ids(g), loss=parts, **on)
+    return of_head(g, call)
 
 
 def clients(g: Given) -> Any:
@@ -493,115 +544,184 @@ def clients(g: Given) -> Any:
         "client": jnp.asarray(g.batch.tokens % 2, jnp.int32),
         "decay": jnp.full((R, T), 0.2, jnp.float32),
     }
-    return of_head(
-        g,
-        lambda *x: loss_from_hidden(*x, dataclasses.replace(g.batch, extras=extras), parts, **g.on),
-    )
+    batch = dataclasses.replace(g.batch, extras=extras)
+    return of_head(g, functools.partial(loss_from_hidden, batch=batch, loss=parts, **g.on))
+
+
+def divergence_of_ids(g: Given) -> Any:
+    ids, log_probs = top_k(g)
+    return top_k_divergence(log_probs - 0.5, log_probs, ids)
+
+
+def hidden_of_ids(g: Given, loss: TokenLoss[TokenStats]) -> Any:
+    """`slope` of the loss of several ids from hidden states."""
+    call = functools.partial(loss_from_hidden, batch=with_ids(g), loss=loss, **g.on)
+    return of_head(g, call)
+
+
+def explained(g: Given) -> Any:
+    return explain_tokens(g.stats, g.batch, CONFIG, **g.on)
+
+
+def tokens_of_entropy(g: Given) -> Any:
+    return top_entropy_mask(-g.batch.returns, g.batch, **g.on)
+
+
+def metrics(function: Callable[..., Any], *names: str, **options: Any) -> Callable[[Given], Any]:
+    """The numbers of the metrics that the function returns, called as `of_arrays` does."""
+    call = of_arrays(function, *names, **options)
+
+    def numbers(g: Given) -> Any:
+        return finalize_metrics(call(g))
+
+    return numbers
 
 
 OBJECTIVES: dict[str, Callable[[Given], Any]] = {
-    "top_k_divergence": lambda g: top_k_divergence(top_k(g)[1] - 0.5, top_k(g)[1], top_k(g)[0]),
-    "TopKDistillation": lambda g: of_ids(g, TopKDistillation()),
-    "TopKDistillation from hidden": lambda g: of_head(
-        g, lambda *x: loss_from_hidden(*x, with_ids(g), TopKDistillation("jensen_shannon"), **g.on)
+    "top_k_divergence": divergence_of_ids,
+    "TopKDistillation": functools.partial(of_ids, loss=TopKDistillation()),
+    "TopKDistillation from hidden": functools.partial(
+        hidden_of_ids, loss=TopKDistillation("jensen_shannon")
     ),
-    "TopKDistillation with a sampled tail": lambda g: of_head(
-        g,
-        lambda *x: loss_from_hidden(
-            *x, with_ids(g), TopKDistillation("reverse_kl", tail="sampled"), **g.on
-        ),
+    "TopKDistillation with a sampled tail": functools.partial(
+        hidden_of_ids, loss=TopKDistillation("reverse_kl", tail="sampled")
     ),
-    "ScoreCentering": lambda g: of_ids(
-        g, ScoreCentering(PolicyLossConfig(PPO(), ratio_to="rollout"))
+    "ScoreCentering": functools.partial(
+        of_ids, loss=ScoreCentering(PolicyLossConfig(PPO(), ratio_to="rollout"))
     ),
     "token_mismatch, mismatch_report": mismatch_of_models,
-    "DPO": lambda g: of_pairs(g, preference.DPO()),
-    "A2PO": lambda g: of_pairs(g, A2PO()),
-    "REAL": lambda g: of_pairs(g, REAL()),
-    "SimPO from hidden": lambda g: of_head(
-        g, lambda *x: loss_from_hidden(*x, pairs(g), preference.SimPO(), **g.on)
-    ),
-    "BradleyTerry": lambda g: slope(
-        lambda x: loss_from_stats(x, pairs(g), preference.BradleyTerry(), **g.on),
-        jnp.full((R, T), 0.5, jnp.float32),
-    ),
+    "DPO": functools.partial(of_pairs, loss=preference.DPO()),
+    "A2PO": functools.partial(of_pairs, loss=A2PO()),
+    "REAL": functools.partial(of_pairs, loss=REAL()),
+    "SimPO from hidden": simpo_from_hidden,
+    "BradleyTerry": bradley_terry,
     "draft_loss, draft_metrics": draft,
     "loss_from_hidden of parts": joint,
     "by_row": clients,
-    "explain_tokens": lambda g: explain_tokens(g.stats, g.batch, CONFIG, **g.on),
-    "second_moment_mask": lambda g: second_moment_mask(g.batch, **g.on),
-    "top_entropy_mask": lambda g: top_entropy_mask(-g.batch.returns, g.batch, **g.on),
-    "entropy_metrics": lambda g: finalize_metrics(entropy_metrics(g.stats, g.batch, **g.on)),
-    "advantages.pass_rates": lambda g: finalize_metrics(
-        advantages.pass_rates(g.batch.rewards, g.batch.group_ids, **g.on)
-    ),
+    "explain_tokens": explained,
+    "second_moment_mask": of_arrays(second_moment_mask, "batch"),
+    "top_entropy_mask": tokens_of_entropy,
+    "entropy_metrics": metrics(entropy_metrics, "stats", "batch"),
+    "advantages.pass_rates": metrics(advantages.pass_rates, "rewards", "group_ids"),
 }
+
+
+def from_hidden(g: Given) -> Any:
+    options = {"config": CONFIG, "temperature": 0.7, **g.on}
+    return of_head(g, functools.partial(jaxppo.policy_loss_from_hidden, batch=g.batch, **options))
+
+
+def in_two_passes(g: Given) -> Any:
+    options = {"config": PolicyLossConfig(GSPO()), "memory": 2**16, **g.on}
+    return of_head(g, functools.partial(jaxppo.policy_loss_from_hidden, batch=g.batch, **options))
+
+
+def sft(g: Given) -> Any:
+    def loss(x: Any) -> Any:
+        return loss_from_stats(TokenStats(x), g.batch, SFT(), **g.on)
+
+    return slope(loss, g.batch.returns)
+
+
+def sft_from_hidden(g: Given) -> Any:
+    loss = SFT(label_smoothing=0.1, z_loss=1e-3)
+    return of_head(g, functools.partial(loss_from_hidden, batch=g.batch, loss=loss, **g.on))
+
+
+def value_loss(g: Given) -> Any:
+    call = functools.partial(loss_from_stats, batch=g.batch, loss=Value(), **g.on)
+    return slope(call, g.batch.values)
+
+
+def mtp(g: Given) -> Any:
+    def loss(hidden: Any, head: Head) -> Any:
+        return mtp_loss([hidden, hidden], head, g.batch, **g.on)
+
+    return of_head(g, loss)
+
+
+def distilled(g: Given) -> Any:
+    return of_head(g, teacher(g, distillation_loss, batch=g.batch))
+
+
+def statistics(g: Given) -> Any:
+    def apply(params: Any, batch: RolloutBatch) -> TokenStats:
+        return g.stats
+
+    return jaxppo.compute_log_probs(apply, None, g.batch)
+
+
+def renormalised(g: Given) -> Any:
+    def total(x: Any) -> Any:
+        log_probs = jnp.stack([x, x - 1], axis=-1)
+        return renormalised_entropy(log_probs).sum(), {}
+
+    return slope(total, g.batch.returns)
+
+
+def normalizer_of_sequences(g: Given) -> Any:
+    aggregation = "sequence_mean_token_mean"
+    return normalizer_of(g.batch, aggregation, off_policy=CORRECTED, **g.on)
+
+
+def proximal(g: Given) -> Any:
+    log_probs = (g.batch.returns, g.batch.rollout_log_probs)
+    return proximal_log_probs(*log_probs, g.batch.policy_versions, jnp.int32(5))
+
+
+def kl(g: Given) -> Any:
+    return kl_divergence(g.batch.returns, g.batch.ref_log_probs, "k3+", g.batch.values)
+
+
+def kl_coef(g: Given) -> Any:
+    return adaptive_kl_coef(0.1, jnp.float32(0.2), 0.1, 64)
+
+
 CALLS: dict[str, Callable[[Given], Any]] = {
     **LOSSES,
     **OBJECTIVES,
     **{f"advantages.{name}": call for name, call in ESTIMATORS.items()},
-    "policy_loss": lambda g: policy(
-        g, dataclasses.replace(CONFIG, off_policy=CORRECTED, ratio_to="old")
+    "policy_loss": functools.partial(
+        policy, config=dataclasses.replace(CONFIG, off_policy=CORRECTED, ratio_to="old")
     ),
-    "policy_loss_from_hidden": lambda g: of_head(
-        g, lambda *x: jaxppo.policy_loss_from_hidden(*x, g.batch, CONFIG, temperature=0.7, **g.on)
-    ),
-    "policy_loss_from_hidden in two passes": lambda g: of_head(
-        g,
-        lambda *x: jaxppo.policy_loss_from_hidden(
-            *x, g.batch, PolicyLossConfig(GSPO()), memory=2**16, **g.on
-        ),
-    ),
-    "loss_from_stats of SFT": lambda g: slope(
-        lambda x: loss_from_stats(TokenStats(x), g.batch, SFT(), **g.on), g.batch.returns
-    ),
-    "SFT from hidden": lambda g: of_head(
-        g, lambda *x: loss_from_hidden(*x, g.batch, SFT(label_smoothing=0.1, z_loss=1e-3), **g.on)
-    ),
-    "Value": lambda g: slope(
-        lambda x: loss_from_stats(x, g.batch, Value(), **g.on), g.batch.values
-    ),
-    "mtp_loss": lambda g: of_head(g, lambda x, head: mtp_loss([x, x], head, g.batch, **g.on)),
-    "Normalizer.of depths": lambda g: Normalizer.of(MTP(2), g.batch, **g.on),
-    "shift_targets": lambda g: shift_targets(g.batch, 2, **g.on),
-    "distillation_loss": lambda g: of_head(g, teacher(g, distillation_loss, batch=g.batch)),
+    "policy_loss_from_hidden": from_hidden,
+    "policy_loss_from_hidden in two passes": in_two_passes,
+    "loss_from_stats of SFT": sft,
+    "SFT from hidden": sft_from_hidden,
+    "Value": value_loss,
+    "mtp_loss": mtp,
+    "Normalizer.of depths": of_arrays(functools.partial(Normalizer.of, MTP(2)), "batch"),
+    "shift_targets": of_arrays(shift_targets, "batch", by=2),
+    "distillation_loss": distilled,
     "divergence_from_hidden": divergence,
     "log_probs_from_hidden": log_probs,
-    "log_probs_from_hidden deterministic": lambda g: log_probs(g, deterministic=True, memory=2**18),
+    "log_probs_from_hidden deterministic": functools.partial(
+        log_probs, deterministic=True, memory=2**18
+    ),
     "log_probs_from_logits": from_logits,
-    "compute_log_probs": lambda g: jaxppo.compute_log_probs(
-        lambda params, batch: g.stats, None, g.batch
-    ),
+    "compute_log_probs": statistics,
     "covariance_mask": selected,
-    "renormalised_entropy": lambda g: slope(
-        lambda x: (renormalised_entropy(jnp.stack([x, x - 1], axis=-1)).sum(), {}), g.batch.returns
-    ),
+    "renormalised_entropy": renormalised,
     "accumulate_gradients": in_micro_batches,
-    "Normalizer.of": lambda g: normalizer_of(
-        g.batch, "sequence_mean_token_mean", off_policy=CORRECTED, **g.on
-    ),
+    "Normalizer.of": normalizer_of_sequences,
     "RolloutBatch.from_padded": padded,
-    "RolloutBatch.from_token_aligned": lambda g: aligned(
-        g, RolloutBatch.from_token_aligned, "tokens"
+    "RolloutBatch.from_token_aligned": functools.partial(
+        aligned, made=RolloutBatch.from_token_aligned, of=("tokens",)
     ),
-    "RolloutBatch.from_target_aligned": lambda g: aligned(
-        g, RolloutBatch.from_target_aligned, "tokens", "targets"
+    "RolloutBatch.from_target_aligned": functools.partial(
+        aligned, made=RolloutBatch.from_target_aligned, of=("tokens", "targets")
     ),
     "RolloutBatch.from_cu_seqlens": thd,
-    "kl_divergence": lambda g: kl_divergence(
-        g.batch.returns, g.batch.ref_log_probs, "k3+", g.batch.values
+    "kl_divergence": kl,
+    "adaptive_kl_coef": kl_coef,
+    "mismatch_metrics": metrics(mismatch_metrics, "batch"),
+    "packing_metrics": metrics(packing_metrics, "batch"),
+    "proximal_log_probs": proximal,
+    "staleness_metrics": metrics(staleness_metrics, "batch", version=5),
+    "staleness_weights": of_arrays(
+        staleness_weights, "batch", version=5, limit=1, decay=0.5, level="sequence"
     ),
-    "adaptive_kl_coef": lambda g: adaptive_kl_coef(0.1, jnp.float32(0.2), 0.1, 64),
-    "mismatch_metrics": lambda g: finalize_metrics(mismatch_metrics(g.batch, **g.on)),
-    "packing_metrics": lambda g: finalize_metrics(packing_metrics(g.batch, **g.on)),
-    "proximal_log_probs": lambda g: proximal_log_probs(
-        g.batch.returns, g.batch.rollout_log_probs, g.batch.policy_versions, jnp.int32(5)
-    ),
-    "staleness_metrics": lambda g: finalize_metrics(staleness_metrics(g.batch, 5, **g.on)),
-    "staleness_weights": lambda g: staleness_weights(
-        g.batch, 5, limit=1, decay=0.5, level="sequence", **g.on
-    ),
-    "segment_sum": lambda g: segment_sum(g.batch.values, g.batch.segment_ids, 3, **g.on),
+    "segment_sum": of_arrays(segment_sum, "values", "segment_ids", num_segments=3),
     "redistribute, shift_left, scan_affine": moved,
     "pack, unpack": packed,
     "assert_packing_invariant": packing_invariant,
