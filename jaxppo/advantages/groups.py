@@ -348,7 +348,7 @@ def pass_rates(
       Metrics. Means over groups: `pass_rate`, the share of a group's samples that pass; `pass_all`,
       `pass_none` and `pass_some`, whether all, none or some of them do; `equal_rewards`, whether
       all rewards of a group are equal, as that of a single sample is. Over samples: `no_reward`,
-        the share without a reward.
+      the share without a reward.
 
     Example:
       >>> found = advantages.pass_rates(jnp.array([[1.0, 0.0, 1.0]]), jnp.array([[7, 7, 8]]))
