@@ -147,7 +147,7 @@ def distillation_loss(
 
     Returns:
       The scalar f32 loss, and metrics: `loss` (adds up over micro-batches), `divergence` (a mean)
-        and `broken_rules`.
+      and `broken_rules`.
 
     Raises:
       TypeError, ValueError: as `divergence_from_hidden`; an unknown aggregation.
