@@ -1,6 +1,8 @@
 """Checks of texts: the length of README, paths in pages, plain words in docstrings."""
 
 import ast
+import inspect
+import itertools
 import json
 import re
 from pathlib import Path
@@ -74,6 +76,29 @@ def test_plain_words():
         if re.search(r"\blikewise\b", text, re.IGNORECASE)
     ]
     assert not found, "\n".join(found)
+
+
+def test_returns_stand_below_each_other():
+    """In Returns, a line is indented as the one above it, unless that one names an entry: Sphinx
+    takes another line for a quotation, and ends with an error.
+    """
+    found = []
+    for path, text in sources(".py"):
+        for docstring in docstrings(text):
+            lines = inspect.cleandoc(docstring).splitlines()
+            if "Returns:" not in lines:
+                continue
+            after = lines[lines.index("Returns:") + 1 :]
+            section = itertools.takewhile(lambda line: not line or line.startswith("  "), after)
+            for above, line in itertools.pairwise(section):
+                begins_entry = re.match(r" *([-*] |[`\w., ]{1,30}:)", above)
+                if not begins_entry and indent(line) > indent(above) and above:
+                    found.append(f"{path}: {line}")
+    assert not found, "\n".join(found)
+
+
+def indent(line):
+    return len(line) - len(line.lstrip())
 
 
 def test_measured_figures_are_those_of_the_results():
