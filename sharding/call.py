@@ -57,10 +57,13 @@ def shard_call(
         return _call(fn, parallel, static, *args.values())
     # even an operation without arguments becomes a part of the program of a `jit` around this call
     staged = isinstance(lax.iota(jnp.int32, 1), jax.core.Tracer)
-    if parallel is None:
+    if parallel is None and staged:
         arrays = jax.tree.map(jnp.asarray, tuple(args.values()))
-        run_alone = _call if staged else _jitted_call
-        return run_alone(fn, ShardAxes(), static, *arrays)
+        return _call(fn, ShardAxes(), static, *arrays)
+    if parallel is None:
+        # with numpy's arrays as they are: outside of a `jit`, `jnp.asarray` compiles a program for
+        # each new shape
+        return _jitted_call(fn, ShardAxes(), static, *args.values())
     if manual := jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
             f"parallel: got ParallelMesh in {name} inside a shard_map or pmap over {manual},"

@@ -213,13 +213,18 @@ def _reduce_terms(axes: ShardAxes, terms: Mapping[Any, Term]) -> dict[Any, Metri
     """Per-shard: the metric of each term. A smallest value is the largest of the negated ones."""
     sums: Any = {}
     largest: Any = {}
-    for key, (x, weights, reduce) in terms.items():
-        x, weights = lax.stop_gradient((x.astype(jnp.float32), weights.astype(jnp.float32)))
+    # most terms have the same array of weights: by its identity, in f32, where it counts, its sum
+    of_weights: dict[int, tuple[Any, Any, Any]] = {}
+    for key, (x, given, reduce) in terms.items():
+        if id(given) not in of_weights:
+            weights = lax.stop_gradient(given.astype(jnp.float32))
+            of_weights[id(given)] = weights, weights > 0, weights.sum()
+        weights, counts, count = of_weights[id(given)]
+        x = lax.stop_gradient(x.astype(jnp.float32))
         if reduce in ("mean", "sum"):
-            sums[key] = (jnp.where(weights > 0, x, 0) * weights).sum(), weights.sum()
+            sums[key] = (jnp.where(counts, x, 0) * weights).sum(), count
             continue
-        sums[key] = jnp.zeros_like(weights.sum()), weights.sum()
-        counts = weights > 0
+        sums[key] = jnp.zeros_like(count), count
         if reduce == "min":
             x = -x
         largest[key] = jnp.where(counts, x, -jnp.inf).max()

@@ -17,7 +17,7 @@ from jaxppo.batch.broken_rules import explain_broken_rules
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.api import log_probs_from_hidden
-from jaxppo.head.head import TokenStats
+from jaxppo.head.head import Entropy, LogitStat, TokenStats
 from jaxppo.losses.doors import loss_from_hidden, loss_from_stats
 from jaxppo.losses.explain import explain_tokens
 from jaxppo.losses.hooks import name_of
@@ -31,6 +31,7 @@ MOST_MOVED = 64
 Leaves = list[Array]
 Others = tuple[list[Array | None], jax.tree_util.PyTreeDef]  # a tree without its floats
 LossAndGradients = tuple[Array, Sequence[Array]]  # a loss and its gradients
+Asked = tuple[Entropy, tuple[LogitStat, ...]]  # what a loss asks of the head, beside ids
 
 
 def assert_token_loss(
@@ -113,9 +114,12 @@ def assert_token_loss(
         "None for a loss of log-probs, which random hidden states give",
     )
     states = _states(case, vocab_size, seed)
-    stats, two_steps = jax.jit(case.two_steps)(batch, *states)
+    head_inputs = *states, *case.tokens_of_head()
+    asked = of.asks.entropy, tuple(of.asks.logit_stats)
+    stats = _stats_of_head(asked, *head_inputs)
     of_stats = from_stats(batch, stats)
     value = _finite(case, stats, of_stats)
+    two_steps = value, _through_head(asked, of_stats[1], *head_inputs)
     if of.token_local:
         _assert_local(case, stats)
     from_hidden = jax.jit(functools.partial(case.from_hidden, None))
@@ -139,18 +143,11 @@ class _Case:
     rtol: float
     atol: float
 
-    def stats_of(self, batch: RolloutBatch, hidden: Array, kernel: Array) -> TokenStats:
+    def tokens_of_head(self) -> tuple[Array, Array, Array | None]:
+        """The targets, where there is loss, and the ids that the loss asks for."""
         asks = self.of.asks
-        ids = None if asks.ids is None else jnp.asarray(batch.extras[asks.ids])
-        return log_probs_from_hidden(
-            hidden,
-            kernel,
-            jnp.asarray(batch.targets),
-            where=batch.loss_mask > 0,
-            entropy=asks.entropy,
-            logit_stats=asks.logit_stats,
-            ids=ids,
-        )
+        ids = None if asks.ids is None else self.batch.extras[asks.ids]
+        return self.batch.targets, self.batch.loss_mask > 0, ids
 
     def from_stats(
         self, parallel: ParallelMesh | None, batch: RolloutBatch, stats: PyTree
@@ -171,17 +168,42 @@ class _Case:
 
         return jax.value_and_grad(fn, (0, 1))(hidden, kernel)
 
-    def two_steps(
-        self, batch: RolloutBatch, hidden: Array, kernel: Array
-    ) -> tuple[TokenStats, LossAndGradients]:
-        """The statistics, and what `from_hidden` gives, by them."""
 
-        def fn(hidden: Array, kernel: Array) -> tuple[Array, TokenStats]:
-            stats = self.stats_of(batch, hidden, kernel)
-            return loss_from_stats(stats, batch, self.loss)[0], stats
+@functools.partial(jax.jit, static_argnums=0)
+def _stats_of_head(
+    asked: Asked, hidden: Array, kernel: Array, targets: Array, where: Array, ids: Array | None
+) -> TokenStats:
+    """The statistics that a loss asks for: the same program for all losses that ask for the same."""
+    entropy, logit_stats = asked
+    return log_probs_from_hidden(
+        hidden,
+        kernel,
+        targets,
+        where=where,
+        entropy=entropy,
+        logit_stats=logit_stats,
+        ids=ids,
+    )
 
-        (loss, stats), gradients = jax.value_and_grad(fn, (0, 1), has_aux=True)(hidden, kernel)
-        return stats, (loss, gradients)
+
+@functools.partial(jax.jit, static_argnums=0)
+def _through_head(
+    asked: Asked,
+    slopes: Sequence[Array],
+    hidden: Array,
+    kernel: Array,
+    targets: Array,
+    where: Array,
+    ids: Array | None,
+) -> tuple[Array, Array]:
+    """The gradients by hidden states and kernel, from those by the statistics that are floats."""
+
+    def fn(hidden: Array, kernel: Array) -> Leaves:
+        return _floats(_stats_of_head(asked, hidden, kernel, targets, where, ids))[0]
+
+    _, pullback = jax.vjp(fn, hidden, kernel)
+    of_hidden, of_kernel = pullback(slopes)
+    return of_hidden, of_kernel
 
 
 def _floats(tree: PyTree) -> tuple[Leaves, Others]:
@@ -229,7 +251,7 @@ def _finite(case: _Case, stats: PyTree, of_stats: LossAndGradients) -> float:
         raise AssertionError(
             f"{name}: got the loss {value} for this batch, expected a finite one. {why}"
         )
-    largest = max(float(jnp.abs(x).max()) for x in slopes)
+    largest = max(float(np.abs(x).max()) for x in slopes)
     if not 0 < largest < np.inf:
         raise AssertionError(
             f"{name}: got gradients of at most {largest}, expected finite ones that train some"
@@ -280,12 +302,11 @@ def _assert_blind(
     shape = on.shape
 
     def spoilt(x: Any) -> Any:
-        if x is None or jnp.shape(x)[:2] != shape:
+        if x is None or np.shape(x)[:2] != shape:
             return x
-        garbage = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else -7
-        return jnp.where(
-            on.reshape(*shape, *(1,) * (x.ndim - 2)), x, jnp.asarray(garbage).astype(x.dtype)
-        )
+        garbage = np.nan if jnp.issubdtype(x.dtype, jnp.floating) else -7
+        here = on.reshape(*shape, *(1,) * (x.ndim - 2))
+        return np.where(here, np.asarray(x), np.asarray(garbage).astype(x.dtype))
 
     arrays = {name: spoilt(getattr(case.batch, name)) for name in PER_TOKEN_VALUES}
     extras = {name: spoilt(x) for name, x in case.batch.extras.items()}

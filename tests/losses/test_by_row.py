@@ -57,20 +57,20 @@ def batch_of(mesh, rows=4):
     return dataclasses.replace(batch, extras=extras), owners, parallel
 
 
-@functools.partial(jax.jit, static_argnames=("client", "parallel"))
-def of_one(x, batch, numbers, *, client, parallel):
-    """The loss of this client with these numbers, and the gradient."""
-    loss = CLIENTS[client]
-    if client == "ppo":
-        of = dataclasses.replace(loss.loss, clip_low=numbers["low"], clip_high=numbers["high"])
-        loss = dataclasses.replace(loss, loss=of)
-    elif client == "sapo":
-        loss = dataclasses.replace(loss, loss=SAPO(numbers["tau"]))
+@functools.partial(jax.jit, static_argnames="parallel")
+def of_each(x, batch, numbers, *, parallel):
+    """The loss of each client with these numbers, and the gradient."""
+    clip = {"clip_low": numbers["low"], "clip_high": numbers["high"]}
+    losses = dict(CLIENTS)
+    losses["ppo"] = dataclasses.replace(
+        CLIENTS["ppo"], loss=dataclasses.replace(CLIENTS["ppo"].loss, **clip)
+    )
+    losses["sapo"] = dataclasses.replace(CLIENTS["sapo"], loss=SAPO(numbers["tau"]))
 
-    def fn(x):
+    def fn(x, loss):
         return loss_from_stats(TokenStats(x), batch, loss, parallel=parallel)[0]
 
-    return jax.value_and_grad(fn)(x)
+    return {client: jax.value_and_grad(fn)(x, loss) for client, loss in losses.items()}
 
 
 def alone(x, batch, owners, parallel):
@@ -83,7 +83,7 @@ def alone(x, batch, owners, parallel):
         mine = dataclasses.replace(batch, loss_mask=mask, extras={})
         numbers = {"low": LOW[i % 3], "high": HIGH[i % 3], "tau": TAU[i % 3]}
         client = [*CLIENTS][i % 5]
-        found.append(of_one(x, mine, numbers, client=client, parallel=parallel))
+        found.append(of_each(x, mine, numbers, parallel=parallel)[client])
     losses, gradients = zip(*found, strict=True)
     return np.sum(losses, axis=0), np.sum(gradients, axis=0)
 
@@ -109,21 +109,39 @@ def test_each_sample_as_if_alone(mesh):
     np.testing.assert_allclose(np.sum(sums), expected, rtol=1e-5)
 
 
+def states_of(batch):
+    """Hidden states and a kernel."""
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(*batch.tokens.shape, 8))
+    return np.float32(hidden), np.float32(0.3 * rng.normal(size=(8, 50)))
+
+
+@functools.cache
+def in_two_steps():
+    """The loss of all clients after the log-probs, and its gradients by hidden states and
+    kernel.
+    """
+    batch, _, _ = batch_of(None)
+    parts = by_row(CLIENTS, "client", NUMBERS)
+
+    def two(hidden, kernel):
+        where = batch.loss_mask > 0
+        stats = log_probs_from_hidden(hidden, kernel, batch.targets, where=where)
+        return loss_from_stats(stats, batch, parts)[0]
+
+    return jax.jit(jax.value_and_grad(two, (0, 1)))(*states_of(batch))
+
+
 @pytest.mark.parametrize("memory", [2**30, 25_000])
 def test_from_hidden_in_one_pass_or_two(memory):
     batch, _, _ = batch_of(None)
     parts = by_row(CLIENTS, "client", NUMBERS)
-    hidden = jax.random.normal(jax.random.key(0), (*batch.tokens.shape, 8))
-    kernel = 0.3 * jax.random.normal(jax.random.key(1), (8, 50))
 
-    def two(h, w):
-        stats = log_probs_from_hidden(h, w, batch.targets, where=batch.loss_mask > 0)
-        return loss_from_stats(stats, batch, parts)[0]
+    def one(hidden, kernel):
+        return loss_from_hidden(hidden, kernel, batch, parts, memory=memory)[0]
 
-    def one(h, w):
-        return loss_from_hidden(h, w, batch, parts, memory=memory)[0]
-
-    got, expected = (jax.jit(jax.value_and_grad(fn, (0, 1)))(hidden, kernel) for fn in (one, two))
+    got = jax.jit(jax.value_and_grad(one, (0, 1)))(*states_of(batch))
+    expected = in_two_steps()
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), got, expected)
 
 
@@ -223,26 +241,23 @@ def test_a_number_that_is_not_finite_is_found():
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        (lambda: by_row({}, "client"), "losses: got none"),
-        (lambda: by_row(CLIENTS, "client", {"dro": {}}), r"numbers: got \['dro'\]"),
+        (({},), "losses: got none"),
+        ((CLIENTS, {"dro": {}}), r"numbers: got \['dro'\]"),
+        ((CLIENTS, {"ppo": {"beta": "x"}}), "numbers: got 'beta', expected a number of"),
+        (({"a": "ppo"},), "loss: got str"),
         (
-            lambda: by_row(CLIENTS, "client", {"ppo": {"beta": "x"}}),
-            "numbers: got 'beta', expected a number of",
-        ),
-        (lambda: by_row({"a": "ppo"}, "client"), "loss: got str"),
-        (
-            lambda: by_row(
-                {"a": corrected(numbers_of(0))}, "c", {"a": {"off_policy.rejections.2.high": "x"}}
-            ),
+            ({"a": corrected(numbers_of(0))}, {"a": {"off_policy.rejections.2.high": "x"}}),
             "numbers: got 'off_p",
         ),
-        (
-            lambda: by_row({"a": NORMALIZED}, "c", {"a": {"off_policy.high": "x"}}),
-            "numbers: got one of off_policy",
-        ),
-        (lambda: Part(SFT(), equals=1), "mask: got None"),
+        (({"a": NORMALIZED}, {"a": {"off_policy.high": "x"}}), "numbers: got one of off_policy"),
     ],
 )
 def test_refusals(given, error):
+    losses, *numbers = given
     with pytest.raises((ValueError, TypeError), match=error):
-        given()
+        by_row(losses, "client", *numbers)
+
+
+def test_a_part_with_a_number_needs_a_mask():
+    with pytest.raises((ValueError, TypeError), match="mask: got None"):
+        Part(SFT(), equals=1)

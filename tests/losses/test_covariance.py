@@ -1,6 +1,7 @@
 """The step-wide choice of tokens of ClipCov and KLCov."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +23,19 @@ def packed(seed, **options):
     )
 
 
-def picked(config, batch, mesh=None, key=KEY):
+@functools.cache
+def compiled(config, mesh):
+    """A compiled function of the batch and the key: the tokens that the config selects."""
     parallel = mesh and make_parallel_mesh(mesh)
-    return np.asarray(
-        quick_jit(lambda b: covariance_mask(TokenStats(b.returns), b, config, key, parallel))(batch)
-    )
+
+    def run(batch, key):
+        return covariance_mask(TokenStats(batch.returns), batch, config, key, parallel)
+
+    return quick_jit(run)
+
+
+def picked(config, batch, mesh=None, key=KEY):
+    return np.asarray(compiled(config, mesh)(batch, key))
 
 
 def covariances(batch):

@@ -35,18 +35,22 @@ def heads(V, seed=0, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
 
     def array(*shape):
-        return jnp.asarray(rng.normal(size=shape), dtype)
+        return rng.normal(size=shape).astype(dtype)
 
-    hidden, teacher_hidden = (
-        jnp.where(MASK[..., None], array(R, T, n), jnp.nan) for n in (H, TEACHER_H)
-    )
-    student = Head(array(H, V), bias=array(V))
-    return (hidden, student), (teacher_hidden, Head(array(V, TEACHER_H), layout="vh", softcap=4.0))
+    def states(size):
+        found = array(R, T, size)
+        found[~MASK] = np.nan
+        return jnp.asarray(found)
+
+    hidden, teacher_hidden = states(H), states(TEACHER_H)
+    student = Head(jnp.asarray(array(H, V)), bias=jnp.asarray(array(V)))
+    teacher = Head(jnp.asarray(array(V, TEACHER_H)), layout="vh", softcap=4.0)
+    return (hidden, student), (teacher_hidden, teacher)
 
 
 def weighted(fn):
     """Values, and the gradients of a weighted sum of them with respect to the student's arrays."""
-    weights = jnp.arange(R * T).reshape(R, T) / 32 - 0.3
+    weights = np.float32(np.arange(R * T).reshape(R, T) / 32 - 0.3)
 
     def run(student):
         found = fn(student)
@@ -460,24 +464,32 @@ def test_divergences_of_nearly_equal_heads(divergence, distance):
     np.testing.assert_allclose(found.reshape(-1), expected, rtol=1e-5, atol=1e-11 + 4e-6 * distance)
 
 
+@jax.jit
+def between(half, whole):
+    """The divergences of one token between heads p and q, by the names of p and q and by kind."""
+    hidden = jnp.ones((1, 1, 2))
+    heads_by_name = {"half": half, "whole": whole}
+    found = {}
+    for p, q in (("half", "whole"), ("whole", "half"), ("half", "half")):
+        states = hidden, heads_by_name[p], hidden, heads_by_name[q]
+        for kind in DIVERGENCES:
+            found[p, q, kind] = divergence_from_hidden(*states, divergence=kind)[0, 0]
+    return found
+
+
 def test_a_divergence_where_one_model_excludes_a_column():
     """p log(p / q) is infinite where q is 0, and 0 where p is 0."""
-    hidden = jnp.ones((1, 1, 2))
-    kernel = jnp.zeros((2, 4))
-    bias = jnp.array([0.0, 0.0, -jnp.inf, -jnp.inf])
-
-    def of(p, q, kind):
-        return divergence_from_hidden(hidden, p, hidden, q, divergence=kind).item()
-
-    half = Head(kernel, bias)
-    whole = Head(kernel)
-    assert of(half, whole, "reverse_kl") == pytest.approx(np.log(2), rel=1e-6)
-    assert of(whole, half, "forward_kl") == pytest.approx(np.log(2), rel=1e-6)
-    assert of(whole, half, "reverse_kl") == of(half, whole, "forward_kl") == np.inf
-    assert of(half, half, "reverse_kl") == of(half, half, "jensen_shannon") == 0
+    kernel = np.zeros((2, 4), np.float32)
+    bias = np.float32([0.0, 0.0, -np.inf, -np.inf])
+    of = between(Head(kernel, bias), Head(kernel))
+    assert float(of["half", "whole", "reverse_kl"]) == pytest.approx(np.log(2), rel=1e-6)
+    assert float(of["whole", "half", "forward_kl"]) == pytest.approx(np.log(2), rel=1e-6)
+    assert of["whole", "half", "reverse_kl"] == of["half", "whole", "forward_kl"] == np.inf
+    assert of["half", "half", "reverse_kl"] == of["half", "half", "jensen_shannon"] == 0
     of_half = np.log(0.5 / 0.375)
     of_whole = 0.5 * np.log(0.25 / 0.375) + 0.5 * np.log(0.25 / 0.125)
-    assert of(whole, half, "jensen_shannon") == pytest.approx((of_half + of_whole) / 2, rel=1e-6)
+    mixed = float(of["whole", "half", "jensen_shannon"])
+    assert mixed == pytest.approx((of_half + of_whole) / 2, rel=1e-6)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)

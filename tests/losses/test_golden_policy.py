@@ -76,8 +76,8 @@ def rollouts(counts, denominators):
 
 @functools.cache
 def slime_stats(mesh, temperature, entropy, vocab):
-    """(logits, targets, ids, where, cotangents) -> stats and the logits' gradient; compiled once
-    for many cases.
+    """(logits, targets, ids, where, cotangents) -> stats, and the logits' gradient if there are
+    cotangents; compiled once for many cases.
     """
 
     def run(logits, targets, ids, where, cotangents):
@@ -91,8 +91,10 @@ def slime_stats(mesh, temperature, entropy, vocab):
         fn = functools.partial(
             log_probs_from_logits, parallel=parallel, vocab_size=vocab, **options
         )
+        if cotangents is None:
+            return fn(logits, targets), None
         stats, pullback = jax.vjp(lambda x: fn(x, targets), logits)
-        return stats, pullback(cotangents or jax.tree.map(jnp.zeros_like, stats))[0]
+        return stats, pullback(cotangents)[0]
 
     return quick_jit(run)
 
@@ -138,7 +140,9 @@ def check_slime(case: Case, mesh, *, lost_clamp: bool = False):
     )
 
     def run(stats):
-        return policy_loss(stats, batch, config, parallel=parallel, normalizer=normalizer)
+        options = {"parallel": parallel, "normalizer": normalizer}
+        loss, metrics = policy_loss(stats, batch, config, **options)
+        return loss, finalize_metrics(metrics)
 
     stats, _ = head(None)
     (loss, found), cotangents = quick_jit(jax.value_and_grad(run, has_aux=True))(stats)
@@ -151,9 +155,8 @@ def check_slime(case: Case, mesh, *, lost_clamp: bool = False):
         gradient *= jnp.where((ratio < bounds[0]) | (ratio > bounds[1]), 0.5, 1.0)[..., None]
     assert_close(loss, case.outputs["loss"], "loss")
     expected = ragged.packing.pack(ragged.split(case.outputs["grad_logits"]))
-    assert_close(gradient[..., :vocab], expected, "grad_logits")
-    assert not np.any(gradient[..., vocab:])
-    found = finalize_metrics(found)
+    assert_close(np.asarray(gradient)[..., :vocab], expected, "grad_logits")
+    assert not np.any(np.asarray(gradient)[..., vocab:])
     log_probs = np.abs(case.outputs["log_probs"]).max()
     for name, value in case.metrics.items():
         terms = log_probs if name in ("ppo_kl", "train_rollout_logprob_abs_diff") else 0.0
@@ -192,13 +195,14 @@ def test_verl(verl_case: Case, mesh):
         selected = None
         if config.loss.selects is not None:
             selected = covariance_mask(stats, batch, config, jax.random.key(0), parallel)
-        return policy_loss(stats, with_selected(batch, selected), config, parallel=parallel)
+        batch_and_config = with_selected(batch, selected), config
+        loss, metrics = policy_loss(stats, *batch_and_config, parallel=parallel)
+        return loss, finalize_metrics(metrics)
 
     packed = padded.pack(case.inputs["log_probs"])
     (loss, found), gradient = quick_jit(jax.value_and_grad(run, has_aux=True))(packed)
     assert_close(loss, case.outputs["loss"], "loss")
     assert_close(padded.pad(gradient), case.outputs["grad_log_probs"], "grad_log_probs")
-    found = finalize_metrics(found)
     for name, value in case.metrics.items():
         mine = "ppo_kl_abs" if isinstance(config.loss, KLCov) else VERL_METRICS[name]
         terms = np.abs(case.inputs["log_probs"]).max() if name == "ppo_kl" else 0.0

@@ -49,7 +49,7 @@ from jaxppo.policy_losses import BY_NAME, ClipCov, PolicyLoss, by_name
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 from sharding.audit.program import hang_risks, notes
-from sharding.testing import assert_mesh_invariant, assert_trees_close, factorings
+from sharding.testing import assert_trees_close, factorings
 
 
 def local_losses():
@@ -58,15 +58,20 @@ def local_losses():
     )
 
 
+@functools.cache
+def compiled(config, memory, mesh=None):
+    """`step` of hidden states, kernel and batch, compiled once for the tests that share it."""
+    parallel = mesh and make_parallel_mesh(mesh)
+    return jax.jit(functools.partial(step, parallel, config=config, memory=memory))
+
+
 @pytest.mark.every(9)
 @pytest.mark.parametrize("loss", local_losses())
 def test_one_pass_is_two_passes(loss):
     config = PolicyLossConfig(by_name(loss), kl=KL(0.1), entropy_coef=0.01)
-    one, two = (
-        jax.jit(lambda h, k, b=b: step(None, h, k, config=config, memory=b))
-        for b in (ONE_PASS, TWO_PASSES)
-    )
-    assert_trees_close(one(HIDDEN, KERNEL), two(HIDDEN, KERNEL), rtol=1e-5, atol=2e-6)
+    one = compiled(config, ONE_PASS)(HIDDEN, KERNEL, BATCH)
+    two = compiled(config, TWO_PASSES)(HIDDEN, KERNEL, BATCH)
+    assert_trees_close(one, two, rtol=1e-5, atol=2e-6)
 
 
 OF_SEQUENCES = {
@@ -96,9 +101,7 @@ def test_from_hidden_is_the_two_public_functions(config):
     )
     gradients = *gradients, None
     for budget in (ONE_PASS, TWO_PASSES):
-        got = jax.jit(lambda h, k, b=budget: step(None, h, k, config=config, memory=b))(
-            HIDDEN, KERNEL
-        )
+        got = compiled(config, budget)(HIDDEN, KERNEL, BATCH)
         assert_trees_close(got, (value, finalize_metrics(found), gradients), rtol=1e-5, atol=2e-6)
 
 
@@ -110,11 +113,10 @@ MESHES = ["dp=8,cp=1,tp=1", "dp=1,cp=8,tp=1", "dp=1,cp=1,tp=8", "dp=2,cp=2,tp=2"
     "mesh", [m if m in MESHES else pytest.param(m, marks=pytest.mark.nightly) for m in factorings()]
 )
 def test_one_pass_on_any_mesh(mesh):
-    def fn(p, h, k):
-        return step(p, h, k, config=bonus_and_kl())
-
+    found = compiled(bonus_and_kl(), ONE_PASS, mesh)(HIDDEN, KERNEL, BATCH)
+    alone = compiled(bonus_and_kl(), ONE_PASS)(HIDDEN, KERNEL, BATCH)
     # sums of up to 512 tokens in another order
-    assert_mesh_invariant(fn, HIDDEN, KERNEL, meshes=[mesh], rtol=2e-5, atol=3e-6)
+    assert_trees_close(found, alone, rtol=2e-5, atol=3e-6)
 
 
 def test_one_pass_on_an_explicit_mesh_with_many_blocks_and_options():
@@ -129,17 +131,23 @@ def test_one_pass_on_an_explicit_mesh_with_many_blocks_and_options():
     targets = jnp.minimum(BATCH.targets, V - 3)
     batch = dataclasses.replace(BATCH, targets=targets)
 
-    def fn(p, h, k):
-        return step(p, h, k, batch, bonus_and_kl(), **options)
+    def run(parallel, memory):
+        fn = functools.partial(
+            step, parallel, batch=batch, config=bonus_and_kl(), memory=memory, **options
+        )
+        return jax.jit(fn).trace(HIDDEN, KERNEL.T)
+
+    def result_of(traced):
+        return traced.lower().compile()(HIDDEN, KERNEL.T)
 
     explicit = make_parallel_mesh("dp=2,cp=2,tp=2", explicit=True)
     with tiles_of("groups"):
-        traced = jax.jit(functools.partial(fn, None)).trace(HIDDEN, KERNEL.T)
-        assert notes(traced.jaxpr)[0].endswith("groups of 48 tokens")
-        one = assert_mesh_invariant(fn, HIDDEN, KERNEL.T, meshes=[explicit], rtol=2e-5, atol=3e-6)
-    two = jax.jit(lambda h, k: step(None, h, k, batch, bonus_and_kl(), TWO_PASSES, **options))(
-        HIDDEN, KERNEL.T
-    )
+        alone = run(None, ONE_PASS)
+        assert notes(alone.jaxpr)[0].endswith("groups of 48 tokens")
+        one = result_of(alone)
+        on_mesh = result_of(run(explicit, ONE_PASS))
+    assert_trees_close(on_mesh, one, rtol=2e-5, atol=3e-6)
+    two = result_of(run(None, TWO_PASSES))
     assert_trees_close(one, two, rtol=1e-5, atol=2e-6)
 
 
@@ -168,9 +176,8 @@ def test_a_loss_of_the_users_own_with_traced_hyperparameters(mesh):
     run = functools.partial(at, HIDDEN, KERNEL)
     one = run(2.0, 0.1, ONE_PASS)
     assert_trees_close(one, run(2.0, 0.1, TWO_PASSES), 1e-5, 2e-6)
-    config = PolicyLossConfig(Squared(2.0), entropy_coef=0.1)
-    plain = jax.jit(functools.partial(step, None, config=config))
-    assert_trees_close(one, plain(HIDDEN, KERNEL), 1e-5, 2e-6)
+    plain = compiled(PolicyLossConfig(Squared(2.0), entropy_coef=0.1), ONE_PASS)
+    assert_trees_close(one, plain(HIDDEN, KERNEL, BATCH), 1e-5, 2e-6)
     assert_trees_close(run(0.0, 0.0, ONE_PASS)[2][:2], (0 * HIDDEN, 0 * KERNEL))
 
 
@@ -253,7 +260,6 @@ def test_sft_in_one_pass(aggregation):
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 def test_masked_positions_hold_anything(mesh):
     """On a mesh, devices that have fewer tokens with loss than another compute as many."""
-    parallel = None if mesh is None else make_parallel_mesh(mesh)
     off = BATCH.loss_mask == 0
     if mesh is not None:  # the last half has few, so that devices differ
         off = off | (jnp.arange(T)[None] >= T // 2) & (jnp.arange(T)[None] % 8 > 0)
@@ -270,8 +276,7 @@ def test_masked_positions_hold_anything(mesh):
         **{n: nan(getattr(BATCH, n)) for n in names},
     )
     for budget in (ONE_PASS, TWO_PASSES):
-        options = {"config": bonus_and_kl(), "memory": budget}
-        run = jax.jit(functools.partial(step, parallel, **options))
+        run = compiled(bonus_and_kl(), budget, mesh)
         clean = run(HIDDEN, KERNEL, clean_batch)
         dirty = run(hidden, KERNEL, batch)
         assert_trees_close(dirty, clean, 0, 0)  # to the bit: 0 * NaN anywhere would show
@@ -280,10 +285,8 @@ def test_masked_positions_hold_anything(mesh):
 @pytest.mark.parametrize("budget", [ONE_PASS, TWO_PASSES])
 def test_no_loss_token_anywhere_is_exactly_zero(budget):
     batch = make_batch(jnp.zeros((R, T)))
-    mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
-    value, _, gradients = jax.jit(lambda h, k: step(mesh, h, k, batch, bonus_and_kl(), budget))(
-        HIDDEN, KERNEL
-    )
+    run = compiled(bonus_and_kl(), budget, "dp=2,cp=2,tp=2")
+    value, _, gradients = run(HIDDEN, KERNEL, batch)
     assert float(value) == 0
     for gradient in gradients[:2]:
         assert not gradient.any()

@@ -1,6 +1,7 @@
 """Several losses of one batch in one pass: the sum of the losses computed alone, on every path."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -208,11 +209,13 @@ def by_token(x, batch):
     return out
 
 
-@pytest.mark.every(5)
-@pytest.mark.parametrize("path", PATHS)
-def test_the_sum_of_the_parts(path):
+@functools.cache
+def compiled(path):
+    """A compiled function of (params, batch): the loss of all parts, its metrics and gradients."""
     options = dict(PATHS[path])
-    batch, _, params, parallel = step(options.pop("mesh", None), options.pop("micro_batches", None))
+    mesh = options.pop("mesh", None)
+    parallel = mesh and make_parallel_mesh(mesh)
+    options.pop("micro_batches", None)
 
     def loss_of(params, batch, normalizer=None):
         more = {"normalizer": normalizer, "parallel": parallel, **options}
@@ -235,7 +238,14 @@ def test_the_sum_of_the_parts(path):
         (loss, found), gradient = slopes_of(params, batch)
         return loss, finalize_metrics(found), gradient
 
-    loss, numbers, gradient = run(params, batch)
+    return run
+
+
+@pytest.mark.every(5)
+@pytest.mark.parametrize("path", PATHS)
+def test_the_sum_of_the_parts(path):
+    batch, _, params, _ = step(PATHS[path].get("mesh"), PATHS[path].get("micro_batches"))
+    loss, numbers, gradient = compiled(path)(params, batch)
     total, metrics, expected = expected_of()
     np.testing.assert_allclose(loss, total, rtol=2e-5)
     assert_trees_close(numbers.pop("loss"), loss)
@@ -307,14 +317,10 @@ def test_a_rule_that_one_part_breaks():
     batch, _, params, _ = step()
     extras = {**batch.extras, "even": batch.loss_mask}  # advantages are NaN on the written samples
     batch = dataclasses.replace(batch, extras=extras)
-
-    def run(p):
-        return loss_from_hidden(p["hidden"], p["kernel"], batch, PARTS)
-
-    (loss, found), gradient = quick_jit(jax.value_and_grad(run, has_aux=True))(params)
+    loss, found, gradient = compiled("one pass")(params, batch)
     assert np.isnan(loss)
-    assert np.isnan(gradient["kernel"]).any()
-    bits = {name: int(found[f"{name}/broken_rules"].value) for name in PARTS}
+    assert np.isnan(np.asarray(gradient["kernel"])).any()
+    bits = {name: int(found[f"{name}/broken_rules"]) for name in PARTS}
     assert bits["written"] == bits["near"] == bits["taught"] == 0
     assert explain_broken_rules(bits["policy"])[0].startswith("advantages: expected finite")
 
@@ -324,21 +330,25 @@ def test_parts_of_statistics():
     alone.
     """
     batch, _, params, _ = step()
-    states = params["hidden"], params["kernel"]
-    where = batch.loss_mask > 0
-    asked = {
-        "ids": batch.extras["teacher_ids"],
-        "logit_stats": ("log_z", "mean_logit"),
-        "entropy": "bonus",
-    }
-    stats = log_probs_from_hidden(*states, batch.targets, where=where, **asked)
-    found = loss_from_stats(stats, batch, PARTS)
-    expected = loss_from_hidden(*states, batch, PARTS)
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
-    assert found[1].keys() == expected[1].keys()
-    alone, _ = loss_from_stats(stats, batch, SFT())
-    half, _ = loss_from_stats(stats, batch, {"written": Part(SFT(), 0.5)})
-    np.testing.assert_allclose(half, alone / 2, rtol=1e-6)
+
+    @quick_jit
+    def run(params, batch):
+        states = params["hidden"], params["kernel"]
+        asked = {
+            "ids": batch.extras["teacher_ids"],
+            "logit_stats": ("log_z", "mean_logit"),
+            "entropy": "bonus",
+            "where": batch.loss_mask > 0,
+        }
+        stats = log_probs_from_hidden(*states, batch.targets, **asked)
+        losses = PARTS, SFT(), {"written": Part(SFT(), 0.5)}
+        return [loss_from_stats(stats, batch, loss) for loss in losses]
+
+    found, alone, half = run(params, batch)
+    expected, metrics, _ = compiled("one pass")(params, batch)
+    np.testing.assert_allclose(found[0], expected, rtol=1e-6)
+    assert found[1].keys() == metrics.keys()
+    np.testing.assert_allclose(half[0], alone[0] / 2, rtol=1e-6)
 
 
 @dataclasses.dataclass(frozen=True)

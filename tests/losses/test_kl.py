@@ -28,22 +28,37 @@ SLOPES = {
 }
 
 
+@jax.jit
+def of_every_estimator(x, ref):
+    """(values, gradients) by the name of the estimator and whether an importance weight is given:
+    one program for all tests.
+    """
+    old = x - 0.5
+    found = {}
+    for estimator in KL_NAMES:
+        for weigh in (False, True):
+
+            def fn(x, estimator=estimator, weigh=weigh):
+                weight = jnp.exp(x - old) if weigh else None
+                return kl_divergence(x, ref, estimator, weight)
+
+            values, pullback = jax.vjp(fn, x)
+            found[estimator, weigh] = values, pullback(jnp.ones_like(values))[0]
+    return found
+
+
 def value_and_grad(estimator, d, weigh=False):
+    """Values and gradients at these log-ratios, at most as many as `D` has, and the log-ratios as
+    f32 has them.
+    """
     # so that both are log-probs
-    below = np.abs(np.random.default_rng(0).normal(size=np.shape(d))) + np.maximum(d, 0)
-    ref = -jnp.asarray(below, jnp.float32)
-    x = ref + jnp.asarray(d, jnp.float32)
-    old = jax.lax.stop_gradient(x) - 0.5
-
-    def fn(x):
-        return kl_divergence(x, ref, estimator, jnp.exp(x - old) if weigh else None)
-
-    value, pullback = jax.vjp(fn, x)
-    return (
-        np.asarray(value),
-        np.asarray(pullback(jnp.ones_like(value))[0]),
-        np.asarray(x - ref, np.float64),
-    )
+    below = np.abs(np.random.default_rng(0).normal(size=len(d))) + np.maximum(d, 0)
+    ref, x = np.zeros((2, len(D)), np.float32)
+    ref[: len(d)] = -below
+    x[: len(d)] = ref[: len(d)] + np.float32(d)
+    values, gradients = of_every_estimator(x, ref)[estimator, weigh]
+    log_ratios = np.float64(x - ref)
+    return tuple(np.asarray(array)[: len(d)] for array in (values, gradients, log_ratios))
 
 
 @pytest.mark.every(3)

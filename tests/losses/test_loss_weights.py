@@ -1,6 +1,7 @@
 """`loss_weights` of a batch: factors of a token's whole loss, and sums of them as denominators."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -140,9 +141,14 @@ def test_the_whole_loss_of_a_token_is_weighed(name, path, aggregation, weighted)
 
         return accumulate_gradients(part, (jnp.eye(place.micro_batches), batch, normalizer))(params)
 
-    (loss, found), gradient = quick_jit(run)(params, batch)
+    @quick_jit
+    def numbers_of(params, batch):
+        (loss, found), gradient = run(params, batch)
+        return loss, finalize_metrics(found), gradient
+
+    loss, found, gradient = numbers_of(params, batch)
     expected, by_hidden, by_head = oracle.policy_loss_from_hidden(SAMPLES, HEAD, config)
-    check_metrics(loss, finalize_metrics(found), expected, config, 3e-5)
+    check_metrics(loss, found, expected, config, 3e-5)
     size = 10 * expected.weights.max()
     for i, (x, y) in enumerate(
         zip(to_samples(batch, SAMPLES, gradient["hidden"]), by_hidden, strict=True)
@@ -155,16 +161,19 @@ BATCH = RolloutBatch.from_samples(step_of(3), row_length=24, rows=2)
 ON = BATCH.loss_mask > 0
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def sft(batch, aggregation):
     return loss_from_stats(
         TokenStats(jnp.asarray(batch.old_log_probs)), batch, SFT(aggregation=aggregation)
     )
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def value(batch, aggregation):
     return loss_from_stats(jnp.asarray(batch.returns) + 0.5, batch, Value(aggregation=aggregation))
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def mtp(batch, aggregation):
     hidden = jax.random.normal(jax.random.key(0), (2, *batch.tokens.shape, 4))
     return mtp_loss(

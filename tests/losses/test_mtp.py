@@ -148,7 +148,8 @@ def test_micro_batches_add_up_to_the_step(aggregation):
     )
     states = HIDDEN[:, :, order].reshape(K, 2, R // 2, T, H)
     stacked = jax.tree.map(lambda x: x.reshape(2, R // 2, *x.shape[1:]), batch)
-    parts = Normalizer.of(MTP(K, aggregation=aggregation), stacked, parallel=parallel)
+    of_step = functools.partial(Normalizer.of, MTP(K, aggregation=aggregation), parallel=parallel)
+    parts = quick_jit(of_step)(stacked)
 
     @jax.jit
     def loss_of(hidden, batch, normalizers):
@@ -159,7 +160,7 @@ def test_micro_batches_add_up_to_the_step(aggregation):
     for i in range(2):
         part = jax.tree.map(lambda x, i=i: np.asarray(x)[i], (stacked, parts))
         total += loss_of(states[:, i], *part)
-    whole, _ = jax.jit(functools.partial(mtp_loss, loss=MTP(K, aggregation=aggregation)))(
+    whole = jax.jit(lambda *x: mtp_loss(*x, MTP(K, aggregation=aggregation))[0])(
         HIDDEN, KERNEL, BATCH
     )
     np.testing.assert_allclose(total, whole, rtol=1e-6)
@@ -182,17 +183,30 @@ def test_a_head_for_each_depth():
     assert len({float(found[f"mtp_{k}_nll"].value) for k in (1, 2, 3)}) == 3
 
 
+@functools.cache
+def gradients_where_one_is_stopped():
+    """The gradients by hidden states and kernel, where those of the first are stopped, and where
+    those of the second are.
+    """
+
+    def loss(stopped, *args):
+        args = [jax.lax.stop_gradient(x) if i == stopped else x for i, x in enumerate(args)]
+        return mtp_loss(*args, BATCH, MTP(coef=COEF))[0]
+
+    @jax.jit
+    def run(hidden, kernel):
+        of_loss = [functools.partial(loss, stopped) for stopped in (0, 1)]
+        return [jax.grad(fn, (0, 1))(hidden, kernel) for fn in of_loss]
+
+    return run(HIDDEN, KERNEL)
+
+
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_gradients_that_are_stopped(stopped):
     """Into the trunk, or into the head: as the docstring says, by `stop_gradient` of that
     argument.
     """
-
-    def loss(*args):
-        args = [jax.lax.stop_gradient(x) if i == stopped else x for i, x in enumerate(args)]
-        return mtp_loss(*args, BATCH, MTP(coef=COEF))[0]
-
-    gradients = jax.jit(jax.grad(loss, (0, 1)))(HIDDEN, KERNEL)
+    gradients = gradients_where_one_is_stopped()[stopped]
     _, full, _ = on_one_device()
     assert not np.asarray(gradients[stopped]).any()
     np.testing.assert_allclose(gradients[1 - stopped], full[1 - stopped], rtol=1e-6)

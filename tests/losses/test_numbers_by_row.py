@@ -3,6 +3,7 @@ field is 0.
 """
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -155,29 +156,42 @@ def test_by_hand(field, mesh):
         np.testing.assert_allclose(got, expected * ON, rtol=1e-5, atol=1e-7)
 
 
+STATES = normal(10, R, T, 8), 0.3 * normal(11, 8, 32)
+
+
+def parts_with(field):
+    """The loss whose field the batch's numbers replace."""
+    return by_row({"a": BY_HAND[field][0]}, "client", {"a": {field: "number"}})
+
+
+@functools.cache
+def in_two_steps(field):
+    """The loss after the statistics, and its gradients by hidden states and kernel."""
+    asked = {
+        "entropy": "bonus",
+        "logit_stats": ("log_z", "mean_logit"),
+        "where": BATCH.loss_mask > 0,
+    }
+
+    def two(hidden, kernel):
+        stats = log_probs_from_hidden(hidden, kernel, BATCH.targets, **asked)
+        return loss_from_stats(stats, BATCH, parts_with(field))[0]
+
+    return jax.jit(jax.value_and_grad(two, (0, 1)))(*STATES)
+
+
 @pytest.mark.parametrize("memory", [2**30, 25_000])
 @pytest.mark.parametrize("field", BY_HAND)
 def test_from_hidden_in_one_pass_or_two(field, memory):
     """Where the config has 0, entropy_coef had no gradient, and z_loss and label_smoothing
     crashed.
     """
-    batch = BATCH
-    parts = by_row({"a": BY_HAND[field][0]}, "client", {"a": {field: "number"}})
-    hidden = normal(10, R, T, 8)
-    kernel = 0.3 * normal(11, 8, 32)
-    asked = {
-        "entropy": "bonus",
-        "logit_stats": ("log_z", "mean_logit"),
-        "where": batch.loss_mask > 0,
-    }
 
-    def two(h, w):
-        return loss_from_stats(log_probs_from_hidden(h, w, batch.targets, **asked), batch, parts)[0]
+    def one(hidden, kernel):
+        return loss_from_hidden(hidden, kernel, BATCH, parts_with(field), memory=memory)[0]
 
-    def one(h, w):
-        return loss_from_hidden(h, w, batch, parts, memory=memory)[0]
-
-    got, expected = (jax.jit(jax.value_and_grad(fn, (0, 1)))(hidden, kernel) for fn in (one, two))
+    got = jax.jit(jax.value_and_grad(one, (0, 1)))(*STATES)
+    expected = in_two_steps(field)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), got, expected)
 
 
@@ -255,25 +269,22 @@ def test_ranges_and_names_are_those_of_fields(loss, field, good, bad, rule):
 CENTERED = PolicyLossConfig(CISPO(), ratio_to="rollout", aggregation="token_sum")
 
 
+def with_beta(loss, number):
+    return dataclasses.replace(loss, beta=number)
+
+
+def with_clip(loss, number):
+    config = dataclasses.replace(loss.config, loss=CISPO(clip_high=number))
+    return dataclasses.replace(loss, config=config)
+
+
 @pytest.mark.parametrize(
     ("loss", "field", "own"),
     [
-        (
-            TopKDistillation("jensen_shannon", aggregation="token_sum"),
-            "beta",
-            lambda x, c: {"beta": c},
-        ),
-        (
-            TopKDistillation("adaptive_kl", aggregation="token_sum"),
-            "beta",
-            lambda x, c: {"beta": c},
-        ),
-        (
-            ScoreCentering(CENTERED),
-            "clip_high",
-            lambda x, c: {"config": dataclasses.replace(x.config, loss=CISPO(clip_high=c))},
-        ),
-        (Features(aggregation="token_sum"), "beta", lambda x, c: {"beta": c}),
+        (TopKDistillation("jensen_shannon", aggregation="token_sum"), "beta", with_beta),
+        (TopKDistillation("adaptive_kl", aggregation="token_sum"), "beta", with_beta),
+        (ScoreCentering(CENTERED), "clip_high", with_clip),
+        (Features(aggregation="token_sum"), "beta", with_beta),
     ],
     ids=["jensen_shannon", "adaptive_kl", "score_centering", "features"],
 )
@@ -289,17 +300,27 @@ def test_losses_of_several_entries_a_token(loss, field, own):
             return States(3 * x, jnp.zeros_like(x))
         return dataclasses.replace(stats_of(), ids=BATCH.extras["teacher_ids"], id_log_probs=x)
 
-    def alone(x, row):
-        of_row = dataclasses.replace(loss, **own(loss, float(NUMBERS[row, 0])))
-        batch = dataclasses.replace(
-            BATCH, loss_mask=BATCH.loss_mask * (np.arange(R) == row)[:, None]
-        )
-        return loss_from_stats(stats_from(x), batch, of_row)[0]
+    @jax.jit
+    @jax.value_and_grad
+    def together(x):
+        return loss_from_stats(stats_from(x), BATCH, parts)[0]
 
-    got = jax.jit(jax.value_and_grad(lambda x: loss_from_stats(stats_from(x), BATCH, parts)[0]))(x)
-    expected = jax.jit(jax.value_and_grad(lambda x: sum(alone(x, row) for row in range(R))))(x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
-    assert np.abs(got[1]).max() > 0
+    @jax.jit
+    @jax.value_and_grad
+    def alone(x, mask, number):
+        batch = dataclasses.replace(BATCH, loss_mask=mask)
+        return loss_from_stats(stats_from(x), batch, own(loss, number))[0]
+
+    value, slopes = together(x)
+    expected, expected_slopes = 0.0, 0.0
+    for row in range(R):
+        mask = BATCH.loss_mask * (np.arange(R) == row)[:, None]
+        of_row = alone(x, mask, np.float32(NUMBERS[row, 0]))
+        expected += np.asarray(of_row[0])
+        expected_slopes += np.asarray(of_row[1])
+    np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(slopes, expected_slopes, rtol=1e-5, atol=1e-6)
+    assert np.abs(slopes).max() > 0
 
 
 def test_the_terms_of_a_field_that_is_0_are_explained():
@@ -327,30 +348,31 @@ def test_a_traced_number_of_the_config_is_only_for_positions_without_loss():
     ("given", "error"),
     [
         (
-            lambda: by_row({"a": PPO()}, "c", {"a": {"clip_low": "x", "loss.clip_low": "y"}}),
+            (PPO(), {"clip_low": "x", "loss.clip_low": "y"}),
             "numbers: got 'loss.clip_low",
         ),
         (
-            lambda: by_row({"a": preference.DPO()}, "c", {"a": {"beta": "x"}}),
+            (preference.DPO(), {"beta": "x"}),
             r"numbers: got \['beta'\], expected none",
         ),
         (
-            lambda: by_row({"a": PPO()}, "c", {"a": ["clip_low"]}),
+            (PPO(), ["clip_low"]),
             "numbers: got list, expected the names of extras",
         ),
         (
-            lambda: by_row({"a": PPO()}, "c", {"a": {"dual_clip": "x"}}),
+            (PPO(), {"dual_clip": "x"}),
             "numbers: got 'dual_clip', expected a number of",
         ),
         (
-            lambda: by_row({"a": Value()}, "c", {"a": {"metric_aggregation": "x"}}),
+            (Value(), {"metric_aggregation": "x"}),
             "numbers: got 'metric_aggregation'",
         ),
     ],
 )
 def test_refusals(given, error):
+    loss, numbers = given
     with pytest.raises((ValueError, TypeError), match=error):
-        given()
+        by_row({"a": loss}, "c", {"a": numbers})
 
 
 def test_an_extra_of_samples_is_spread_by_the_caller():

@@ -39,7 +39,7 @@ def results(batch, run):
     to the weights' sum.
     """
     loss, (by_log_prob, by_entropy) = run(batch)
-    weights = -np.sum(by_entropy) / 0.01
+    weights = -np.sum(np.asarray(by_entropy)) / 0.01
     return np.append(loss, weights), by_sample(by_log_prob, batch), by_sample(by_entropy, batch)
 
 

@@ -141,11 +141,15 @@ def test_token_local_flag_is_true(name, options):
     """
     log_probs, old, advantages = arguments(jnp.float32)
 
+    @jax.jit
+    @jax.vmap
     def values(x):
         return call(name, x, old, advantages, **options)[0].reshape(-1)
 
-    moved = log_probs[None] + (0.1 * np.eye(16) * MASK.reshape(-1)).reshape(16, 2, 8)
-    felt = np.asarray(jax.vmap(values)(moved) != values(log_probs)[None]) & ~np.eye(16, dtype=bool)
+    still = np.zeros((1, 16), np.float32)  # the first turn moves nothing
+    moves = np.concatenate([still, 0.1 * np.eye(16, dtype=np.float32) * MASK.reshape(-1)])
+    usual, *moved = np.asarray(values(np.asarray(log_probs) + moves.reshape(17, 2, 8)))
+    felt = (np.asarray(moved) != usual) & ~np.eye(16, dtype=bool)
     assert loss_named(name, **options).token_local == (not np.any(felt))
 
 
@@ -158,9 +162,23 @@ def test_token_local_losses_in_blocks(name):
     batch = RolloutBatch.from_samples(step_of(4), row_length=24, rows=4, num_segments=9)
     loss = PolicyTokenLoss(config_of(name, "sequence_mean_token_mean", entropy_coef=0.0, kl=None))
     assert loss.token_local
-    selected = jnp.asarray(batch.positions % 2, jnp.float32) if loss.config.loss.selects else None
-    segments = batch.segments()
-    weights = token_weights(batch.loss_mask, segments, normalize(batch, segments, loss.aggregation))
+    selected = np.float32(batch.positions % 2) if loss.config.loss.selects else None
+
+    @jax.jit
+    def weights_and_loss(batch):
+        segments = batch.segments()
+        normalizer = normalize(batch, segments, loss.aggregation)
+        stats = TokenStats(batch.returns, batch.values)
+        whole, _ = loss_of(stats, batch, loss.config, None, selected=selected)
+        return token_weights(batch.loss_mask, segments, normalizer), whole
+
+    @jax.jit
+    def sum_of_block(batch, weights):
+        stats = TokenStats(batch.returns, batch.values)
+        losses = sum(loss.terms(stats, batch, None, None).values())
+        return jnp.sum(losses * weights)
+
+    weights, expected = weights_and_loss(batch)
     total = 0.0
     for block in range(0, 24, 8):
 
@@ -168,12 +186,7 @@ def test_token_local_losses_in_blocks(name):
             return x[:, columns] if x.shape[1] == 24 else x
 
         part = jax.tree.map(cut, with_selected(batch, selected))
-        stats = TokenStats(part.returns, part.values)
-        losses = sum(loss.terms(stats, part, None, None).values())
-        total += jnp.sum(losses * cut(weights))
-    expected, _ = loss_of(
-        TokenStats(batch.returns, batch.values), batch, loss.config, None, selected=selected
-    )
+        total += sum_of_block(part, cut(np.asarray(weights)))
     np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-6)
 
 

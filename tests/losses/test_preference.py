@@ -150,7 +150,7 @@ def test_a_pair_in_two_micro_batches_is_nan():
         )
 
     step = jax.jit(accumulate_gradients(loss_fn, (stacked, normalizer)))
-    (loss, found), _ = step(jnp.float32(1))
+    (loss, found), _ = step(np.float32(1))
     assert np.isnan(loss)
     assert explain_broken_rules(found["broken_rules"].value)[0].startswith("pairs")
 
@@ -229,6 +229,19 @@ def test_odds_of_a_certain_response_are_finite():
     assert np.isfinite(gradient).all()
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def with_a_likelihood(batch, nll):
+    """DPO with a likelihood of its own, with the same one as a part, and with a mean of tokens as
+    a part.
+    """
+    stats = TokenStats(batch.returns)
+    losses = [preference.DPO(nll_coef=0.5, nll=nll)]
+    for aggregation in (nll, "token_mean"):
+        sft = Part(SFT(aggregation=aggregation), coef=0.5, mask="chosen")
+        losses.append({"dpo": preference.DPO(), "sft": sft})
+    return [loss_from_stats(stats, batch, loss)[0] for loss in losses]
+
+
 @pytest.mark.parametrize("nll", ["sequence_mean_token_mean", "sequence_mean_token_sum"])
 def test_the_likelihood_is_that_of_sft_with_this_aggregation(nll):
     """One name, one number: a "token_mean" over the chosen responses is a part of its own, and
@@ -243,18 +256,9 @@ def test_the_likelihood_is_that_of_sft_with_this_aggregation(nll):
     }
     chosen = (batch.loss_mask > 0) & (owners == np.vectorize(lambda g: best.get(g, np.inf))(groups))
     batch = dataclasses.replace(batch, extras={"chosen": chosen.astype(np.float32)})
-    stats = TokenStats(batch.returns)
-
-    def both(aggregation):
-        parts = {
-            "dpo": preference.DPO(),
-            "sft": Part(SFT(aggregation=aggregation), coef=0.5, mask="chosen"),
-        }
-        return float(loss_from_stats(stats, batch, parts)[0])
-
-    got = float(loss_from_stats(stats, batch, preference.DPO(nll_coef=0.5, nll=nll))[0])
-    np.testing.assert_allclose(got, both(nll), rtol=1e-6)
-    assert abs(got - both("token_mean")) > 0.01
+    got, same, other = with_a_likelihood(batch, nll)
+    np.testing.assert_allclose(got, same, rtol=1e-6)
+    assert abs(got - other) > 0.01
 
 
 def test_refusals():
@@ -287,33 +291,28 @@ def test_refusals():
         loss_from_stats(jnp.ones((4, 24)), batch, preference.BradleyTerry())
     with pytest.raises(TypeError, match="stats: got ArrayImpl, expected TokenStats"):
         loss_from_stats(jnp.ones((8, 24)), batch, loss)
-    for make, message in {
-        lambda: preference.DPO(beta=-1): "beta: got -1",
-        **{
-            functools.partial(x, beta=0): "beta: got 0, expected a finite number above 0"
-            for x in (
-                preference.DPO,
-                preference.SimPO,
-                preference.AOT,
-                functools.partial(preference.KTO, 0.0),
-            )
-        },
-        lambda: preference.DPO(label_smoothing=0.6): "label_smoothing: got 0.6",
-        lambda: preference.DPO(
-            nll="mean"
-        ): "nll: got 'mean', expected one of 'sequence_mean_token_mean', ",
-        lambda: preference.IPO(beta=0): "beta: got 0, expected a finite number above 0",
-        lambda: preference.SimPO(nll_coef=-0.1): "nll_coef: got -0.1",
-        lambda: preference.KTO(reference_point=float("nan")): "reference_point: got nan",
-        lambda: preference.BradleyTerry(margin=-1): "margin: got -1",
-        lambda: preference.samples_of_pairs(
-            [[1]], [[2]], []
-        ): "rejected: got 0, expected 1, as many as prompts",
-        lambda: preference.samples_of_pairs([[1]], [[2]], [[]]): r"rejected\[0\]: got no token",
-        lambda: preference.samples_of_pairs(
-            [[1]], [[2]], [[3]], margins=[0.0]
-        ): r"margins\[0\]: got 0.0",
-        lambda: preference.mismatched_samples(step_of(0)[:1]): "samples: got the group 0 alone",
-    }.items():
+    not_above_0 = "beta: got 0, expected a finite number above 0"
+    for make, options, message in [
+        (preference.DPO, {"beta": -1}, "beta: got -1"),
+        (preference.DPO, {"beta": 0}, not_above_0),
+        (preference.SimPO, {"beta": 0}, not_above_0),
+        (preference.AOT, {"beta": 0}, not_above_0),
+        (preference.KTO, {"reference_point": 0.0, "beta": 0}, not_above_0),
+        (preference.IPO, {"beta": 0}, not_above_0),
+        (preference.DPO, {"label_smoothing": 0.6}, "label_smoothing: got 0.6"),
+        (preference.DPO, {"nll": "mean"}, "nll: got 'mean', expected one of 'sequence_mean_token"),
+        (preference.SimPO, {"nll_coef": -0.1}, "nll_coef: got -0.1"),
+        (preference.KTO, {"reference_point": float("nan")}, "reference_point: got nan"),
+        (preference.BradleyTerry, {"margin": -1}, "margin: got -1"),
+    ]:
         with pytest.raises(ValueError, match=message):
-            make()
+            make(**options)
+    for rejected, options, message in [
+        ([], {}, "rejected: got 0, expected 1, as many as prompts"),
+        ([[]], {}, r"rejected\[0\]: got no token"),
+        ([[3]], {"margins": [0.0]}, r"margins\[0\]: got 0.0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            preference.samples_of_pairs([[1]], [[2]], rejected, **options)
+    with pytest.raises(ValueError, match="samples: got the group 0 alone"):
+        preference.mismatched_samples(step_of(0)[:1])

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -75,6 +76,25 @@ def expected_divergence() -> float:
     return float((np.log(1 / 8) - log_p).mean(axis=-1)[LOSS].mean())
 
 
+@quick_jit
+def losses_of_ids(log_probs):
+    """The distillation from a teacher with these log-probs in three ways, and score centring of a
+    sampler with them.
+    """
+    names = ("teacher_ids", "teacher_log_probs", "sampler_ids", "sampler_log_probs")
+    extras = dict(zip(names, (IDS, log_probs) * 2, strict=True))
+    batch = dataclasses.replace(BATCH, extras=extras)
+    loss = TopKDistillation()
+    stats = log_probs_from_hidden(HIDDEN, KERNEL, BATCH.targets, ids=IDS, where=LOSS)
+    ways = {
+        "statistics": loss_from_stats(stats, batch, loss),
+        "hidden": loss_from_hidden(HIDDEN, KERNEL, batch, loss),
+        "joint": loss_from_hidden(HIDDEN, KERNEL, batch, {"taught": loss}),
+    }
+    config = PolicyLossConfig(Reinforce(), ratio_to="current")
+    return ways, loss_from_stats(stats, batch, ScoreCentering(config))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_teacher_that_was_rounded_to_bf16(dtype):
     """Before: NaN from both, with `broken_rules` 0."""
@@ -83,37 +103,13 @@ def test_a_teacher_that_was_rounded_to_bf16(dtype):
         1.001317, abs=1e-6
     )
     check_top_k(IDS, np.asarray(teacher), V)
-    stats = log_probs_from_hidden(HIDDEN, KERNEL, BATCH.targets, ids=IDS, where=LOSS)
-    ways = {
-        "statistics": loss_from_stats(
-            stats,
-            dataclasses.replace(BATCH, extras={"teacher_ids": IDS, "teacher_log_probs": teacher}),
-            TopKDistillation(),
-        ),
-        "hidden": loss_from_hidden(
-            HIDDEN,
-            KERNEL,
-            dataclasses.replace(BATCH, extras={"teacher_ids": IDS, "teacher_log_probs": teacher}),
-            TopKDistillation(),
-        ),
-        "joint": loss_from_hidden(
-            HIDDEN,
-            KERNEL,
-            dataclasses.replace(BATCH, extras={"teacher_ids": IDS, "teacher_log_probs": teacher}),
-            {"taught": TopKDistillation()},
-        ),
-    }
+    ways, centred = losses_of_ids(teacher)
     for way, (loss, found) in ways.items():
         np.testing.assert_allclose(loss, expected_divergence(), rtol=1e-5, err_msg=way)
         assert lines_of(found) == []
         prefix = "taught/" if way == "joint" else ""
         assert float(found[f"{prefix}teacher_capped"].value) == LOSS.sum()
-    config = PolicyLossConfig(Reinforce(), ratio_to="current")
-    loss, found = loss_from_stats(
-        stats,
-        dataclasses.replace(BATCH, extras={"sampler_ids": IDS, "sampler_log_probs": teacher}),
-        ScoreCentering(config),
-    )
+    loss, found = centred
     assert np.isfinite(loss)
     assert float(found["rollout_capped"].value) == LOSS.sum()
 
@@ -258,6 +254,24 @@ def of_hidden(hidden, parallel, nucleus):
     )
 
 
+@functools.cache
+def with_nucleus(path, mesh):
+    """A compiled function of the nucleus: log-probs, and the loss with its gradient."""
+    parallel = mesh and make_parallel_mesh(mesh)
+
+    @quick_jit
+    def run(nucleus):
+        def loss_of(hidden):
+            log_probs, (loss, metrics) = path(hidden, parallel, nucleus)
+            return loss, (log_probs, metrics)
+
+        slopes = jax.value_and_grad(loss_of, has_aux=True)
+        (loss, (log_probs, metrics)), gradient = slopes(HIDDEN)
+        return log_probs, ((loss, metrics), gradient)
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("path", "explained"),
     [
@@ -272,15 +286,9 @@ def test_a_nucleus_outside_the_vocabulary(bad, mesh, path, explained):
 
     A nucleus of them alone left the target, whose log-prob was 0.
     """
-    parallel = mesh and make_parallel_mesh(mesh)
+    run = with_nucleus(path, mesh)
     nucleus = NUCLEUS.copy()
     nucleus[(*AT, 1)] = bad
-
-    @quick_jit
-    def run(nucleus):
-        loss = jax.value_and_grad(lambda hidden: path(hidden, parallel, nucleus)[1], has_aux=True)
-        return path(HIDDEN, parallel, nucleus)[0], loss(HIDDEN)
-
     sound, _ = run(NUCLEUS)
     log_probs, ((loss, found), gradient) = run(nucleus)
     expected = np.array(sound)

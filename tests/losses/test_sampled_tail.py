@@ -3,6 +3,7 @@ the drawn tokens.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,21 +35,17 @@ MASK[0, :7], MASK[1, 3:5], MASK[3, 6] = 1, 1, 1
 
 
 def batch_of(targets, mask, **arrays):
-    one = jnp.ones(targets.shape, jnp.int32)
-    row = jnp.tile(jnp.arange(targets.shape[1], dtype=jnp.int32)[None], (targets.shape[0], 1))
-    rows = jnp.arange(targets.shape[0], dtype=jnp.int32)[:, None]
+    one = np.ones(targets.shape, np.int32)
+    row = np.tile(np.arange(targets.shape[1], dtype=np.int32)[None], (targets.shape[0], 1))
+    rows = np.arange(targets.shape[0], dtype=np.int32)[:, None]
     return RolloutBatch(
-        one, jnp.asarray(targets, jnp.int32), one, row, jnp.asarray(mask), rows, **arrays
+        one, np.asarray(targets, np.int32), one, row, np.asarray(mask), rows, **arrays
     )
 
 
 def taught(batch, ids, log_q, of_targets):
     names = ("teacher_ids", "teacher_log_probs", "teacher_target_log_probs")
-    arrays = (
-        jnp.asarray(ids, jnp.int32),
-        jnp.asarray(log_q, jnp.float32),
-        jnp.asarray(of_targets, jnp.float32),
-    )
+    arrays = np.int32(ids), np.float32(log_q), np.float32(of_targets)
     return dataclasses.replace(batch, extras=dict(zip(names, arrays, strict=True)))
 
 
@@ -70,6 +67,17 @@ def step():
 
 
 STEP = step()
+
+
+@functools.cache
+def compiled(loss, mesh=None, memory=None):
+    """The loss, its metrics, and gradients by the hidden states and the kernel, compiled once."""
+    parallel = mesh and make_parallel_mesh(mesh)
+
+    def run(hidden, kernel, batch):
+        return loss_from_hidden(hidden, kernel, batch, loss, parallel=parallel, memory=memory)
+
+    return quick_jit(jax.value_and_grad(run, (0, 1), has_aux=True))
 
 
 def truth(at=MASK > 0):
@@ -108,22 +116,14 @@ def truth(at=MASK > 0):
 )
 def test_the_oracle(mesh, memory):
     """In one pass and in two; NaN and ids beyond the vocabulary where there is no loss."""
-    parallel = mesh and make_parallel_mesh(mesh)
     hidden, kernel, ids, of_ids, targets, of_targets = STEP
     off = MASK == 0
     given = [np.where(off[..., None], 10**6, ids), np.where(off[..., None], np.nan, of_ids)]
     batch = taught(
         batch_of(np.where(off, -100, targets), MASK), *given, np.where(off, np.nan, of_targets)
     )
-    states = (
-        jnp.asarray(np.where(off[..., None], np.nan, hidden), jnp.float32),
-        jnp.asarray(kernel, jnp.float32),
-    )
-
-    def run(hidden, kernel):
-        return loss_from_hidden(hidden, kernel, batch, LOSS, parallel=parallel, memory=memory)
-
-    (loss, found), gradients = quick_jit(jax.value_and_grad(run, (0, 1), has_aux=True))(*states)
+    states = np.where(off[..., None], np.nan, hidden).astype(np.float32), np.float32(kernel)
+    (loss, found), gradients = compiled(LOSS, mesh, memory)(*states, batch)
     expected, *by = truth()
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert_trees_close(gradients, tuple(by), rtol=2e-5, atol=2e-6)
@@ -147,7 +147,6 @@ def test_tokens_for_which_the_teacher_lacks_a_log_prob(mesh, memory):
     """They have no loss and no gradient, and stay in the denominators; without a rule the loss
     is NaN.
     """
-    parallel = mesh and make_parallel_mesh(mesh)
     hidden, kernel, ids, of_ids, targets, of_targets = STEP
     of_ids = of_ids.copy()
     of_targets = of_targets.copy()
@@ -157,12 +156,8 @@ def test_tokens_for_which_the_teacher_lacks_a_log_prob(mesh, memory):
         spoilt[place] = bad
         at[place] = False
     batch = taught(batch_of(targets, MASK), ids, of_ids, of_targets)
-    states = jnp.asarray(hidden, jnp.float32), jnp.asarray(kernel, jnp.float32)
-
-    def run(hidden, kernel):
-        return loss_from_hidden(hidden, kernel, batch, WITH_RULE, parallel=parallel, memory=memory)
-
-    (loss, found), gradients = quick_jit(jax.value_and_grad(run, (0, 1), has_aux=True))(*states)
+    states = np.float32(hidden), np.float32(kernel)
+    (loss, found), gradients = compiled(WITH_RULE, mesh, memory)(*states, batch)
     expected, *by = truth(at)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert_trees_close(gradients, tuple(by), rtol=2e-5, atol=2e-6)
@@ -173,7 +168,8 @@ def test_tokens_for_which_the_teacher_lacks_a_log_prob(mesh, memory):
     np.testing.assert_allclose(
         found["divergence"].value, expected * MASK.sum() / at.sum(), rtol=1e-5
     )
-    assert np.isnan(loss_from_hidden(*states, batch, LOSS)[0])
+    (without_rule, _), _ = compiled(LOSS)(*states, batch)
+    assert np.isnan(without_rule)
 
 
 def test_a_drawn_token_that_the_student_finds_impossible():
@@ -194,7 +190,8 @@ def test_a_drawn_token_that_the_student_finds_impossible():
     def run(own, of_ids, loss=WITH_RULE):
         return loss_from_stats(TokenStats(own, id_log_probs=of_ids), batch, loss)
 
-    (value, found), (by_own, by_ids) = jax.value_and_grad(run, (0, 1), has_aux=True)(own, of_ids)
+    slopes = quick_jit(jax.value_and_grad(run, (0, 1), has_aux=True))
+    (value, found), (by_own, by_ids) = slopes(own, of_ids)
     each = (0.5 * np.log(2) - 0.5 + 0.25) + (2 - 1 - np.log(2))
     np.testing.assert_allclose(value, 2 * each / 3, rtol=1e-6)
     np.testing.assert_allclose(by_own, np.array([[-1, 0, -1]]) * np.log(2) / 3, rtol=1e-6)
@@ -227,7 +224,7 @@ def drawn(z, teacher, ids):
         stats = log_probs_from_logits(rows, batch.targets, ids=batch.extras["teacher_ids"])
         return loss_from_stats(stats, batch, loss)[0]
 
-    return jax.value_and_grad(run)(jnp.asarray(z, jnp.float32))
+    return quick_jit(jax.value_and_grad(run))(np.float32(z))
 
 
 @pytest.mark.parametrize("k", [1, 3, 6])
@@ -260,11 +257,9 @@ def test_where_both_agree_no_token_moves():
     def run(own, of_ids):
         return loss_from_stats(TokenStats(own, id_log_probs=of_ids), batch, LOSS)[0]
 
-    value, slopes = jax.value_and_grad(run, (0, 1))(
-        jnp.asarray(log_p)[None], jnp.asarray(log_p[ids])
-    )
+    value, slopes = quick_jit(jax.value_and_grad(run, (0, 1)))(log_p[None], log_p[ids])
     assert float(value) == 0
-    assert all(not x.any() for x in slopes)
+    assert all(not np.any(np.asarray(x)) for x in slopes)
 
 
 def test_a_teacher_that_was_rounded_counts_as_certain():

@@ -98,7 +98,7 @@ def test_nothing_to_learn_from_is_zero():
     batch = jax.tree.map(lambda a: a, batch)
     batch = type(batch)(**{**vars(batch), "loss_mask": jnp.zeros_like(batch.loss_mask)})
     for fn in (sft, value):
-        loss, grad = jax.value_and_grad(lambda x, fn=fn: fn(None, x, batch)[0])(x)
+        loss, grad = quick_jit(jax.value_and_grad(lambda x, fn=fn: fn(None, x, batch)[0]))(x)
         assert_trees_close((loss, grad), (jnp.float32(0), jnp.zeros_like(x)))
 
 
@@ -249,8 +249,9 @@ def test_coefficients_may_be_traced():
     """In one pass too. They get no gradient, and a traced 0 adds a term of 0."""
     batch, _ = hard_batch()
     batch = dataclasses.replace(batch, targets=jnp.where(batch.loss_mask > 0, 3, -100))
-    hidden = jax.random.normal(jax.random.key(0), (*batch.tokens.shape, H))
-    kernel = 0.3 * jax.random.normal(jax.random.key(1), (H, V))
+    rng = np.random.default_rng(0)
+    hidden = np.float32(rng.normal(size=(*batch.tokens.shape, H)))
+    kernel = np.float32(0.3 * rng.normal(size=(H, V)))
 
     @quick_jit
     def run(kernel, options):
@@ -308,17 +309,23 @@ def test_bad_input():
 
 def test_a_sample_without_a_reward_has_no_returns():
     """None is NaN, in returns and in the loss, and the rule says so. A reward of 0 is a number."""
-    explained = []
-    for reward in (None, 0.0):
-        batch = RolloutBatch.from_samples(
-            [Sample([1, 2, 3], 1, reward=reward), Sample([1, 4], 1, reward=1.0)], row_length=6
-        )
+
+    @quick_jit
+    def run(batch):
         rewards = advantages.token_rewards(batch.rewards, batch)
         values = jnp.zeros(batch.tokens.shape)
         _, returns = advantages.gae(rewards, values, batch)
         batch = dataclasses.replace(batch, values=values, returns=returns)
         loss, found = loss_from_stats(values, batch, Value(clip=None))
-        explained.append((float(loss), explain_broken_rules(found["broken_rules"].value)))
+        return loss, found["broken_rules"].value
+
+    explained = []
+    for reward in (None, 0.0):
+        batch = RolloutBatch.from_samples(
+            [Sample([1, 2, 3], 1, reward=reward), Sample([1, 4], 1, reward=1.0)], row_length=6
+        )
+        loss, broken = run(batch)
+        explained.append((float(loss), explain_broken_rules(broken)))
     assert np.isnan(explained[0][0])
     assert explained[0][1] == [
         "returns: expected finite numbers where loss_mask is 1; those of a sample without a reward,"

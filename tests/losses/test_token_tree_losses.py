@@ -283,7 +283,7 @@ def test_the_mean_over_branches():
     def fn(log_probs):
         return loss_from_stats(trees.to_batch(TokenStats(log_probs)), batch, SFT())[0]
 
-    loss, gradient = jax.value_and_grad(fn)(log_probs)
+    loss, gradient = quick_jit(jax.value_and_grad(fn))(log_probs)
     np.testing.assert_allclose(loss, (0.5 + 1.25 + 2 + 3) / 4, rtol=1e-6)
     np.testing.assert_allclose(gradient, [[0, -0.25, -0.25, -0.25, 0, -0.25, 0, 0]], rtol=1e-6)
 
@@ -304,7 +304,7 @@ def test_other_losses_and_estimators():
     def of_pair(log_probs):
         return loss_from_stats(trees.to_batch(TokenStats(log_probs)), trees.batch, DPO(beta=0.5))[0]
 
-    loss, gradient = jax.value_and_grad(of_pair)(log_probs)
+    loss, gradient = quick_jit(jax.value_and_grad(of_pair))(log_probs)
     np.testing.assert_allclose(loss, np.log1p(np.exp(-0.5 * 0.75)), rtol=1e-6)
     slope = 0.5 / (1 + np.exp(0.5 * 0.75))
     np.testing.assert_allclose(gradient, [[0, 0, 0, slope, 0, -slope, 0, 0]], rtol=1e-5, atol=1e-7)
@@ -331,16 +331,30 @@ def with_ids(sample, teacher):
     return dataclasses.replace(sample, extras=extras)
 
 
+TAUGHT = [with_ids(s, s.sample_id % 2) for s in STEP.samples]
+
+
+@functools.cache
+def taught_whole():
+    """The distillation of the batch that is packed whole."""
+    plain = RolloutBatch.from_samples(TAUGHT, row_length=LENGTH)
+    numbers = prefixes_of(plain, STEP.numbers)
+
+    def whole(params):
+        hidden = params["table"][numbers]
+        return loss_from_hidden(hidden, params["kernel"], plain, TopKDistillation())
+
+    return loss_and_gradients(whole)(STEP.params)
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_what_the_head_reads_by_token(layout):
     """Samples of other teachers share no token that both train on, since a teacher's ids are the
     head's input.
     """
-    samples = [with_ids(s, s.sample_id % 2) for s in STEP.samples]
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout=layout)
-    trees = trees_of(samples, parallel, head_extras=["teacher_ids"])
-    plain = RolloutBatch.from_samples(samples, row_length=LENGTH)
-    of_rows, of_plain = (prefixes_of(batch, STEP.numbers) for batch in (trees.rows, plain))
+    trees = trees_of(TAUGHT, parallel, head_extras=["teacher_ids"])
+    of_rows = prefixes_of(trees.rows, STEP.numbers)
 
     def shared(params, trees):
         rows = trees.rows
@@ -354,13 +368,8 @@ def test_what_the_head_reads_by_token(layout):
         own = trees.to_batch(stats, parallel=parallel)
         return loss_from_stats(own, trees.batch, TopKDistillation(), parallel=parallel)
 
-    def whole(params):
-        return loss_from_hidden(
-            params["table"][of_plain], params["kernel"], plain, TopKDistillation()
-        )
-
     loss, metrics, gradients = loss_and_gradients(shared)(STEP.params, trees)
-    wanted, numbers, slopes = loss_and_gradients(whole)(STEP.params)
+    wanted, numbers, slopes = taught_whole()
     assert metrics["broken_rules"] == 0
     np.testing.assert_allclose(loss, wanted, rtol=2e-5)
     for name, want in slopes.items():

@@ -94,17 +94,17 @@ def test_it_is_never_negative(kind, tail):
 
 def test_left_out_it_is_negative_where_the_student_has_more_mass_on_the_ids():
     """It is -0.3 log 3. Clamping it at 0 would hide that, and lose the gradient."""
-    p = np.log([[0.9]])
-    q = np.log([[0.3]])
+    p, q = np.float32(np.log([[0.9]])), np.float32(np.log([[0.3]]))
 
-    def of(tail):
-        return float(distillation.top_k_divergence(p, q, tail=tail)[0])
+    @jax.jit
+    def by_tail(p, q):
+        return {tail: distillation.top_k_divergence(p, q, tail=tail)[0] for tail in TAILS}
 
-    assert of("leave_out") == pytest.approx(-0.3 * np.log(3), rel=1e-6)
-    assert of("bucket") == pytest.approx(
-        0.3 * np.log(0.3 / 0.9) + 0.7 * np.log(0.7 / 0.1), rel=1e-6
-    )
-    assert of("renormalise") == 0
+    found = by_tail(p, q)
+    assert float(found["leave_out"]) == pytest.approx(-0.3 * np.log(3), rel=1e-6)
+    bucket = 0.3 * np.log(0.3 / 0.9) + 0.7 * np.log(0.7 / 0.1)
+    assert float(found["bucket"]) == pytest.approx(bucket, rel=1e-6)
+    assert float(found["renormalise"]) == 0
 
 
 @pytest.mark.nightly
@@ -140,20 +140,17 @@ def test_empty_slots_count_no_mass(kind, tail):
 
 def test_skewed_and_adaptive_by_hand():
     """ROLL's, skew 0.1 and alpha 0.5: tail and head have a gap of 0.2 each."""
-    p, q = (jnp.log(jnp.array(x)) for x in ([0.5, 0.3, 0.2], [0.7, 0.2, 0.1]))
-    found = {
-        kind: float(
-            distillation.top_k_divergence(p, q, divergence=kind, beta=beta, tail="renormalise")
-        )
-        for kind, beta in (
-            ("skewed_forward_kl", 0.1),
-            ("skewed_reverse_kl", 0.1),
-            ("adaptive_kl", 0.5),
-        )
-    }
-    np.testing.assert_allclose(list(found.values()), [0.069578, 0.072828, 0.088578], rtol=1e-4)
-    same = distillation.top_k_divergence(q, q, divergence="adaptive_kl", tail="renormalise")
-    assert float(same) == 0  # ROLL's 0 / 0
+    p, q = (np.float32(np.log(x)) for x in ([0.5, 0.3, 0.2], [0.7, 0.2, 0.1]))
+    kinds = {"skewed_forward_kl": 0.1, "skewed_reverse_kl": 0.1, "adaptive_kl": 0.5}
+
+    @jax.jit
+    def of_each(p, q):
+        of = functools.partial(distillation.top_k_divergence, p, q, tail="renormalise")
+        return [of(divergence=kind, beta=beta) for kind, beta in kinds.items()]
+
+    np.testing.assert_allclose(of_each(p, q), [0.069578, 0.072828, 0.088578], rtol=1e-4)
+    *_, adaptive = of_each(q, q)
+    assert float(adaptive) == 0  # ROLL's 0 / 0
 
 
 @pytest.mark.every(4)
@@ -186,45 +183,62 @@ def test_the_mixture_is_not_continuous_at_its_ends():
 
     So both ends are refused.
     """
-    p = np.log([[0.5, 0.2]])
-    q = np.log([[0.4, 0.4]])
+    p = np.float32(np.log([[0.5, 0.2]]))
+    q = np.float32(np.log([[0.4, 0.4]]))
 
-    def of(**options):
-        return float(distillation.top_k_divergence(p, q, **options)[0])
+    def of(q, divergence, beta):
+        return distillation.top_k_divergence(p, q, divergence=divergence, beta=beta)[0]
 
-    for end in (1e-6, 1 - 1e-6):
-        assert 0 <= of(divergence="jensen_shannon", beta=end) < 2e-6
-    assert min(of(divergence="forward_kl"), of(divergence="reverse_kl")) > 0.09
-    assert of(divergence="mixed_kl", beta=1.0) == of(divergence="forward_kl")
-    assert of(divergence="mixed_kl", beta=0.0) == of(divergence="reverse_kl")
-    q = np.array([[np.log(0.4), -np.inf]])  # from there the reverse divergence is infinite
-    assert of(divergence="mixed_kl", beta=1.0) == of(divergence="forward_kl") < np.inf
-    assert of(divergence="mixed_kl", beta=0.5) == of(divergence="reverse_kl") == np.inf
+    @jax.jit
+    def of_each(q):
+        near_ends = [of(q, "jensen_shannon", end) for end in (1e-6, 1 - 1e-6)]
+        two = [of(q, kind, 0.5) for kind in ("forward_kl", "reverse_kl")]
+        return near_ends, two, [of(q, "mixed_kl", share) for share in (1.0, 0.0, 0.5)]
+
+    near_ends, (forward, reverse), (all_forward, all_reverse, _) = of_each(q)
+    assert all(0 <= x < 2e-6 for x in near_ends)
+    assert min(forward, reverse) > 0.09
+    assert all_forward == forward
+    assert all_reverse == reverse
+    q = np.float32([[np.log(0.4), -np.inf]])  # from there the reverse divergence is infinite
+    _, (forward, reverse), (all_forward, _, half) = of_each(q)
+    assert all_forward == forward < np.inf
+    assert half == reverse == np.inf
     for end in (0, 1, 0.0, 1.0):
         with pytest.raises(
             ValueError, match=r"beta: got .* expected a number in \(0, 1\), or 'forward_kl' or"
         ):
-            of(divergence="jensen_shannon", beta=end)
+            of(q, "jensen_shannon", end)
+
+
+@jax.jit
+def of_tails(p, q):
+    """The divergences over two ids, and over the first of them alone, by the tail."""
+    first = np.array([[3, -1]])
+    found = {}
+    for tail in TAILS:
+        of = functools.partial(distillation.top_k_divergence, p, q, tail=tail)
+        found[tail] = of(), of(ids=first)
+    return found
 
 
 @pytest.mark.parametrize("tail", TAILS)
 def test_probabilities_of_a_student_are_nan(tail):
     """Taken for log-probs, they gave 0.0112 renormalised, and -1.013 where the tail is left out."""
-    p = np.float32([[0.5, 0.2]])
-    q = np.log([[0.4, 0.4]])
-    ids = np.array([[3, -1]])
-    assert np.isnan(distillation.top_k_divergence(p, q, tail=tail)).all()
-    assert np.isnan(distillation.top_k_divergence(p, q, ids, tail=tail)).all()
-    assert np.isfinite(
-        distillation.top_k_divergence(np.float32([[-1.0, 9.0]]), q, ids, tail=tail)
-    ).all()
+    q = np.float32(np.log([[0.4, 0.4]]))
+    of_both, of_first = of_tails(np.float32([[0.5, 0.2]]), q)[tail]
+    assert np.isnan(of_both).all()
+    assert np.isnan(of_first).all()
+    _, of_first = of_tails(np.float32([[-1.0, 9.0]]), q)[tail]
+    assert np.isfinite(of_first).all()
 
 
 def test_a_teacher_that_cannot_be_is_nan():
-    p = np.log([[0.5, 0.2]])
+    p = np.float32(np.log([[0.5, 0.2]]))
 
-    def of(q, **options):
-        return float(distillation.top_k_divergence(p, np.asarray(q), **options)[0])
+    def of(q, tail="bucket"):
+        of_both, _ = of_tails(p, np.float32(q))[tail]
+        return float(of_both[0])
 
     assert np.isnan(of([[0.1, -2.0]]))  # logits, not log-probs
     assert np.isnan(of([[np.nan, -2.0]]))
@@ -410,14 +424,13 @@ def test_a_token_that_the_teacher_does_not_know(bad, mesh):
         return of_config(loss, parallel)(hidden, kernel, taught(batch, ids, log_q))
 
     (loss, found), gradients = of(batch, spoilt, TopKDistillation(unusable=Unusable("weight_0")))
-    (expected, _), of_others = of(without, log_q, TopKDistillation(aggregation="token_sum"))
-    count = int(MASK.sum())
-    np.testing.assert_allclose(loss, expected / count, rtol=1e-5)
-    assert_trees_close(
-        gradients, jax.tree.map(lambda x: x / count, of_others), rtol=1e-5, atol=1e-7
-    )
+    (of_others, _), slopes = of(without, log_q, TopKDistillation())
+    share = 1 - 1 / MASK.sum()
+    np.testing.assert_allclose(loss, share * of_others, rtol=1e-5)
+    expected = jax.tree.map(lambda x: share * np.asarray(x), slopes)
+    assert_trees_close(gradients, expected, rtol=1e-5, atol=1e-7)
     assert float(found["unusable_tokens"].value) == 1
-    np.testing.assert_allclose(found["divergence"].value, expected / (count - 1), rtol=1e-5)
+    np.testing.assert_allclose(found["divergence"].value, of_others, rtol=1e-5)
     assert np.isnan(of(batch, spoilt, TopKDistillation())[0][0])
 
 
@@ -455,26 +468,19 @@ def test_from_logits_and_several_teachers_by_row():
         (top_k(RNG.normal(size=(R, T, V)), K) for _ in range(2)),
     )
     batch = ARRAYS[4]
+    z = np.float32(z)
 
-    def loss(teacher, rows):
-        ids, log_q = teacher
-        names = ("tokens", "targets", "segment_ids", "positions", "loss_mask", "sample_ids")
-        of_rows = RolloutBatch(*(getattr(batch, name)[rows] for name in names))
-        stats = log_probs_from_logits(
-            jnp.asarray(z[rows], jnp.float32),
-            of_rows.targets,
-            ids=ids[rows],
-            where=of_rows.loss_mask > 0,
-        )
-        return loss_from_stats(
-            stats,
-            taught(of_rows, jnp.asarray(ids[rows]), log_q[rows]),
-            TopKDistillation(aggregation="token_sum"),
-        )[0]
+    @quick_jit
+    def loss(ids, log_q, mask):
+        of_rows = dataclasses.replace(batch, loss_mask=mask)
+        stats = log_probs_from_logits(z, of_rows.targets, ids=ids, where=mask > 0)
+        mine = TopKDistillation(aggregation="token_sum")
+        return loss_from_stats(stats, taught(of_rows, ids, log_q), mine)[0]
 
-    by_row = tuple(np.concatenate([x[:1], y[1:]]) for x, y in zip(one, other, strict=True))
-    apart = loss(one, slice(0, 1)) + loss(other, slice(1, R))
-    np.testing.assert_allclose(loss(by_row, slice(0, R)), apart, rtol=1e-6)
+    by_row = [np.concatenate([x[:1], y[1:]]) for x, y in zip(one, other, strict=True)]
+    first = MASK * (np.arange(R) == 0)[:, None]
+    apart = loss(*one, first) + loss(*other, MASK - first)
+    np.testing.assert_allclose(loss(*by_row, MASK), apart, rtol=1e-6)
 
 
 def test_bad_input():

@@ -216,6 +216,26 @@ RATIO_1 = Unusable("ratio_1")
 NO_LOSS = Unusable("weight_0", penalties="out")
 OUT = Unusable("weight_0", denominators="out", penalties="out")
 EVERY = (WEIGHT_0, NO_LOSS, OUT, RATIO_1, Unusable("ratio_1", penalties="out"))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "rules"))
+def of_rules(stats, batch, config, rules=EVERY):
+    """((loss, metrics), gradient) of the config with each of these rules: one program for all."""
+    slopes = jax.value_and_grad(policy_loss, has_aux=True)
+    return [slopes(stats, batch, dataclasses.replace(config, unusable=rule)) for rule in rules]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "rules"))
+def losses_of_rules(stats, batch, config, rules=EVERY):
+    """(loss, metrics) of the config with each of these rules."""
+    return [policy_loss(stats, batch, dataclasses.replace(config, unusable=x)) for x in rules]
+
+
+def of_rule(rule, stats, batch, config):
+    """What `of_rules` has for one of `EVERY`."""
+    return of_rules(stats, batch, config)[EVERY.index(rule)]
+
+
 NAN = float("nan")
 INF = float("inf")
 NOT_FINITE = [
@@ -232,17 +252,17 @@ def test_by_default_each_of_them_makes_the_loss_nan(name, value):
     spoilt = of_all.copy()
     spoilt[tuple(np.argwhere(batch.loss_mask > 0)[3])] = value
     arrays[name] = spoilt
-    stats = TokenStats(jnp.asarray(arrays.pop("log_probs")))
+    stats = TokenStats(arrays.pop("log_probs"))
     batch = dataclasses.replace(batch, **arrays)
     ratio_to = "rollout" if name == "rollout_log_probs" else "old"
-    loss, found = policy_loss(stats, batch, PolicyLossConfig(ratio_to=ratio_to))
+    config = PolicyLossConfig(ratio_to=ratio_to)
+    (loss, found), *by_rule = losses_of_rules(stats, batch, config, ("nan", *EVERY))
     assert np.isnan(loss)
     assert "unusable_tokens" not in found
     (line,) = explain_broken_rules(found["broken_rules"].value)
     assert line.startswith(f"{name}: expected finite log-probs")
     assert "see PolicyLossConfig.unusable" in line
-    for rule in EVERY:
-        kept, found = policy_loss(stats, batch, PolicyLossConfig(ratio_to=ratio_to, unusable=rule))
+    for kept, found in by_rule:
         assert np.isfinite(kept)
         assert (float(found["unusable_tokens"].value), int(found["broken_rules"].value)) == (1.0, 0)
     if name == "rollout_log_probs":  # which only metrics read
@@ -278,16 +298,11 @@ SYSTEMS = {  # the loss and its slopes by the log-probs, by hand; ratios are 2 w
 }
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def loss_and_gradient(stats, batch, config):
-    return jax.value_and_grad(policy_loss, has_aux=True)(stats, batch, config)
-
-
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_rule_of_a_system(system):
     worth, count = SYSTEMS[system]
-    config = PolicyLossConfig(FREE, ratio_to="rollout", unusable=Unusable.of(system))
-    (loss, found), gradient = loss_and_gradient(THREE, three(), config)
+    config = PolicyLossConfig(FREE, ratio_to="rollout")
+    (loss, found), gradient = of_rule(Unusable.of(system), THREE, three(), config)
     np.testing.assert_allclose(loss, -sum(worth) / count, rtol=1e-6)
     np.testing.assert_allclose(gradient.log_probs[0], [-w / count for w in worth] + [0], rtol=1e-6)
     assert float(found["unusable_tokens"].value) == 1
@@ -311,10 +326,8 @@ def test_penalties_that_are_kept_or_not(rule, expected):
     at that token.
     """
     refs = [-1.5, -1.5 if rule.penalties == "in" else NAN, -1.5]
-    config = PolicyLossConfig(
-        FREE, kl=KL(0.25, "k1"), entropy_coef=0.1, ratio_to="rollout", unusable=rule
-    )
-    (loss, found), gradient = loss_and_gradient(THREE, three(ref_log_probs=refs), config)
+    config = PolicyLossConfig(FREE, kl=KL(0.25, "k1"), entropy_coef=0.1, ratio_to="rollout")
+    (loss, found), gradient = of_rule(rule, THREE, three(ref_log_probs=refs), config)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     count = 2 if rule == OUT else 3
     penalised = float(rule.penalties == "in")
@@ -335,11 +348,15 @@ def test_the_mean_over_a_sequence(rule, expected):
     """The ratio of the sequence has the logarithm 2/3 log 2 if the token counts, as in TRL and
     Tunix, else log 2.
     """
-    config = PolicyLossConfig(GSPO(1.0, 9.0), ratio_to="rollout", unusable=rule)
-    np.testing.assert_allclose(policy_loss(THREE, three(), config)[0], expected, rtol=1e-6)
     geometric = OffPolicyConfig("geometric", high=9.0, compares="current/rollout")
-    config = PolicyLossConfig(FREE, ratio_to="current", off_policy=geometric, unusable=rule)
-    np.testing.assert_allclose(policy_loss(THREE, three(), config)[0], expected, rtol=1e-6)
+    configs = (
+        PolicyLossConfig(GSPO(1.0, 9.0), ratio_to="rollout"),
+        PolicyLossConfig(FREE, ratio_to="current", off_policy=geometric),
+    )
+    rules = (WEIGHT_0, RATIO_1, OUT)
+    for config in configs:
+        loss, _ = losses_of_rules(THREE, three(), config, rules)[rules.index(rule)]
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
 def test_only_ratios_that_read_the_log_prob_are_1():
@@ -388,13 +405,19 @@ def test_the_denominators_of_a_step_whose_parts_lack_tokens(aggregation):
         stats = TokenStats(jnp.where(batch.loss_mask > 0, -1.0, 0.0) + shift)
         return policy_loss(stats, batch, config, normalizer=normalizer)
 
-    compiled = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
-    (loss, found), slope = compiled(jnp.float32(0), (whole, None))
-    np.testing.assert_allclose([loss, slope], expected, rtol=1e-6)
+    @quick_jit
+    def run(shift, whole, parts):
+        """The loss, its metrics and its slope by a shift of all log-probs, in both ways."""
+        at_once = jax.value_and_grad(loss_fn, has_aux=True)(shift, (whole, None))
+        normalizer = Normalizer.of(config, parts)
+        return at_once, accumulate_gradients(loss_fn, (parts, normalizer))(shift)
+
     parts = RolloutBatch.from_samples(samples, row_length=4, rows=1, micro_batches=3)
-    step = jax.jit(accumulate_gradients(loss_fn, (parts, Normalizer.of(config, parts))))
-    (loss, in_parts), slope = step(jnp.float32(0))
+    ((loss, found), slope), ((sum_of_parts, in_parts), slope_of_parts) = run(
+        np.float32(0), whole, parts
+    )
     np.testing.assert_allclose([loss, slope], expected, rtol=1e-6)
+    np.testing.assert_allclose([sum_of_parts, slope_of_parts], expected, rtol=1e-6)
     assert float(found["unusable_tokens"].value) == float(in_parts["unusable_tokens"].value) == 3
     assert int(in_parts["broken_rules"].value) == 0
 
@@ -448,16 +471,16 @@ def test_what_else_is_broken_still_is(rule):
         )
     ]
     batch = RolloutBatch.from_samples(samples, row_length=4)
-    config = PolicyLossConfig(kl=KL(0.1), unusable=rule)
-    log_probs = jnp.full((1, 4), -1.0, jnp.float32)  # of no weak type, as those of the batch
-    nan, inf, low = (log_probs.at[0, 1].set(x) for x in (jnp.nan, jnp.inf, -jnp.inf))
+    config = PolicyLossConfig(kl=KL(0.1))
+    log_probs, nan, inf, low, high = np.full((5, 1, 4), -1.0, np.float32)
+    nan[0, 1], inf[0, 1], low[0, 1], high[0, 1] = NAN, INF, -INF, 0.5
     unsound = dataclasses.replace(batch, ref_log_probs=low)
-    above = dataclasses.replace(batch, old_log_probs=log_probs.at[0, 1].set(0.5))
+    above = dataclasses.replace(batch, old_log_probs=high)
     for stats, its in ((nan, batch), (inf, batch), (log_probs, unsound), (log_probs, above)):
-        loss, found = policy_loss(TokenStats(stats), its, config)
+        loss, found = losses_of_rules(TokenStats(stats), its, config)[EVERY.index(rule)]
         assert np.isnan(loss)
         assert "log_probs: expected finite" in explain_broken_rules(found["broken_rules"].value)[0]
-    loss, found = policy_loss(TokenStats(low), unsound, config)
+    loss, found = losses_of_rules(TokenStats(low), unsound, config)[EVERY.index(rule)]
     # the denominators are those before the step
     np.testing.assert_allclose(loss, -2 / 3, rtol=1e-6)
     assert float(found["unusable_tokens"].value) == 1
@@ -466,11 +489,11 @@ def test_what_else_is_broken_still_is(rule):
 @pytest.mark.parametrize("rule", EVERY)
 def test_a_step_of_impossible_tokens_alone_is_zero(rule):
     batch = batch_of(STEP, SAMPLES, place_of("statistics"))
-    stats = TokenStats(jnp.full(batch.loss_mask.shape, -jnp.inf), jnp.ones(batch.loss_mask.shape))
-    config = PolicyLossConfig(entropy_coef=0.1, unusable=rule)
-    (loss, found), gradient = loss_and_gradient(stats, batch, config)
+    one = np.ones(batch.loss_mask.shape, np.float32)
+    config = PolicyLossConfig(entropy_coef=0.1)
+    (loss, found), gradient = of_rule(rule, TokenStats(-INF * one, one), batch, config)
     assert float(loss) == 0
-    assert not any(np.any(x) for x in jax.tree.leaves(gradient))
+    assert not any(np.any(np.asarray(x)) for x in jax.tree.leaves(gradient))
     assert float(found["unusable_tokens"].value) == batch.loss_mask.sum()
     assert float(found["ratio_mean"].value) == 0
 
@@ -478,10 +501,8 @@ def test_a_step_of_impossible_tokens_alone_is_zero(rule):
 @pytest.mark.parametrize("rule", EVERY)
 def test_a_step_of_which_the_sampler_knows_nothing(rule):
     batch = three(rollout_log_probs=[NAN] * 3)
-    config = PolicyLossConfig(
-        ratio_to="rollout", aggregation="sequence_mean_token_mean", unusable=rule
-    )
-    (loss, found), gradient = loss_and_gradient(THREE, batch, config)
+    config = PolicyLossConfig(ratio_to="rollout", aggregation="sequence_mean_token_mean")
+    (loss, found), gradient = of_rule(rule, THREE, batch, config)
     worth = np.array([1.0, 4.0, 3.0, 0.0]) * (rule.policy == "ratio_1")
     np.testing.assert_allclose(loss, -worth.sum() / 3, rtol=1e-6)
     np.testing.assert_allclose(gradient.log_probs[0], -worth / 3, rtol=1e-6)
@@ -508,17 +529,27 @@ REASONS = {
 }
 
 
+@jax.jit
+def explained_by_rule(stats, batch):
+    """The explanation and the loss with each rule of `REASONS`."""
+    config = PolicyLossConfig(FREE, kl=KL(0.25, "k1"), ratio_to="rollout")
+    found = []
+    for rule in REASONS:
+        of_rule = dataclasses.replace(config, unusable=rule)
+        explained = explain_tokens(stats, batch, of_rule)
+        found.append((explained, policy_loss(stats, batch, of_rule)))
+    return found
+
+
 @pytest.mark.parametrize("rule", REASONS)
 def test_the_reason_in_explained_tokens(rule):
     """The sampler has no log-prob of the second token; the current policy finds the third
     impossible.
     """
     batch = three(ref_log_probs=[-1.5] * 3)
-    stats = TokenStats(jnp.array([[-1.0, -1.0, -jnp.inf, 0.0]]))
-    config = PolicyLossConfig(FREE, kl=KL(0.25, "k1"), ratio_to="rollout", unusable=rule)
-    found = explain_tokens(stats, batch, config)
+    stats = TokenStats(np.float32([[-1.0, -1.0, -INF, 0.0]]))
+    found, (loss, metrics) = explained_by_rule(stats, batch)[[*REASONS].index(rule)]
     assert found.reason_names() == [REASONS[rule]]
-    loss, metrics = policy_loss(stats, batch, config)
     np.testing.assert_allclose(found.arrays["contribution"].sum(), loss, rtol=1e-6)
     assert float(metrics["unusable_tokens"].value) == 2
     assert float(by_sample(found, batch)["unusable"][0, 0]) == REASONS[rule].count("unusable")
@@ -580,32 +611,38 @@ def test_one_pass_where_a_token_left_out_changes_no_other(off_policy, one_pass):
     ("make", "message"),
     [
         (
-            lambda: PolicyLossConfig(unusable="mask"),
+            functools.partial(PolicyLossConfig, unusable="mask"),
             "unusable: got 'mask', expected 'nan' or an instance of Unusable",
         ),
         (
-            lambda: PolicyLossConfig(unusable="trl"),
+            functools.partial(PolicyLossConfig, unusable="trl"),
             r"unusable: got 'trl', .*; Unusable.of\('trl'\) is one",
         ),
         (
-            lambda: PolicyLossConfig(unusable=None),
+            functools.partial(PolicyLossConfig, unusable=None),
             "unusable: got None, expected 'nan' or an instance of Unusable",
         ),
-        (lambda: Unusable("drop"), "policy: got 'drop', expected one of 'weight_0', 'ratio_1'"),
-        (lambda: Unusable(penalties="left"), "penalties: got 'left', expected one of 'in', 'out'"),
         (
-            lambda: Unusable.of("verl"),
+            functools.partial(Unusable, "drop"),
+            "policy: got 'drop', expected one of 'weight_0', 'ratio_1'",
+        ),
+        (
+            functools.partial(Unusable, penalties="left"),
+            "penalties: got 'left', expected one of 'in', 'out'",
+        ),
+        (
+            functools.partial(Unusable.of, "verl"),
             "system: got 'verl', expected one of 'trl', 'tunix', 'torchtitan'",
         ),
         (
-            lambda: Unusable("ratio_1", denominators="out", penalties="out"),
+            functools.partial(Unusable, "ratio_1", denominators="out", penalties="out"),
             (
                 "denominators: got 'out' with policy='ratio_1', penalties='out', expected 'in'"
                 " unless policy='weight_0'"
             ),
         ),
         (
-            lambda: Unusable(denominators="out"),
+            functools.partial(Unusable, denominators="out"),
             "denominators: got 'out' with policy='weight_0', penalties='in', expected 'in' unless",
         ),
     ],
