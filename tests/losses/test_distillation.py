@@ -1,6 +1,7 @@
 """Full-vocabulary divergences from hidden states, against logits written out, on any mesh."""
 
 import dataclasses
+import functools
 import re
 from typing import get_args
 
@@ -97,6 +98,18 @@ def test_against_logits_written_out_on_any_mesh(divergence, V):
     assert (np.asarray(got[0]) >= 0).all()
 
 
+def in_f32(tree):
+    return jax.tree.map(np.float32, tree)
+
+
+@functools.cache
+def written_out_in_f32():
+    """Values and gradients of the heads of bf16 with 96 columns, computed in f32."""
+    student, teacher = (in_f32(states) for states in heads(96, dtype=jnp.bfloat16))
+    exact = weighted(lambda s: reference_divergence(s, teacher, where=MASK))
+    return jax.jit(exact)(student)
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_kernels_sharded_over_fsdp_and_bf16(sequence_parallel):
     parallel = make_parallel_mesh("fsdp=2,cp=2,tp=2", sequence_parallel=sequence_parallel)
@@ -105,17 +118,11 @@ def test_kernels_sharded_over_fsdp_and_bf16(sequence_parallel):
         weighted(lambda s: divergence_from_hidden(*s, *teacher, where=MASK, parallel=parallel))
     )
     found, gradients = run(student)
-    as_f32 = [
-        jax.tree.map(lambda x: x.astype(jnp.float32), states) for states in (student, teacher)
-    ]
-    exact_loss = weighted(lambda s: reference_divergence(s, as_f32[1], where=MASK))
-    expected, exact = jax.jit(exact_loss)(as_f32[0])
+    expected, exact = written_out_in_f32()
     assert_trees_close(found, expected, rtol=1e-5, atol=2e-6)
     assert all(g.dtype == jnp.bfloat16 for g in jax.tree.leaves(gradients))
     # A bf16 model's logit gradient is rounded to bf16 before its products, 2^-9 of each term.
-    assert_trees_close(
-        jax.tree.map(lambda g: g.astype(jnp.float32), gradients), exact, rtol=2**-7, atol=2**-8
-    )
+    assert_trees_close(in_f32(gradients), exact, rtol=2**-7, atol=2**-8)
 
 
 def test_hidden_states_of_which_only_the_students_are_sharded_by_position():
@@ -131,15 +138,20 @@ def test_hidden_states_of_which_only_the_students_are_sharded_by_position():
     )
     assert narrow_sums(loss, student) == []
     found, gradients = jax.jit(loss)(student)
-    as_f32 = [
-        jax.tree.map(lambda x: x.astype(jnp.float32), states) for states in (student, teacher)
-    ]
-    exact_loss = weighted(lambda s: reference_divergence(s, as_f32[1], where=MASK))
-    expected, exact = jax.jit(exact_loss)(as_f32[0])
+    expected, exact = written_out_in_f32()
     assert_trees_close(found, expected, rtol=1e-5, atol=2e-6)
-    assert_trees_close(
-        jax.tree.map(lambda g: g.astype(jnp.float32), gradients), exact, rtol=2**-7, atol=2**-8
-    )
+    assert_trees_close(in_f32(gradients), exact, rtol=2**-7, atol=2**-8)
+
+
+@functools.cache
+def between_unpadded_heads():
+    """The divergences of heads with 1000 columns, and the gradients of the student's head."""
+    (hidden, student), (teacher_hidden, teacher) = heads(1000)
+
+    def fn(head):
+        return divergence_from_hidden(hidden, head, teacher_hidden, teacher, where=MASK)
+
+    return jax.jit(weighted(fn))(student)
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
@@ -149,34 +161,26 @@ def test_heads_of_one_vocabulary_with_other_padding(mesh):
     """
     (hidden, student), (teacher_hidden, teacher) = heads(1000)
     parallel = mesh and make_parallel_mesh(mesh)
-    of_student = ((0, 0), (0, 4)), (0, 4)
-    padded = dataclasses.replace(
-        student,
-        kernel=jnp.pad(student.kernel, of_student[0], constant_values=3),
-        bias=jnp.pad(student.bias, of_student[1]),
-        vocab_size=1000,
-    )
-    wider = dataclasses.replace(
-        teacher, kernel=jnp.pad(teacher.kernel, ((0, 24), (0, 0))), vocab_size=1000
-    )
+    kernel = np.pad(student.kernel, ((0, 0), (0, 4)), constant_values=3)
+    padded = Head(kernel, np.pad(student.bias, (0, 4)), vocab_size=1000)
+    wider_kernel = np.pad(teacher.kernel, ((0, 24), (0, 0)))
+    wider = dataclasses.replace(teacher, kernel=wider_kernel, vocab_size=1000)
 
-    def run(student_head, teacher_head, parallel):
-        def fn(head):
-            return divergence_from_hidden(
-                hidden, head, teacher_hidden, teacher_head, where=MASK, parallel=parallel
-            )
+    def fn(head):
+        states = hidden, head, teacher_hidden, wider
+        return divergence_from_hidden(*states, where=MASK, parallel=parallel)
 
-        return jax.jit(weighted(fn))(student_head)
-
-    expected, of_head = run(student, teacher, None)
-    found, gradient = run(padded, wider, parallel)
+    expected, of_head = between_unpadded_heads()
+    found, gradient = jax.jit(weighted(fn))(padded)
     assert_trees_close(found, expected, rtol=1e-5, atol=2e-6)
-    assert_trees_close(gradient.kernel[:, :1000], of_head.kernel, rtol=1e-5, atol=2e-6)
-    assert not gradient.kernel[:, 1000:].any()
+    by_kernel = np.asarray(gradient.kernel)
+    assert_trees_close(by_kernel[:, :1000], of_head.kernel, rtol=1e-5, atol=2e-6)
+    assert not by_kernel[:, 1000:].any()
+    unnamed = dataclasses.replace(wider, vocab_size=None)
     with pytest.raises(
         ValueError, match=r"teacher_head.kernel: got 1024 columns, expected the student's 1000"
     ):
-        run(student, dataclasses.replace(wider, vocab_size=None), None)
+        divergence_from_hidden(hidden, student, teacher_hidden, unnamed, where=MASK)
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
@@ -187,8 +191,8 @@ def test_vocabularies_with_other_padding_inside_a_users_shard_map(is_cut):
     """
     (hidden, student), (teacher_hidden, teacher) = heads(96)
     mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
-    kernel = jnp.pad(student.kernel, ((0, 0), (0, 4)), constant_values=3)
-    teacher_kernel = jnp.pad(teacher.kernel, ((0, 24), (0, 0)))
+    kernel = np.pad(student.kernel, ((0, 0), (0, 4)), constant_values=3)
+    teacher_kernel = np.pad(teacher.kernel, ((0, 24), (0, 0)))
     of_kernels = (mesh.kernel_spec(), mesh.kernel_spec("vh")) if is_cut else (P(), P())
 
     def inside(hidden, kernel, teacher_hidden, teacher_kernel, where):
@@ -225,13 +229,11 @@ def test_no_loop_over_the_tokens_of_a_device_gathers_a_kernel(of):
     """
     rng = np.random.default_rng(3)
     parallel = make_parallel_mesh("fsdp=8")
-    where = jnp.arange(160)[None] < jnp.asarray([0, 1, 16, 17, 40, 100, 159, 160])[:, None]
-    hidden = jnp.where(
-        where[..., None], jnp.asarray(rng.normal(size=(8, 160, 16)), jnp.float32), jnp.nan
-    )
-    kernels = [jnp.asarray(rng.normal(size=(16, 256)), jnp.float32) for _ in range(2)]
+    where = np.arange(160)[None] < np.array([0, 1, 16, 17, 40, 100, 159, 160])[:, None]
+    hidden = np.where(where[..., None], rng.normal(size=(8, 160, 16)), np.nan).astype(np.float32)
+    kernels = [np.float32(rng.normal(size=(16, 256))) for _ in range(2)]
     specs = [None if of in (name, "both") else P() for name in ("student", "teacher")]
-    weights = jnp.cos(jnp.arange(160.0))[None]
+    weights = np.cos(np.arange(160, dtype=np.float32))[None]
 
     def on_devices(hidden, kernel):
         one, two = (Head(k, spec=spec) for k, spec in zip((kernel, kernels[1]), specs, strict=True))
@@ -252,12 +254,15 @@ def test_no_loop_over_the_tokens_of_a_device_gathers_a_kernel(of):
 
 def test_padded_columns_and_a_frozen_head():
     (hidden, head), (teacher_hidden, teacher) = heads(600)
-    spoiled = Head(head.kernel.at[:, 500:].set(jnp.nan), head.bias, vocab_size=500)
-    padded = dataclasses.replace(teacher, vocab_size=500)
+    kernel, bias = np.array(head.kernel), np.array(head.bias)
+    of_teacher = np.asarray(teacher.kernel)
     shorter = (
-        Head(head.kernel[:, :500], head.bias[:500]),
-        dataclasses.replace(teacher, kernel=teacher.kernel[:500]),
+        Head(kernel[:, :500].copy(), bias[:500]),
+        dataclasses.replace(teacher, kernel=of_teacher[:500]),
     )
+    kernel[:, 500:] = np.nan
+    spoiled = Head(kernel, bias, vocab_size=500)
+    padded = dataclasses.replace(teacher, vocab_size=500)
 
     def gradient(head, teacher):
         def run(hidden):

@@ -59,7 +59,7 @@ def local_losses():
 
 
 @functools.cache
-def compiled(config, memory, mesh=None):
+def compiled(config, memory, mesh):
     """`step` of hidden states, kernel and batch, compiled once for the tests that share it."""
     parallel = mesh and make_parallel_mesh(mesh)
     return jax.jit(functools.partial(step, parallel, config=config, memory=memory))
@@ -69,8 +69,8 @@ def compiled(config, memory, mesh=None):
 @pytest.mark.parametrize("loss", local_losses())
 def test_one_pass_is_two_passes(loss):
     config = PolicyLossConfig(by_name(loss), kl=KL(0.1), entropy_coef=0.01)
-    one = compiled(config, ONE_PASS)(HIDDEN, KERNEL, BATCH)
-    two = compiled(config, TWO_PASSES)(HIDDEN, KERNEL, BATCH)
+    one = compiled(config, ONE_PASS, None)(HIDDEN, KERNEL, BATCH)
+    two = compiled(config, TWO_PASSES, None)(HIDDEN, KERNEL, BATCH)
     assert_trees_close(one, two, rtol=1e-5, atol=2e-6)
 
 
@@ -101,7 +101,7 @@ def test_from_hidden_is_the_two_public_functions(config):
     )
     gradients = *gradients, None
     for budget in (ONE_PASS, TWO_PASSES):
-        got = compiled(config, budget)(HIDDEN, KERNEL, BATCH)
+        got = compiled(config, budget, None)(HIDDEN, KERNEL, BATCH)
         assert_trees_close(got, (value, finalize_metrics(found), gradients), rtol=1e-5, atol=2e-6)
 
 
@@ -114,7 +114,7 @@ MESHES = ["dp=8,cp=1,tp=1", "dp=1,cp=8,tp=1", "dp=1,cp=1,tp=8", "dp=2,cp=2,tp=2"
 )
 def test_one_pass_on_any_mesh(mesh):
     found = compiled(bonus_and_kl(), ONE_PASS, mesh)(HIDDEN, KERNEL, BATCH)
-    alone = compiled(bonus_and_kl(), ONE_PASS)(HIDDEN, KERNEL, BATCH)
+    alone = compiled(bonus_and_kl(), ONE_PASS, None)(HIDDEN, KERNEL, BATCH)
     # sums of up to 512 tokens in another order
     assert_trees_close(found, alone, rtol=2e-5, atol=3e-6)
 
@@ -176,7 +176,7 @@ def test_a_loss_of_the_users_own_with_traced_hyperparameters(mesh):
     run = functools.partial(at, HIDDEN, KERNEL)
     one = run(2.0, 0.1, ONE_PASS)
     assert_trees_close(one, run(2.0, 0.1, TWO_PASSES), 1e-5, 2e-6)
-    plain = compiled(PolicyLossConfig(Squared(2.0), entropy_coef=0.1), ONE_PASS)
+    plain = compiled(PolicyLossConfig(Squared(2.0), entropy_coef=0.1), ONE_PASS, None)
     assert_trees_close(one, plain(HIDDEN, KERNEL, BATCH), 1e-5, 2e-6)
     assert_trees_close(run(0.0, 0.0, ONE_PASS)[2][:2], (0 * HIDDEN, 0 * KERNEL))
 

@@ -305,19 +305,19 @@ def test_losses_of_several_entries_a_token(loss, field, own):
     def together(x):
         return loss_from_stats(stats_from(x), BATCH, parts)[0]
 
+    def alone(x, row):
+        mask = BATCH.loss_mask * (np.arange(R) == row)[:, None]
+        batch = dataclasses.replace(BATCH, loss_mask=mask)
+        of_row = own(loss, float(NUMBERS[row, 0]))
+        return loss_from_stats(stats_from(x), batch, of_row)[0]
+
     @jax.jit
     @jax.value_and_grad
-    def alone(x, mask, number):
-        batch = dataclasses.replace(BATCH, loss_mask=mask)
-        return loss_from_stats(stats_from(x), batch, own(loss, number))[0]
+    def each_alone(x):
+        return sum(alone(x, row) for row in range(R))
 
     value, slopes = together(x)
-    expected, expected_slopes = 0.0, 0.0
-    for row in range(R):
-        mask = BATCH.loss_mask * (np.arange(R) == row)[:, None]
-        of_row = alone(x, mask, np.float32(NUMBERS[row, 0]))
-        expected += np.asarray(of_row[0])
-        expected_slopes += np.asarray(of_row[1])
+    expected, expected_slopes = each_alone(x)
     np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(slopes, expected_slopes, rtol=1e-5, atol=1e-6)
     assert np.abs(slopes).max() > 0
