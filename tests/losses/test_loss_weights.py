@@ -211,17 +211,20 @@ def test_other_losses_too(loss, aggregation):
 
 
 def test_a_depth_weighs_the_token_that_it_predicts():
-    ids = jnp.array([[1, 1, 1, 1]])
-    places = jnp.arange(4)[None]
-    mask = jnp.array([[1.0, 1, 1, 0]])
+    ids = np.array([[1, 1, 1, 1]])
+    targets = np.array([[1, 2, 3, 0]])
+    mask = np.float32([[1, 1, 1, 0]])
     # of targets 1, 2, 3; depth 1 predicts the last two
-    weights = jnp.array([[7.0, 2.0, 3.0, jnp.nan]])
-    batch = RolloutBatch(
-        ids, jnp.array([[1, 2, 3, 0]]), ids, places, mask, jnp.array([[0]]), loss_weights=weights
-    )
-    loss, _ = mtp_loss(
-        jnp.zeros((1, 1, 4, 2)), jnp.zeros((2, 8)), batch, MTP(coef=1.0, aggregation="token_sum")
-    )
+    weights = np.float32([[7, 2, 3, np.nan]])
+    rows = ids, targets, ids, np.arange(4)[None], mask, np.array([[0]])
+    batch = RolloutBatch(*rows, loss_weights=weights)
+    hidden, kernel = np.zeros((1, 1, 4, 2), np.float32), np.zeros((2, 8), np.float32)
+
+    @quick_jit
+    def run(hidden, kernel, batch):
+        return mtp_loss(hidden, kernel, batch, MTP(coef=1.0, aggregation="token_sum"))[0]
+
+    loss = run(hidden, kernel, batch)
     np.testing.assert_allclose(loss, 5 * np.log(8), rtol=1e-6)
 
 

@@ -313,11 +313,14 @@ def test_the_unified_mask_asks_for_the_sign_of_the_advantage():
     """By hand: ratios 2 and 0.4 with both signs, bounds 0.75 and 1.5."""
     ratio = np.array([2.0, 2.0, 0.4, 0.4])
     a = np.array([1.0, -1.0, 1.0, -1.0])
-    old = jnp.full(4, -2.0)
-    x = old + jnp.log(jnp.asarray(ratio, jnp.float32))
-    values, found = CISPO(0.25, 0.5, unified_mask=True)(
-        x, old, jnp.asarray(a, jnp.float32), mask=None, segments=None
-    )
+    old = np.full(4, -2.0, np.float32)
+    x = old + np.float32(np.log(ratio))
+
+    @jax.jit
+    def run(x, a):
+        return CISPO(0.25, 0.5, unified_mask=True)(x, old, a, mask=None, segments=None)
+
+    values, found = run(x, np.float32(a))
     np.testing.assert_allclose(values, np.array([0, 1.5, -0.75, 0]) * x, rtol=1e-5)
     np.testing.assert_array_equal(found["masked_fraction"], [1, 0, 0, 1])
     np.testing.assert_array_equal(found["clip_fraction"], [1, 1, 1, 1])

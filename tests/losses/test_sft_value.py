@@ -72,13 +72,13 @@ def test_micro_batches_add_up(fn, aggregation):
     whole = fn(None, x, batch, aggregation=aggregation)[0]
 
     def stack(a):
-        return a.reshape(2, 4, *a.shape[1:])
+        return np.asarray(a).reshape(2, 4, *a.shape[1:])
 
     stacked = jax.tree.map(stack, batch)
     normalizers = normalizer_of(stacked, aggregation)
 
     def part(tree, k):
-        return jax.tree.map(lambda a: a[k], tree)
+        return jax.tree.map(lambda a: np.asarray(a)[k], tree)
 
     parts = [
         fn(
