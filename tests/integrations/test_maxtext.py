@@ -9,6 +9,7 @@ input_pipeline/input_pipeline_utils.py and trainers/pre_train/train.py; and the 
 
 import importlib.util
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -132,7 +133,7 @@ def test_hidden_states_to_head(config):
         else {"rtol": 1e-4, "atol": 1e-5}
     )
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), found[1], expected[1])
+    jax.tree.map(partial(np.testing.assert_allclose, **tolerance), found[1], expected[1])
 
 
 class Calls(Transformer):

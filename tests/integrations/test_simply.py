@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import os
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -81,9 +82,7 @@ def assert_same(theirs, found):
         if name != "ratio_max" or metrics[of_theirs] < 1.4:  # theirs is after its cap
             np.testing.assert_allclose(logged[name], metrics[of_theirs], rtol=2e-5, atol=1e-6)
     assert logged["broken_rules_max"] == 0
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-6), my_gradient, gradient
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-6), my_gradient, gradient)
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient)) > 1e-2
 
 
@@ -161,9 +160,7 @@ def test_a_training_step(parts):
         custom = functools.partial(loss, **GRPO)
         value, after, _ = jax.jit(functools.partial(step, custom_loss_fn=custom))(state, BATCH)
         found.append((value, after["params"]))
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), found[1], found[0]
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), found[1], found[0])
     moved = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), found[1][1], params)
     assert max(jax.tree.leaves(moved)) > 1e-3
 

@@ -3,6 +3,7 @@ SkyRL-tx's switch.
 """
 
 import doctest
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -97,6 +98,4 @@ def test_skyrl_txs_switch(page):
         jax.jit(jax.value_and_grad(fn, has_aux=True))(log_probs, *arrays)
         for fn in (page["losses_of_rows"], of_theirs)
     )
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)

@@ -8,6 +8,7 @@ EasyDeL 0.3.0 needs JAX 0.9.
 """
 
 import re
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -59,9 +60,7 @@ def loss_of_log_probs(log_probs, batch):
 
 def assert_same(found, expected):
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), found[1], expected[1]
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-6), found[1], expected[1])
 
 
 @pytest.mark.nightly

@@ -7,6 +7,7 @@ PYTHONPATH=.../tunix python -m pytest tests/integrations/test_tunix*.py --nightl
 """
 
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,9 +74,7 @@ def test_the_learner_takes_the_same_steps_with_and_without_logits():
     assert len(theirs) == 3
     assert np.ptp(theirs[:, 1]) > 0
     np.testing.assert_allclose(found, theirs, rtol=1e-5, atol=1e-6)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), trained, parameters
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), trained, parameters)
 
 
 def test_the_example_of_the_docs_trains():
@@ -116,9 +115,7 @@ def test_old_log_probs_of_several_iterations_have_no_logits_either():
         ours.rl_cluster(), mesh_of(1, 1), steps=4, temperature=1.0, policy_loss_fn=name, **config
     )
     np.testing.assert_allclose(found, theirs, rtol=2e-5, atol=1e-6)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), trained, parameters
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), trained, parameters)
 
 
 def test_micro_batches_of_a_step_add_up_as_theirs():
@@ -135,9 +132,7 @@ def test_micro_batches_of_a_step_add_up_as_theirs():
     )
     assert len(theirs) == 4
     np.testing.assert_allclose(found, theirs, rtol=2e-5, atol=1e-6)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), trained, parameters
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), trained, parameters)
 
 
 def test_log_probs_of_the_actor_at_the_start_of_a_step():
@@ -190,9 +185,7 @@ def test_weights_of_the_learner_multiply_the_policy_loss():
     (theirs, _), gradient = losses(model, "grpo", config, weighted)
     (found, metrics), mine = losses(model, ours.register(), config, weighted)
     np.testing.assert_allclose(found, theirs, rtol=2e-5, atol=1e-6)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-6), mine, gradient
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-6), mine, gradient)
     where = np.asarray(weighted.completion_mask)
     np.testing.assert_allclose(metrics["sampler_is/weight_mean"], weights[where].mean(), rtol=1e-6)
 

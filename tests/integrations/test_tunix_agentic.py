@@ -10,6 +10,7 @@ tokens.
 import dataclasses
 import itertools
 import re
+from functools import partial
 
 import jax
 import numpy as np
@@ -101,6 +102,4 @@ def test_the_agentic_learner_takes_the_same_steps_with_the_config_of_the_page():
     name = ours.register(config_of_the_page(), agentic=True)
     found, trained, _ = train(ours.rl_cluster(), name)
     np.testing.assert_allclose(found, theirs, rtol=1e-5, atol=1e-6)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), trained, parameters
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), trained, parameters)

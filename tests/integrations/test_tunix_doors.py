@@ -403,7 +403,7 @@ def test_maxtexts_adapter(adapter, tied):
     # their gradient of an embedding is rounded to bf16
     tolerance = {"rtol": 1e-2, "atol": 2e-2} if tied else {"rtol": 1e-4, "atol": 1e-5}
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), found[1], expected[1])
+    jax.tree.map(partial(np.testing.assert_allclose, **tolerance), found[1], expected[1])
     made = jax.jit(ours).lower(params).compile().as_text()
     assert made.count(" dot(") == 2  # the attention and the head's own
 

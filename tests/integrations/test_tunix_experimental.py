@@ -8,6 +8,7 @@ PYTHONPATH=.../tunix python -m pytest tests/integrations/test_tunix_experimental
 
 import functools
 import pickle
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -119,9 +120,7 @@ def test_loss_gradient_and_metrics_beside_their_adapters(given, aggregation):
         np.testing.assert_allclose(metrics[name], expected[1][name], rtol=2e-5, atol=1e-6)
     assert 0 < metrics["pg_clipfrac"] < 1
     assert metrics["kl"] > 1e-3
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-6), gradient, expected[2]
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-6), gradient, expected[2])
 
 
 def model_input(train_example, config):
@@ -164,9 +163,7 @@ def test_steps_of_their_worker_with_a_loss_that_was_sent_to_it():
     assert theirs.shape == (2, 3)
     assert np.ptp(theirs[:, 2]) > 1e-5
     np.testing.assert_allclose(found, theirs, rtol=2e-5, atol=1e-6)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), mine, parameters
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), mine, parameters)
 
 
 def mesh_here():
@@ -179,9 +176,7 @@ def test_steps_on_a_mesh_that_is_made_where_the_loss_runs():
         theirs, parameters = trained(adapters.GRPOAdapter().loss_fn(), mesh)
         found, mine = trained(sent, mesh)
     np.testing.assert_allclose(found, theirs, rtol=2e-5, atol=1e-6)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6), mine, parameters
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6), mine, parameters)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ Each option is used, or refused by name: none is dropped.
 import dataclasses
 import functools
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -140,9 +141,7 @@ def expected(model, config, *, old, weights=None, sampled=None, token_mask=TOKEN
 
 def agrees(found, wanted):
     np.testing.assert_allclose(found[0], wanted[0], rtol=2e-5, atol=1e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), found[2], wanted[1]
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-6), found[2], wanted[1])
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["a config of ours", "theirs"])

@@ -101,7 +101,7 @@ def _resident() -> int:
 
 
 @contextlib.contextmanager
-def kept_in(folder, seconds=0.0):
+def kept_in(folder, seconds):
     """Keeps programs that take so long to compile in a folder: the same program is then read
     from there.
     """
