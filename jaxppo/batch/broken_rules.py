@@ -66,12 +66,16 @@ class _First:
     numbers: tuple[int, ...]
 
     def __call__(self, counts: Float[Array, " n"]) -> Int[Array, ""]:
-        # numpy where the counts are known: there each of JAX's operations compiles a program
-        xp: Any = jnp if isinstance(counts, jax.core.Tracer) else np
-        broken = xp.asarray(counts) > 0
-        order = xp.cumsum(broken, dtype=np.int32) - 1
-        digits = xp.asarray(self.numbers, np.int32) << BITS * xp.clip(order, 0, FIRST - 1)
-        return xp.where(broken & (order < FIRST), digits, 0).sum(dtype=np.int32)
+        return _first_of(self.numbers, counts)
+
+
+# one program where a caller does not jit, and not one for each operation
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _first_of(numbers: tuple[int, ...], counts: Float[Array, " n"]) -> Int[Array, ""]:
+    broken = counts > 0
+    order = jnp.cumsum(broken, dtype=jnp.int32) - 1
+    digits = jnp.asarray(numbers, jnp.int32) << BITS * jnp.clip(order, 0, FIRST - 1)
+    return jnp.where(broken & (order < FIRST), digits, 0).sum(dtype=jnp.int32)
 
 
 def count_broken(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from policy_steps import LOSSES, loss_named, normalizer_of, quick_jit
+from programs import compilations
 from tables import sampled
 
 from jaxppo import (
@@ -395,6 +396,12 @@ def test_the_first_three_are_named():
             assert [line.split(":")[0] for line in explain_broken_rules(value)] == names
     assert len(ON_DEVICE) < 1 << 8
     assert len({rule.name for rule in ON_DEVICE}) == len(ON_DEVICE)
+
+
+def test_reading_the_number_compiles_one_program():
+    """Outside of a `jit` it was a program for each operation."""
+    metric = Broken((1, 4, 60), jnp.zeros(3)).metric(jnp.float32(0))
+    assert compilations(lambda: metric.value) <= 1
 
 
 @pytest.mark.parametrize(

@@ -226,3 +226,9 @@ def test_an_array_on_one_device_beside_a_mesh_is_named():
     ):
         total(mesh, one)
     assert total(mesh, X) == total(mesh, jax.device_put(X, mesh.sharding(P()))) == X.sum()
+
+
+def test_arrays_of_numpy_compile_nothing_beside_the_call():
+    """`jnp.asarray` compiled a program for each of their shapes."""
+    total(None, np.ones((2, 3), np.float32))
+    assert compilations(lambda: total(None, np.ones((3, 5), np.float32))) == 1
