@@ -56,47 +56,106 @@ def serial_token_rewards(coef):
     return out
 
 
-def on_every_layout_and_mesh(fn, expected, layouts=True):
-    """fn(parallel, rewards, batch) gives `expected`, in logical order."""
-    arrays = (REWARDS, BATCH)
-    for mesh in MESHES[1:]:
-        parallel = make_parallel_mesh(mesh)
-        got = jax.jit(lambda *a, p=parallel: fn(p, *a))(*arrays)
-        assert_trees_close(got, expected, context=mesh)
-    for layout, parallel, to_physical, to_logical in layouts_on() if layouts else ():
-        got = jax.jit(lambda *a, p=parallel: fn(p, *a))(*map(to_physical, arrays))
-        assert_trees_close(jax.tree.map(to_logical, got), expected, context=layout)
+def returns_of(parallel, rewards, batch, masked):
+    options = {"gamma": 0.9, "masked": masked, "parallel": parallel}
+    return advantages.discounted_returns(rewards, batch, **options)
+
+
+def gae_of(parallel, rewards, batch, gamma, lam, value_lam):
+    options = {"gamma": gamma, "lam": lam, "value_lam": value_lam, "parallel": parallel}
+    return advantages.gae(rewards, batch.values, batch, **options)
+
+
+def token_rewards_of(parallel, rewards, batch):
+    options = {"kl": batch.values, "kl_coef": 0.1, "parallel": parallel}
+    return advantages.token_rewards(batch.rewards, batch, **options)
+
+
+def baseline_of(parallel, rewards, batch):
+    options = {"kl": batch.values, "kl_coef": 0.1, "parallel": parallel}
+    return advantages.reinforce_plus_plus_baseline(batch.rewards, batch.group_ids, batch, **options)
+
+
+def weighted_distillation_of(parallel, rewards, batch):
+    own = -jnp.abs(batch.returns)
+    teacher = -jnp.abs(batch.values)
+    return advantages.importance_weighted_distillation(
+        own, teacher, batch, gain=0.75, parallel=parallel
+    )
+
+
+GAE = {"gamma": 0.99, "lam": 0.95, "value_lam": 0.95}
+GAE_OF_ONE_STEP = {"gamma": 0.97, "lam": 0.0, "value_lam": 0.5}
+# by name: fn(parallel, rewards, batch)
+ON_ALL_LAYOUTS = {
+    "gae": functools.partial(gae_of, **GAE),
+    "token_rewards": token_rewards_of,
+    "weighted distillation": weighted_distillation_of,
+}
+ON_MESHES = ON_ALL_LAYOUTS | {
+    "returns, skip": functools.partial(returns_of, masked="skip"),
+    "returns, discount": functools.partial(returns_of, masked="discount"),
+    "baseline": baseline_of,
+}
+AT_NIGHT = {"gae of one step": functools.partial(gae_of, **GAE_OF_ONE_STEP)}
+
+
+def computed(estimators, parallel, arrays):
+    """The result of each estimator, all of them in one program."""
+
+    @jax.jit
+    def run(rewards, batch):
+        return {name: fn(parallel, rewards, batch) for name, fn in estimators.items()}
+
+    return run(*arrays)
+
+
+@functools.cache
+def on_meshes(at_night=False):
+    """By mesh and by name, the results in logical order."""
+    estimators = AT_NIGHT if at_night else ON_MESHES
+    return {
+        mesh: computed(estimators, make_parallel_mesh(mesh), (REWARDS, BATCH))
+        for mesh in MESHES[1:]
+    }
+
+
+@functools.cache
+def on_layouts():
+    """By layout and by name, the results in logical order."""
+    found = {}
+    for layout, parallel, to_physical, to_logical in layouts_on():
+        physical = computed(ON_ALL_LAYOUTS, parallel, map(to_physical, (REWARDS, BATCH)))
+        found[layout] = jax.tree.map(to_logical, physical)
+    return found
+
+
+def assert_same_everywhere(name, expected):
+    """The estimator gives `expected` on every mesh, and in every layout if it is computed there."""
+    for mesh, found in on_meshes(at_night=name in AT_NIGHT).items():
+        assert_trees_close(found[name], expected, context=mesh)
+    if name in ON_ALL_LAYOUTS:
+        for layout, found in on_layouts().items():
+            assert_trees_close(found[name], expected, context=layout)
 
 
 @pytest.mark.parametrize("masked", ["skip", "discount"])
 def test_discounted_returns(masked):
-    def fn(parallel, rewards, batch):
-        options = {"gamma": 0.9, "masked": masked, "parallel": parallel}
-        return advantages.discounted_returns(rewards, batch, **options)
-
-    on_every_layout_and_mesh(fn, serial_returns(0.9, masked), layouts=False)
+    assert_same_everywhere(f"returns, {masked}", serial_returns(0.9, masked))
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize(("gamma", "lam", "value_lam"), [(0.99, 0.95, 0.95), (0.97, 0.0, 0.5)])
-def test_gae(gamma, lam, value_lam):
+@pytest.mark.parametrize(("name", "options"), [("gae", GAE), ("gae of one step", GAE_OF_ONE_STEP)])
+def test_gae(name, options):
     # One that resets at a shard's border is off by up to 100%; one that reads V across a hole in
     # the mask, NaN.
-    def fn(parallel, rewards, batch):
-        options = {"gamma": gamma, "lam": lam, "value_lam": value_lam, "parallel": parallel}
-        return advantages.gae(rewards, batch.values, batch, **options)
-
-    on_every_layout_and_mesh(fn, serial_gae(gamma, lam, value_lam), layouts=lam == 0.95)
+    assert_same_everywhere(name, serial_gae(**options))
 
 
 def test_reward_lands_on_the_last_response_token_whichever_shard_owns_it():
     # On the last token of a shard, or of the row, every sequence but the fullest would lose its
     # reward.
-    def fn(parallel, rewards, batch):
-        options = {"kl": batch.values, "kl_coef": 0.1, "parallel": parallel}
-        return advantages.token_rewards(batch.rewards, batch, **options)
-
-    on_every_layout_and_mesh(fn, serial_token_rewards(0.1))
+    assert_same_everywhere("token_rewards", serial_token_rewards(0.1))
 
 
 def test_whiten_a_mean_a_million_times_the_deviation():
@@ -119,42 +178,32 @@ def test_whiten_of_equal_values_or_of_none_is_zero():
 
 
 def test_reinforce_plus_plus_baseline_is_whitened_over_data_and_context():
-    def fn(parallel, rewards, batch):
-        return advantages.reinforce_plus_plus_baseline(
-            batch.rewards, batch.group_ids, batch, kl=batch.values, kl_coef=0.1, parallel=parallel
-        )
-
     token = np.asarray(MASK) > 0
     centred = advantages.dr_grpo(BATCH.rewards, BATCH.group_ids)
-    x = np.asarray(advantages.spread(centred, BATCH), np.float64) - 0.1 * np.nan_to_num(
-        BATCH.values
-    )
-    on_every_layout_and_mesh(
-        fn, np.where(token, (x - x[token].mean()) / x[token].std(ddof=1), 0), layouts=False
-    )
+    of_tokens = np.asarray(advantages.spread(centred, BATCH), np.float64)
+    x = of_tokens - 0.1 * np.nan_to_num(BATCH.values)
+    whitened = (x - x[token].mean()) / x[token].std(ddof=1)
+    assert_same_everywhere("baseline", np.where(token, whitened, 0))
 
 
 def test_distillation_pulls_to_the_teacher():
-    own, theirs = (-np.abs(x) for x in (REWARDS, BATCH.values))
+    own = -np.abs(np.asarray(REWARDS))
+    theirs = -np.abs(np.asarray(BATCH.values))
     got = advantages.on_policy_distillation(BATCH.advantages, own, theirs, MASK, coef=0.5)
     expected = np.where(MASK > 0, BATCH.advantages - 0.5 * (own - theirs), 0)
     assert_trees_close(got, expected)
 
 
 def test_weighted_distillation_follows_each_sequence_on_any_mesh():
-    own, theirs = (-np.abs(x) for x in (np.asarray(BATCH.returns), np.asarray(BATCH.values)))
-
-    def fn(parallel, rewards, batch):
-        given = -jnp.abs(batch.returns), -jnp.abs(batch.values), batch
-        return advantages.importance_weighted_distillation(*given, gain=0.75, parallel=parallel)
-
+    own = -np.abs(np.asarray(BATCH.returns))
+    theirs = -np.abs(np.asarray(BATCH.values))
     expected = np.zeros(own.shape)
     for row, s in np.argwhere(np.asarray(BATCH.sample_ids) >= 0):
         at = (np.asarray(BATCH.segment_ids)[row] == s + 1) & (np.asarray(MASK)[row] > 0)
         d = (theirs - own)[row, at].astype(np.float64)
         before = np.cumsum(np.abs(d)) - np.abs(d)
         expected[row, at] = (1 + 0.75 * (1 - before / max(np.abs(d).sum(), 1e-8))) * d
-    on_every_layout_and_mesh(fn, expected)
+    assert_same_everywhere("weighted distillation", expected)
 
 
 def test_advantages_are_constants():
@@ -269,15 +318,14 @@ def test_values_after_responses_that_were_cut(mesh, layout, options):
     """One sample a row, and several: of S = 1 a recipe once gave 0 for all, in silence."""
     devices = jax.devices()[: 4 if mesh == "cp=4" else 8]
     parallel = mesh and make_parallel_mesh(mesh, devices=devices, context_layout=layout)
+    last_values = jax.jit(functools.partial(advantages.last_values, parallel=parallel))
     for lengths in ([5, 9, 3, 7, 2, 6, 4, 8], [60, 33, 50, 41]):
         samples = [Sample([7] * (n - 1) + [10 + n], 1, sample_id=i) for i, n in enumerate(lengths)]
         batch = RolloutBatch.from_samples(samples, row_length=64, parallel=parallel, **options)
         cut = np.arange(len(lengths)) % 3 != 1
         truncated = cut[np.maximum(batch.sample_ids, 0)]
         values = np.where(batch.segment_ids > 0, 0.5 * batch.tokens, np.nan).astype(np.float32)
-        found = np.asarray(jax.jit(lambda v, b, t: advantages.last_values(v, b, t, parallel=parallel))(
-            values, batch, truncated
-        ))  # fmt: skip
+        found = np.asarray(last_values(values, batch, truncated))
         expected = np.array([0.5 * (10 + n) * c for n, c in zip(lengths, cut, strict=True)])
         np.testing.assert_allclose(
             found, np.where(batch.sample_ids < 0, 0, expected[batch.sample_ids]), rtol=1e-6

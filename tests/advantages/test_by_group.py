@@ -70,9 +70,12 @@ def test_the_others_have_advantages_against_those_that_count(name):
     """What a sample outside holds changes nothing for the others, and it is not divided by a
     deviation of 0.
     """
-    call = OF_TOKENS.get(name) or (
-        lambda r, among, **more: OF_SAMPLES[name](r, IDS, among=among, **more)
-    )
+
+    def call(x, among):
+        if name in OF_TOKENS:
+            return np.asarray(OF_TOKENS[name](x, among))
+        return np.asarray(OF_SAMPLES[name](x, IDS, among=among))
+
     among = jnp.array([[True, True, True, False, True, True]])
     one, other = (call(REWARDS.at[0, 3].set(x), among) for x in (2.0, 4.0))
     kept = np.asarray(among)
@@ -118,14 +121,18 @@ MORE["opo"] = [
 @pytest.mark.parametrize("name", [name for name in OF_SAMPLES if "tokens" not in name])
 def test_a_rollout_that_was_cut_counts_once(name, mesh):
     """Parts in several rows, on several devices."""
-    call, parallel, (whole, parts) = (
-        OF_SAMPLES[name],
-        mesh and make_parallel_mesh(mesh),
-        MORE.get(name, [{}, {}]),
-    )
-    expected = call(REWARDS[:, :5], IDS[:, :5], **whole)
-    given = in_rows(REWARDS[:, :5]), in_rows(IDS[:, :5])
-    got = call(*given, rollout_ids=in_rows(jnp.arange(5)[None]), parallel=parallel, **parts)
+    parallel = mesh and make_parallel_mesh(mesh)
+    whole, parts = MORE.get(name, [{}, {}])
+    rewards = np.asarray(REWARDS)[:, :5]
+    ids = np.asarray(IDS)[:, :5]
+
+    def call(*given, **more):
+        return np.asarray(OF_SAMPLES[name](*given, **more))
+
+    expected = call(rewards, ids, **whole)
+    given = in_rows(rewards), in_rows(ids)
+    rollout_ids = in_rows(np.arange(5, dtype=np.int32)[None])
+    got = call(*given, rollout_ids=rollout_ids, parallel=parallel, **parts)
     np.testing.assert_allclose(got, in_rows(expected), rtol=1e-6, atol=1e-7)
     # a mean by length is the same
     assert (np.abs(call(*given, parallel=parallel, **parts) - got) > 1e-2).any() or name == "opo"
@@ -226,8 +233,10 @@ def test_estimators_that_take_the_batch_read_its_rollouts(jitted):
     (a, b), (c, d) = BY_HAND["dr_grpo"], BY_HAND["grpo"]
     dr_grpo = np.repeat([a, a, b, b], 2)
     grpo = np.repeat([c, c, d, d], 2)
-    np.testing.assert_allclose(compiled(of_mean)(batch)[on_tokens], dr_grpo, rtol=1e-6)
-    np.testing.assert_allclose(compiled(of_several)(batch)[on_tokens], grpo, rtol=1e-5)
+    found = np.asarray(compiled(of_mean)(batch))
+    np.testing.assert_allclose(found[on_tokens], dr_grpo, rtol=1e-6)
+    found = np.asarray(compiled(of_several)(batch))
+    np.testing.assert_allclose(found[on_tokens], grpo, rtol=1e-5)
 
 
 def test_the_optimal_token_baseline_takes_no_cut_rollout():

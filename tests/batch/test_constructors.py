@@ -446,13 +446,13 @@ def test_completions_that_are_padded_in_front_under_jit(place):
     @jax.jit
     def run(arrays):
         batch = made("from_padded", arrays, pad_id=0, parallel=parallel)
-        return policy_loss(
-            TokenStats(batch.old_log_probs), batch, PolicyLossConfig(), parallel=parallel
-        )
+        stats = TokenStats(batch.old_log_probs)
+        loss, found = policy_loss(stats, batch, PolicyLossConfig(), parallel=parallel)
+        return loss, found["broken_rules"].value
 
-    loss, found = run(rows)
+    loss, broken = run(rows)
     assert np.isnan(loss)
-    assert explain_broken_rules(found["broken_rules"].value) == [OF_CONSTRUCTORS]
+    assert explain_broken_rules(broken) == [OF_CONSTRUCTORS]
     loss, _ = run({k: x[[1, 1, 2, 2]] for k, x in rows.items()})
     assert np.isfinite(loss)
 

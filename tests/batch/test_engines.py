@@ -8,6 +8,7 @@ finish reasons as dictionaries, the nucleus as base64 of int32 under the names t
 
 import base64
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -445,106 +446,112 @@ def changed(output, **entries):
 
 WRONG = {
     "aborted": (
-        lambda: Sample.from_sglang(sglang(PROMPT, FIRST, "abort")),
+        partial(Sample.from_sglang, sglang(PROMPT, FIRST, "abort")),
         r"finish_reason: got 'abort', expected 'stop'",
     ),
     "unfinished": (
-        lambda: Sample.from_vllm(request(PROMPT, completion(FIRST, None))),
+        partial(Sample.from_vllm, request(PROMPT, completion(FIRST, None))),
         r"finish_reason: got None",
     ),
-    "no turns": (lambda: Sample.from_vllm([]), r"output: got no turns"),
+    "no turns": (partial(Sample.from_vllm, []), r"output: got no turns"),
     "tokenised again": (
-        lambda: Sample.from_vllm(
-            [vllm_turns()[0], request([11, 12, 13, 21, 99, 31], completion(SECOND))]
+        partial(
+            Sample.from_vllm,
+            [vllm_turns()[0], request([11, 12, 13, 21, 99, 31], completion(SECOND))],
         ),
         r"output\[1\]: got a prompt that leaves the tokens of the turns before at 4 of 5",
     ),
     "cut context": (
-        lambda: Sample.from_vllm([vllm_turns()[0], request([11, 12], completion(SECOND))]),
+        partial(Sample.from_vllm, [vllm_turns()[0], request([11, 12], completion(SECOND))]),
         r"output\[1\]: got a prompt that leaves the tokens of the turns before at 2 of 5",
     ),
     "log-probs of one turn": (
-        lambda: Sample.from_vllm(vllm_turns(log_probs=False)),
+        partial(Sample.from_vllm, vllm_turns(log_probs=False)),
         r"log_probs: got None in turn 1",
     ),
     "another dictionary": (
-        lambda: Sample.from_vllm({"text": ""}),
+        partial(Sample.from_vllm, {"text": ""}),
         r"output\[0\]: got keys 'text', expected 'outputs'",
     ),
     "no token ids": (
-        lambda: Sample.from_vllm({"choices": [{"index": 0, "text": "ab", "token_ids": None}]}),
+        partial(Sample.from_vllm, {"choices": [{"index": 0, "text": "ab", "token_ids": None}]}),
         (
             r"output\[0\]: got no token_ids, expected them; endpoints return them for"
             r" return_token_ids=True"
         ),
     ),
     "no prompt": (
-        lambda: Sample.from_vllm(request(None, completion(FIRST))),
+        partial(Sample.from_vllm, request(None, completion(FIRST))),
         r"prompt_token_ids: got None, expected",
     ),
     "a log-prob that is None": (
-        lambda: Sample.from_vllm(
-            request(PROMPT, completion(FIRST) | {"logprobs": {"token_logprobs": [None, -1.0]}})
+        partial(
+            Sample.from_vllm,
+            request(PROMPT, completion(FIRST) | {"logprobs": {"token_logprobs": [None, -1.0]}}),
         ),
         r"output\[0\].logprobs\[0\]: got None, expected the log-prob of the sampled token",
     ),
     "a sampled token without log-prob": (
-        lambda: Sample.from_vllm(
-            request(PROMPT, completion(FIRST) | {"logprobs": [{21: Logprob(-1.0)}, {}]})
+        partial(
+            Sample.from_vllm,
+            request(PROMPT, completion(FIRST) | {"logprobs": [{21: Logprob(-1.0)}, {}]}),
         ),
         r"output\[0\].logprobs\[1\]: got None",
     ),
     "too few log-probs": (
-        lambda: Sample.from_vllm(
-            request(PROMPT, completion(FIRST) | {"logprobs": [{21: Logprob(-1.0)}]})
+        partial(
+            Sample.from_vllm,
+            request(PROMPT, completion(FIRST) | {"logprobs": [{21: Logprob(-1.0)}]}),
         ),
         r"output\[0\].logprobs: got 1 log-probs, expected 2",
     ),
     "mask": (
-        lambda: Sample.from_vllm(vllm_turns(), loss_mask=[1, 1]),
+        partial(Sample.from_vllm, vllm_turns(), loss_mask=[1, 1]),
         r"loss_mask: got shape \(2,\), expected 0 and 1 for",
     ),
     "truncated": (
-        lambda: Sample.from_vllm(vllm_turns(), truncated="drop"),
+        partial(Sample.from_vllm, vllm_turns(), truncated="drop"),
         r"truncated: got 'drop', expected one of 'train', 'mask'",
     ),
     "text": (
-        lambda: Sample.from_sglang(sglang("abc", FIRST)),
+        partial(Sample.from_sglang, sglang("abc", FIRST)),
         r"output\[0\].input_ids: got .*, expected a list of integers",
     ),
     "no meta": (
-        lambda: Sample.from_sglang({"output_ids": FIRST}),
+        partial(Sample.from_sglang, {"output_ids": FIRST}),
         r"output\[0\]: got keys 'output_ids', expected 'meta_info'",
     ),
     "no input ids": (
-        lambda: Sample.from_sglang(sglang(PROMPT, FIRST, input_ids=None)),
+        partial(Sample.from_sglang, sglang(PROMPT, FIRST, input_ids=None)),
         r"input_ids: got None, expected the",
     ),
     "another prompt": (
-        lambda: Sample.from_sglang(sglang(PROMPT, FIRST, input_ids=[1])),
+        partial(Sample.from_sglang, sglang(PROMPT, FIRST, input_ids=[1])),
         r"got 1 tokens, expected 3, the prompt",
     ),
     "other ids": (
-        lambda: Sample.from_sglang(sglang(PROMPT, FIRST, output_ids=[1])),
+        partial(Sample.from_sglang, sglang(PROMPT, FIRST, output_ids=[1])),
         r"output_ids: got other tokens than",
     ),
     "count": (
-        lambda: Sample.from_sglang(changed(sglang(PROMPT, FIRST), completion_tokens=3)),
+        partial(Sample.from_sglang, changed(sglang(PROMPT, FIRST), completion_tokens=3)),
         r"output_token_logprobs: got 2 tokens, expected completion_tokens 3",
     ),
     "no ids": (
-        lambda: Sample.from_sglang(sglang(PROMPT, FIRST, log_probs=False, output_ids=None)),
+        partial(Sample.from_sglang, sglang(PROMPT, FIRST, log_probs=False, output_ids=None)),
         r"output\[0\]: got neither output_ids nor output_token_logprobs",
     ),
     "offsets": (
-        lambda: Sample.from_sglang(
-            changed(sglang(PROMPT, FIRST), top_p_token_ids=[1, 2], top_p_token_offsets=[0, 2])
+        partial(
+            Sample.from_sglang,
+            changed(sglang(PROMPT, FIRST), top_p_token_ids=[1, 2], top_p_token_offsets=[0, 2]),
         ),
         r"top_p_token_offsets: got 1 sets, expected 2, one a token",
     ),
     "a mask without its log-probs": (
-        lambda: Sample.from_sglang(
-            changed(sglang(PROMPT, FIRST), output_token_sampling_mask=[[21], [22]])
+        partial(
+            Sample.from_sglang,
+            changed(sglang(PROMPT, FIRST), output_token_sampling_mask=[[21], [22]]),
         ),
         (
             r"output\[0\].output_token_sampling_logprobs: got None beside a sampling mask, expected"
@@ -552,8 +559,9 @@ WRONG = {
         ),
     ),
     "log-probs without their mask": (
-        lambda: Sample.from_sglang(
-            changed(sglang(PROMPT, FIRST), output_token_sampling_logprobs=[-0.5, -1.0])
+        partial(
+            Sample.from_sglang,
+            changed(sglang(PROMPT, FIRST), output_token_sampling_logprobs=[-0.5, -1.0]),
         ),
         (
             r"output\[0\].output_token_sampling_logprobs: got it without the mask, expected"
@@ -561,39 +569,41 @@ WRONG = {
         ),
     ),
     "a mask that lies in a store": (
-        lambda: Sample.from_sglang(
-            changed(sglang(PROMPT, FIRST), output_token_sampling_mask_length=2)
+        partial(
+            Sample.from_sglang, changed(sglang(PROMPT, FIRST), output_token_sampling_mask_length=2)
         ),
         r"output\[0\].output_token_sampling_mask_length: got it without the mask",
     ),
     "a mask of other tokens": (
-        lambda: Sample.from_sglang(
+        partial(
+            Sample.from_sglang,
             changed(
                 sglang(PROMPT, FIRST),
                 **mask_of("nested", "of the mask") | {_MASK: [[21, 5], [7, 23, 9]]},
-            )
+            ),
         ),
         r"output_token_sampling_mask\[1\]: got ids without the sampled 22, expected it among them",
     ),
     "a mask of fewer tokens": (
-        lambda: Sample.from_sglang(changed(sglang(PROMPT, FIRST), **{_MASK: [[21, 5]]})),
+        partial(Sample.from_sglang, changed(sglang(PROMPT, FIRST), **{_MASK: [[21, 5]]})),
         r"output_token_sampling_mask: got 1 sets, expected 2",
     ),
     "log-probs of another mask": (
-        lambda: Sample.from_sglang(
+        partial(
+            Sample.from_sglang,
             changed(
                 sglang(PROMPT, FIRST),
                 **mask_of("nested", "of the mask") | {_MASK: [[21], [7, 22, 9]]},
-            )
+            ),
         ),
         r"output_token_sampling_logprobs: got \[2, 3\] log-probs, expected \[1, 3\]",
     ),
     "half a nucleus": (
-        lambda: Sample.from_sglang(changed(sglang(PROMPT, FIRST), top_p_token_ids=[1, 2])),
+        partial(Sample.from_sglang, changed(sglang(PROMPT, FIRST), top_p_token_ids=[1, 2])),
         r"output\[0\]: got one of top_p_token_ids and top_p_token_offsets, expected both",
     ),
     "nuclei of other length": (
-        lambda: Sample([1, 2], response_start=1, nucleus=[]),
+        partial(Sample, [1, 2], response_start=1, nucleus=[]),
         r"nucleus: got 0 sets of ids, expected 1",
     ),
 }

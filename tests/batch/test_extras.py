@@ -1,6 +1,7 @@
 """Arrays of one's own in a batch: each value lies where the named arrays say that its token is."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -261,43 +262,50 @@ def test_values_that_no_loss_reads_may_be_anything():
 
 
 BAD = [
-    (lambda: Sample([1, 2], 1, extras=[1]), TypeError, "extras: got list, expected arrays by name"),
     (
-        lambda: Sample([1, 2], 1, extras={1: [1.0]}),
+        partial(Sample, [1, 2], 1, extras=[1]),
+        TypeError,
+        "extras: got list, expected arrays by name",
+    ),
+    (
+        partial(Sample, [1, 2], 1, extras={1: [1.0]}),
         TypeError,
         "extras: got the name 1, expected a string",
     ),
     (
-        lambda: Sample([1, 2, 3], 1, extras={"a": [1.0]}),
+        partial(Sample, [1, 2, 3], 1, extras={"a": [1.0]}),
         ValueError,
         r"extras\['a'\]: got shape \(1,\), expected 2 and",
     ),
     (
-        lambda: Sample([1, 2], 1, extras={"a": ["x"]}),
+        partial(Sample, [1, 2], 1, extras={"a": ["x"]}),
         TypeError,
         r"extras\['a'\]: got <U1, \['x'\], expected numbers",
     ),
     (
-        lambda: Sample([1, 2, 3], 1, extras={"a": [[1], [1, 2]]}),
+        partial(Sample, [1, 2, 3], 1, extras={"a": [[1], [1, 2]]}),
         ValueError,
         r"extras\['a'\]: got .*, of one shape",
     ),
     (
-        lambda: Extra([1], at="token"),
+        partial(Extra, [1], at="token"),
         ValueError,
         "at: got 'token', expected one of 'predicting', 'input'",
     ),
-    (lambda: Extra([1], fill=None), ValueError, "fill: got None, expected a finite number"),
-    (lambda: Extra([1], fill=float("nan")), ValueError, "fill: got nan, expected a finite number"),
+    (partial(Extra, [1], fill=None), ValueError, "fill: got None, expected a finite number"),
+    (partial(Extra, [1], fill=float("nan")), ValueError, "fill: got nan, expected a finite number"),
     (
-        lambda: RolloutBatch.from_samples(
-            [Sample([1, 2], 1, extras={"a": [1]}), Sample([1, 2], 1)], row_length=4
+        partial(
+            RolloutBatch.from_samples,
+            [Sample([1, 2], 1, extras={"a": [1]}), Sample([1, 2], 1)],
+            row_length=4,
         ),
         ValueError,
         "extras: got no 'a' in sample 1, expected one in all samples or in none",
     ),
     (
-        lambda: RolloutBatch.from_samples(
+        partial(
+            RolloutBatch.from_samples,
             [Sample([1, 2], 1, extras={"a": [1]}), Sample([1, 2], 1, extras={"a": [[1]]})],
             row_length=4,
         ),

@@ -3,6 +3,7 @@ gradient.
 """
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -24,8 +25,9 @@ from jaxppo.sharding import make_parallel_mesh
 V, H, MOST = 40, 16, 512
 
 
-def parameters(seed=0):
-    keys = jax.random.split(jax.random.key(seed), 6)
+@functools.cache
+def parameters():
+    keys = jax.random.split(jax.random.key(0), 6)
     shapes = {
         "tokens": (V, H),
         "places": (MOST, H),
@@ -123,6 +125,14 @@ FAULTS = {
 }
 
 
+@functools.cache
+def compiled(fn, dtype=jnp.float32):
+    def run(params, batch):
+        return fn(params, batch).astype(dtype)
+
+    return jax.jit(run)
+
+
 @pytest.mark.parametrize("fn", [right, along_paths], ids=lambda fn: fn.__name__)
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=4", "dp=1,cp=2", "dp=8"])
 @pytest.mark.parametrize("layout", ["zigzag", "zigzag_per_segment", "striped", "contiguous"])
@@ -131,10 +141,10 @@ def test_a_model_that_follows_segments_passes(fn, mesh, layout):
     parallel = mesh and make_parallel_mesh(
         mesh, context_layout=layout, devices=jax.devices()[:count]
     )
-    found = assert_packing_invariant(jax.jit(fn), parameters(), vocab_size=V, parallel=parallel)
+    options = {"vocab_size": V, "parallel": parallel}
+    found = assert_packing_invariant(compiled(fn), parameters(), **options)
     assert max(found.values()) < 1e-5
-    in_16_bits = jax.jit(lambda params, batch: fn(params, batch).astype(jnp.bfloat16))
-    assert_packing_invariant(in_16_bits, parameters(), vocab_size=V, parallel=parallel)
+    assert_packing_invariant(compiled(fn, jnp.bfloat16), parameters(), **options)
 
 
 def named(message):

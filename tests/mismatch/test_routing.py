@@ -4,6 +4,7 @@ what differs.
 
 import base64
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -230,38 +231,49 @@ def test_replay_closes_the_gap_of_a_sampler_that_routes_otherwise(mesh, layout):
         name: jax.random.normal(k, s) for k, (name, s) in zip(keys, shapes.items(), strict=True)
     }
     parallel = mesh and make_parallel_mesh(mesh, context_layout=layout)
+    step = step_of(2)
+    # the model reads each token alone, so that padding changes nothing
+    padded = np.zeros((len(step), max(len(s.tokens) for s in step)), np.int32)
+    for row, s in zip(padded, step, strict=True):
+        row[: len(s.tokens)] = np.asarray(s.tokens) % V
+    sampler = jax.jit(functools.partial(mixture, rounded=4))
+    of_sampler = sampler(params, padded, np.full((*padded.shape, K), -1))
     samples = []
-    for s in step_of(2):
-        tokens = jnp.asarray(s.tokens)[None] % V
-        nothing = jnp.full((1, tokens.shape[1], K), -1)
-        log_probs, chosen_ids = mixture(params, tokens, nothing, rounded=4)
-        sampled = np.take_along_axis(
-            np.asarray(log_probs[0, :-1]), np.asarray(tokens[0, 1:, None]), -1
-        )[:, 0]
-        rows = routed_experts(np.asarray(chosen_ids)[0, :-1, None], tokens.shape[1])
-        own = {"tokens": np.asarray(tokens[0]), "rollout_log_probs": sampled[s.start - 1 :]}
+    for s, tokens, log_probs, chosen_ids in zip(
+        step, padded, *map(np.asarray, of_sampler), strict=True
+    ):
+        n = len(s.tokens)
+        sampled = np.take_along_axis(log_probs[: n - 1], tokens[1:n, None], -1)[:, 0]
+        rows = routed_experts(chosen_ids[: n - 1, None], n)
+        own = {"tokens": tokens[:n], "rollout_log_probs": sampled[s.start - 1 :]}
         samples.append(Sample(**vars(s) | own | {"extras": {"routed_experts": rows}}))
     batch = RolloutBatch.from_samples(
         samples, row_length=32, rows=4, num_segments=9, parallel=parallel
     )
-    forced = jnp.asarray(batch.extras["routed_experts"])
+    forced = np.asarray(batch.extras["routed_experts"])
 
+    @jax.jit
     def scored(params, forced):
         log_probs, own = mixture(params, batch.tokens, forced)
         return jnp.take_along_axis(log_probs, batch.targets[..., None] % V, axis=-1)[..., 0], own
 
-    native, own = scored(params, jnp.full((*forced.shape[:2], K), -1))
+    @jax.jit
+    def report(own, native, replayed):
+        log_probs = {"log_probs": native, "replayed_log_probs": replayed}
+        found = routing_metrics(own[:, :, None], batch, **log_probs, parallel=parallel)
+        return finalize_metrics(found)
+
+    @jax.jit
+    @jax.grad
+    def gradient_of(params):
+        log_probs, _ = scored(params, forced[:, :, 0])
+        return jnp.where(batch.loss_mask > 0, log_probs, 0).sum()
+
+    native, own = scored(params, np.full((*forced.shape[:2], K), -1))
     replayed, _ = scored(params, forced[:, :, 0])
-    found = finalize_metrics(
-        routing_metrics(
-            own[:, :, None], batch, log_probs=native, replayed_log_probs=replayed, parallel=parallel
-        )
-    )
+    found = report(own, native, replayed)
     assert found["choices_differ"] > 0.1
     assert found["log_prob_gap"] > 0.01
     assert found["log_prob_gap_replayed"] < 1e-5
     np.testing.assert_allclose(found["gap_explained"], 1, atol=1e-3)
-    gradient = jax.grad(
-        lambda p: jnp.where(batch.loss_mask > 0, scored(p, forced[:, :, 0])[0], 0).sum()
-    )(params)
-    assert np.abs(gradient["router"]).max() > 0.01
+    assert np.abs(gradient_of(params)["router"]).max() > 0.01

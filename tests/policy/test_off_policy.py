@@ -3,6 +3,7 @@ denominators left alone.
 """
 
 import dataclasses
+import functools
 import math
 from typing import get_args
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hard_rows import MESHES, hard_batch, sequences
+from jax.sharding import PartitionSpec as P
 
 from jaxppo import OffPolicyConfig, Rejection, finalize_metrics
 from jaxppo.base.arrays import Compared
@@ -48,21 +50,28 @@ JOINED = OffPolicyConfig(
 
 
 def correct(parallel, log_probs, batch, config, weight_mean=None):
-    def fn(axes, log_probs, batch):
-        segments = batch.segments(axes)
-        policies = {
-            "current": log_probs,
-            "old": batch.old_log_probs,
-            "rollout": batch.rollout_log_probs,
-        }
-        return correction(
-            policies, batch.advantages, batch.loss_mask, segments, config, weight_mean
-        )
+    args = {"log_probs": log_probs, "batch": batch, "weight_mean": weight_mean}
 
-    args = {"log_probs": log_probs, "batch": batch}
-    return shard_call(
-        "correct", fn, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], p.tokens_spec)
-    )
+    def specs(p):
+        return [p.tokens_spec, batch.specs(p), P()], p.tokens_spec
+
+    return shard_call("correct", correct_shard, parallel, args, specs, static=config)
+
+
+def correct_shard(axes, config, log_probs, batch, weight_mean):
+    policies = {
+        "current": log_probs,
+        "old": batch.old_log_probs,
+        "rollout": batch.rollout_log_probs,
+    }
+    segments = batch.segments(axes)
+    return correction(policies, batch.advantages, batch.loss_mask, segments, config, weight_mean)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def correct_by_each(configs, log_probs, batch):
+    """By config, what `correct` returns; all in one program."""
+    return [correct(None, log_probs, batch, config) for config in configs]
 
 
 def by_sequence(reduce, x):
@@ -82,11 +91,18 @@ RHO = {
 }
 
 
+WEIGHTS = {
+    (level, outside): OffPolicyConfig(weights=level, low=0.95, high=1.02, outside=outside)
+    for level in RHO
+    for outside in ("clamp", "zero")
+}
+
+
 @pytest.mark.parametrize("level", RHO)
 @pytest.mark.parametrize("outside", ["clamp", "zero"])
 def test_weights(level, outside):
-    config = OffPolicyConfig(weights=level, low=0.95, high=1.02, outside=outside)
-    weights, indicators = jax.jit(lambda x: correct(None, x, BATCH, config))(LOG_PROBS)
+    found = correct_by_each(tuple(WEIGHTS.values()), LOG_PROBS, BATCH)
+    weights, indicators = dict(zip(WEIGHTS, found, strict=True))[level, outside]
     rho = RHO[level]
     inside = (rho >= 0.95) & (rho <= 1.02)
     expected = np.clip(rho, 0.95, 1.02) if outside == "clamp" else np.where(inside, rho, 0)
@@ -102,10 +118,9 @@ def test_k3_accepts_what_agrees_to_rounding():
     """
     gap = 1e-4 * np.random.default_rng(0).normal(size=MASK.shape)
     batch = dataclasses.replace(BATCH, rollout_log_probs=jnp.asarray(OLD + gap, jnp.float32))
-    for level in ("token", "seq_sum", "seq_mean", "seq_max"):
-        weights, indicators = correct(
-            None, LOG_PROBS, batch, OffPolicyConfig(rejections=(Rejection(f"{level}_k3"),))
-        )
+    levels = ("token", "seq_sum", "seq_mean", "seq_max")
+    configs = tuple(OffPolicyConfig(rejections=(Rejection(f"{level}_k3"),)) for level in levels)
+    for weights, indicators in correct_by_each(configs, LOG_PROBS, batch):
         np.testing.assert_array_equal(weights, MASK)
         assert not indicators["rejected_fraction"].any()
     d = np.asarray(batch.old_log_probs - batch.rollout_log_probs)[MASK].astype(np.float32)
@@ -126,9 +141,9 @@ REDUCED = {"seq_sum": np.sum, "seq_mean": np.mean, "seq_max": np.max, "seq_min":
 PAIRS = {pair: pair.split("/") for pair in get_args(Compared)}
 
 
-@pytest.mark.parametrize("compares", PAIRS)
-@pytest.mark.parametrize("statistic", get_args(Statistic))
-def test_rejection(statistic, compares):
+@functools.cache
+def rejection_of(statistic, compares):
+    """(the config, whose bounds keep about 60% of the loss tokens, and the tokens it keeps)."""
     level, _, k = statistic.rpartition("_")
     arrays = {"current": LOG_PROBS, "old": BATCH.old_log_probs, "rollout": BATCH.rollout_log_probs}
     a, b = (np.where(MASK, np.asarray(arrays[name], np.float64), 0) for name in PAIRS[compares])
@@ -149,8 +164,19 @@ def test_rejection(statistic, compares):
     low, high = (ordered[int(len(ordered) * share)] + 1e-4 for share in (0.2, 0.8))
     bounds = {"k1": (np.exp(low), np.exp(high)), "diff": (low, high)}.get(k, (0.0, high))
     config = OffPolicyConfig(rejections=(Rejection(statistic, *map(float, bounds), compares),))
-    weights, indicators = correct(None, LOG_PROBS, BATCH, config)
-    expected = MASK & (value <= high) & (value >= (low if k in ("k1", "diff") else 0))
+    least = low if k in ("k1", "diff") else 0
+    return config, MASK & (value <= high) & (value >= least)
+
+
+@pytest.mark.parametrize("compares", PAIRS)
+@pytest.mark.parametrize("statistic", get_args(Statistic))
+def test_rejection(statistic, compares):
+    level = statistic.rpartition("_")[0]
+    of_level = [name for name in get_args(Statistic) if name.rpartition("_")[0] == level]
+    configs = tuple(rejection_of(name, compares)[0] for name in of_level)
+    found = correct_by_each(configs, LOG_PROBS, BATCH)
+    weights, indicators = found[of_level.index(statistic)]
+    expected = rejection_of(statistic, compares)[1]
     assert 0 < expected.sum() < MASK.sum()
     np.testing.assert_array_equal(weights, expected)
     np.testing.assert_array_equal(np.asarray(indicators["rejected_fraction"]) > 0, MASK & ~expected)
@@ -220,10 +246,15 @@ VECTORS = {
 @pytest.mark.parametrize("name", VECTORS)
 def test_what_others_drop(name):
     old, rollout, mask, rejections, stays = VECTORS[name]
-    old, rollout, mask = (jnp.array([x], jnp.float32) for x in (old, rollout, mask))
-    policies = {"current": None, "old": old, "rollout": rollout}
-    segments = Segments(jnp.ones(mask.shape, int), 1)
-    weights, _ = correction(policies, mask, mask, segments, OffPolicyConfig(rejections=rejections))
+    config = OffPolicyConfig(rejections=rejections)
+
+    @jax.jit
+    def run(old, rollout, mask):
+        policies = {"current": None, "old": old, "rollout": rollout}
+        segments = Segments(jnp.ones(mask.shape, int), 1)
+        return correction(policies, mask, mask, segments, config)[0]
+
+    weights = run(*(np.array([x], np.float32) for x in (old, rollout, mask)))
     assert weights[0].tolist() == stays
 
 
@@ -264,14 +295,21 @@ def test_masked_positions_and_extreme_ratios():
     np.testing.assert_array_equal(weights[1:] > 0, expected[0][1:] > 0)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def sums_of_weights(config, batch):
+    segments = batch.segments()
+    return weight_sums(
+        batch.old_log_probs, batch.rollout_log_probs, batch.loss_mask, segments, config
+    )
+
+
 @pytest.mark.parametrize("drift", [0.0, 19.0])  # weights of e^-19 too: their mean is below 1e-8
 def test_batch_normalised_weights_have_mean_one(drift):
     batch = dataclasses.replace(BATCH, rollout_log_probs=BATCH.rollout_log_probs + drift)
+
     for level in ("token", "sequence"):
         config = OffPolicyConfig(weights=level, high=1.1, batch_normalize=True)
-        total, count = weight_sums(
-            batch.old_log_probs, batch.rollout_log_probs, batch.loss_mask, batch.segments(), config
-        )
+        total, count = sums_of_weights(config, batch)
         weights, _ = correct(None, LOG_PROBS, batch, config, total / count)
         picked = MASK if level == "token" else np.zeros_like(MASK)
         if level == "sequence":  # one token of each sequence

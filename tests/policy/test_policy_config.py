@@ -4,6 +4,7 @@ expected.
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -133,75 +134,78 @@ def test_config(options, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PPO(clip_low=-0.1), "clip_low: got -0.1, expected a finite number of at least 0"),
+        (partial(PPO, clip_low=-0.1), "clip_low: got -0.1, expected a finite number of at least 0"),
         (
-            lambda: PPO(clip_high="0.2"),
+            partial(PPO, clip_high="0.2"),
             "clip_high: got '0.2', expected a finite number of at least 0",
         ),
         (
-            lambda: PPO(clip_high=True),
+            partial(PPO, clip_high=True),
             "clip_high: got True, expected a finite number of at least 0",
         ),
-        (lambda: PPO(dual_clip=1.0), "dual_clip: got 1.0, expected a finite number above 1"),
+        (partial(PPO, dual_clip=1.0), "dual_clip: got 1.0, expected a finite number above 1"),
         (
-            lambda: GSPO(gradient="both"),
+            partial(GSPO, gradient="both"),
             "gradient: got 'both', expected one of 'sequence', 'token'",
         ),
-        (lambda: DPPO("js"), "divergence: got 'js', expected one of 'tv', 'kl'"),
-        (lambda: SAPO(tau_positive=0.0), "tau_positive: got 0.0, expected a finite number above 0"),
-        (lambda: DRO(-1), "beta: got -1, expected a finite number of at least 0"),
-        (lambda: ClipCov(low=5.0, high=1.0), "low, high: got 5.0, 1.0, expected low < high"),
+        (partial(DPPO, "js"), "divergence: got 'js', expected one of 'tv', 'kl'"),
         (
-            lambda: KLCov(share=2.0),
+            partial(SAPO, tau_positive=0.0),
+            "tau_positive: got 0.0, expected a finite number above 0",
+        ),
+        (partial(DRO, -1), "beta: got -1, expected a finite number of at least 0"),
+        (partial(ClipCov, low=5.0, high=1.0), "low, high: got 5.0, 1.0, expected low < high"),
+        (
+            partial(KLCov, share=2.0),
             "share: got 2.0, expected a finite number of at least 0 and of at most 1",
         ),
-        (lambda: KL(None), "coef: got None, expected a finite number"),
-        (lambda: CISPO(level="word"), "level: got 'word', expected one of 'token', 'sequence'"),
-        (lambda: SAPO(level="word"), "level: got 'word', expected one of 'token', 'sequence'"),
-        (lambda: CISPO(unified_mask="yes"), "unified_mask: got 'yes', expected True or False"),
+        (partial(KL, None), "coef: got None, expected a finite number"),
+        (partial(CISPO, level="word"), "level: got 'word', expected one of 'token', 'sequence'"),
+        (partial(SAPO, level="word"), "level: got 'word', expected one of 'token', 'sequence'"),
+        (partial(CISPO, unified_mask="yes"), "unified_mask: got 'yes', expected True or False"),
         (
-            lambda: VESPO(k_positive=-1.0),
+            partial(VESPO, k_positive=-1.0),
             "k_positive: got -1.0, expected a finite number of at least 0",
         ),
         (
-            lambda: VESPO(lambda_negative=-1.0),
+            partial(VESPO, lambda_negative=-1.0),
             "lambda_negative: got -1.0, expected a finite number of at least 0",
         ),
         (
-            lambda: ProbabilityMask(clip_high=math.nan),
+            partial(ProbabilityMask, clip_high=math.nan),
             "clip_high: got nan, expected a finite number of at least 0",
         ),
         (
-            lambda: ProbabilityMask(ratio_cap=0.0),
+            partial(ProbabilityMask, ratio_cap=0.0),
             "ratio_cap: got 0.0, expected a finite number above 0",
         ),
         (
-            lambda: ProbabilityMask(pull=-1.0),
+            partial(ProbabilityMask, pull=-1.0),
             "pull: got -1.0, expected a finite number of at least 0",
         ),
         (
-            lambda: KL(0.1, importance=True),
+            partial(KL, 0.1, importance=True),
             "importance: got True, expected one of 'none', 'token', 'sequence', 'score'",
         ),
         (
-            lambda: KL(0.1, "k2+", "score"),
+            partial(KL, 0.1, "k2+", "score"),
             "importance: got 'score', expected another with estimator='k2[+]'",
         ),
-        (lambda: KL(0.1, "k9"), "estimator: got 'k9', expected one of 'k1', 'abs'"),
+        (partial(KL, 0.1, "k9"), "estimator: got 'k9', expected one of 'k1', 'abs'"),
         (
-            lambda: by_name("pp0"),
+            partial(by_name, "pp0"),
             "name: got 'pp0', expected one of aspo, by_sign, cispo, clip_cov, dppo, .*, ppo, ",
         ),
         (
-            lambda: by_name("cispo", dual_clip=3.0),
+            partial(by_name, "cispo", dual_clip=3.0),
             "dual_clip: got it with 'cispo', expected one of clip_low, clip_high",
         ),
         (
-            lambda: by_name("reinforce", clip=1),
+            partial(by_name, "reinforce", clip=1),
             "clip: got it with 'reinforce', expected one of no hyperparameter",
         ),
         (
-            lambda: OffPolicyConfig(veto=1e-9),
+            partial(OffPolicyConfig, veto=1e-9),
             r"veto: got 1e-09, expected a ratio above 2.1e-09 and below 1",
         ),
     ],

@@ -3,10 +3,10 @@ four broken runs.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -85,34 +85,38 @@ def critic(values):
 # The metrics on which a rule speaks, those near them on which no rule does, and the number of the
 # update.
 CASES = {
-    "nan_loss": (lambda: step_of(old=-OLD), step_of, 0),
+    "nan_loss": (partial(step_of, old=-OLD), step_of, 0),
     "unusable_tokens": (
-        lambda: step_of(sampler=[OLD[0], np.nan, *OLD[2:]], config=WITH_RULE),
-        lambda: step_of(config=WITH_RULE),
+        partial(step_of, sampler=[OLD[0], np.nan, *OLD[2:]], config=WITH_RULE),
+        partial(step_of, config=WITH_RULE),
         0,
     ),
     "equal_rewards": (
-        lambda: groups([1, 1, 0, 0, 0.5, 0.5, 0, 1.0]),
-        lambda: groups([1, 1, 0, 0, 0.5, 0.2, 0, 1]),
+        partial(groups, [1, 1, 0, 0, 0.5, 0.5, 0, 1.0]),
+        partial(groups, [1, 1, 0, 0, 0.5, 0.2, 0, 1]),
         0,
     ),
     "no_reward": (
-        lambda: groups([1, np.nan, np.nan, np.nan]),
-        lambda: groups([1, 0.0, np.nan, np.nan]),
+        partial(groups, [1, np.nan, np.nan, np.nan]),
+        partial(groups, [1, 0.0, np.nan, np.nan]),
         0,
     ),
-    "first_update": (lambda: step_of(old=np.roll(OLD, 1)), lambda: moved(0.1, -0.1, 0.1, -0.1), 0),
-    "old_samples": (lambda: moved(-3, 1.5, -3, -3), lambda: moved(-0.5, -0.5, 0.3, 0.5), 1),
-    "clipped": (lambda: moved(0.25, -0.3, 0.25, 0), lambda: moved(0.25, -0.3, 0.1, 0), 1),
-    "far_tokens": (lambda: step_of(now=[-20.7, -2, -3, -3], old=[-0.1, -2, -3, -3]), None, 1),
+    "first_update": (
+        partial(step_of, old=np.roll(OLD, 1)),
+        partial(moved, 0.1, -0.1, 0.1, -0.1),
+        0,
+    ),
+    "old_samples": (partial(moved, -3, 1.5, -3, -3), partial(moved, -0.5, -0.5, 0.3, 0.5), 1),
+    "clipped": (partial(moved, 0.25, -0.3, 0.25, 0), partial(moved, 0.25, -0.3, 0.1, 0), 1),
+    "far_tokens": (partial(step_of, now=[-20.7, -2, -3, -3], old=[-0.1, -2, -3, -3]), None, 1),
     "sampler": (
-        lambda: step_of(sampler=OLD / 2),
-        lambda: step_of(sampler=np.minimum(OLD + 0.12, 0)),
+        partial(step_of, sampler=OLD / 2),
+        partial(step_of, sampler=np.minimum(OLD + 0.12, 0)),
         0,
     ),
-    "blind_model": (lambda: two_samples(0.1, -1.0), lambda: two_samples(0.1, 0.2), 0),
-    "rejected": (lambda: step_of(sampler=OLD - np.array([1, 1, 0, 1]), config=NEAR), None, 0),
-    "critic": (lambda: critic([1.0, 0.0, 0.5, 0.5]), lambda: critic([0.5, 0.5, 0.5, 0.5]), 0),
+    "blind_model": (partial(two_samples, 0.1, -1.0), partial(two_samples, 0.1, 0.2), 0),
+    "rejected": (partial(step_of, sampler=OLD - np.array([1, 1, 0, 1]), config=NEAR), None, 0),
+    "critic": (partial(critic, [1.0, 0.0, 0.5, 0.5]), partial(critic, [0.5, 0.5, 0.5, 0.5]), 0),
 }
 
 
@@ -324,7 +328,7 @@ def engine(params, prompts, key, temperature):
     return tokens, drawn_log_probs
 
 
-@functools.partial(jax.jit, static_argnames="blind")
+@partial(jax.jit, static_argnames="blind")
 def learn(params, batch, rate, entropy_coef, *, blind):
     """Two updates on a step's samples, and all metrics of the step."""
 

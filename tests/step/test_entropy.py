@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial, reduce
 
 import chex
 import jax
@@ -78,30 +79,35 @@ def test_an_entropy_of_nan_does_not_pass_for_a_low_one():
     assert np.isnan(adaptive.coef(adaptive.update(state, 0.5)))
 
 
+def update_by(entropy):
+    adaptive = AdaptiveEntropy()
+    return adaptive.update(adaptive.init(), entropy)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (
-            lambda: AdaptiveEntropy(target=-1.0),
+            partial(AdaptiveEntropy, target=-1.0),
             "target: got -1.0, expected a finite number of at least 0",
         ),
         (
-            lambda: AdaptiveEntropy(step=math.nan),
+            partial(AdaptiveEntropy, step=math.nan),
             "step: got nan, expected a finite number of at least 0",
         ),
         (
-            lambda: AdaptiveEntropy(most="1"),
+            partial(AdaptiveEntropy, most="1"),
             "most: got '1', expected a finite number of at least 0",
         ),
         (
-            lambda: AdaptiveEntropy().init(2.0),
+            partial(AdaptiveEntropy().init, 2.0),
             "coef: got 2.0, expected a finite number of at least 0 and of at most 1",
         ),
         (
-            lambda: AdaptiveEntropy().update(AdaptiveEntropy().init(), math.nan),
+            partial(update_by, math.nan),
             "entropy: got nan, expected a finite",
         ),
-        (lambda: AdaptiveEntropy().update(AdaptiveEntropy().init(), jnp.ones(3)), "entropy: got"),
+        (partial(update_by, np.ones(3, np.float32)), "entropy: got"),
     ],
 )
 def test_bad_numbers(make, message):
@@ -120,6 +126,12 @@ def entropies(samples):
     return np.concatenate([x for x, _ in each]), np.concatenate(
         [i - i[0] for _, i in each if len(i)]
     )
+
+
+@jax.jit
+def merged(*parts):
+    """The finalized metrics of micro-batches."""
+    return finalize_metrics(reduce(merge_metrics, parts))
 
 
 @pytest.mark.parametrize("layout", [None, "contiguous", "zigzag"])
@@ -146,15 +158,15 @@ def test_quantiles_and_places(layout):
     # of micro-batches that are merged, of unequal sizes, and of all at once
     some = dataclasses.replace(batch, loss_mask=batch.loss_mask * (batch.sample_ids[:, :1] < 9))
     rest = dataclasses.replace(batch, loss_mask=batch.loss_mask - some.loss_mask)
-    for found in (run(batch, spoilt), merge_metrics(run(some, spoilt), run(rest, spoilt))):
-        got = finalize_metrics(found)
+    for parts in ([batch], [some, rest]):
+        got = merged(*(run(part, spoilt) for part in parts))
         assert got.keys() == expected.keys()
         for name, value in expected.items():
             close = 0.015 * np.sqrt(value) + 1e-4 if "_p" in name else 1e-6
             np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=close, err_msg=name)
     nothing = dataclasses.replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
-    assert all(float(x) == 0 for x in finalize_metrics(run(nothing, spoilt)).values())
-    assert np.isnan(finalize_metrics(run(batch, np.full_like(spoilt, np.nan)))["entropy_p50"])
+    assert all(float(x) == 0 for x in merged(run(nothing, spoilt)).values())
+    assert np.isnan(merged(run(batch, np.full_like(spoilt, np.nan)))["entropy_p50"])
 
 
 def test_bad_entropies():

@@ -148,16 +148,21 @@ def test_versions_travel_with_their_tokens(make):
     ("call", "message"),
     [
         (
-            lambda: staleness_weights(BATCH, 1, limit=-1),
+            functools.partial(staleness_weights, BATCH, 1, limit=-1),
             "limit: got -1, expected a finite number of at least 0",
         ),
-        (lambda: staleness_weights(BATCH, 1, limit=1, decay=2.0), "decay: got 2.0, expected"),
         (
-            lambda: staleness_weights(BATCH, 1, limit=1, level="row"),
+            functools.partial(staleness_weights, BATCH, 1, limit=1, decay=2.0),
+            "decay: got 2.0, expected",
+        ),
+        (
+            functools.partial(staleness_weights, BATCH, 1, limit=1, level="row"),
             "level: got 'row', expected one of",
         ),
         (
-            lambda: staleness_metrics(dataclasses.replace(BATCH, policy_versions=None), 1),
+            functools.partial(
+                staleness_metrics, dataclasses.replace(BATCH, policy_versions=None), 1
+            ),
             r"batch.policy_versions: got None, expected i32\[R, T\]",
         ),
         (

@@ -1,6 +1,7 @@
 """Masks over a step's tokens, by log-probs or entropies, compared with sorting, on any mesh."""
 
 import dataclasses
+import functools
 import math
 
 import jax.numpy as jnp
@@ -83,13 +84,15 @@ def test_a_share_keeps_exactly_its_tokens(traced):
     """Once one token too many went for 0.4, 0.7, 0.9 and 0.95: 10 (1 - 0.4) is 6.0000002 in f32."""
     wrong = []
     for n in (1, 2, 10, 11, 21, 41, 60):
-        ids = jnp.ones((1, n), jnp.int32)
-        batch = RolloutBatch(ids, ids, ids, ids, jnp.ones((1, n)), jnp.array([[0]]))
-        entropy = jnp.arange(n, dtype=jnp.float32)[None]
-        run = quick_jit(lambda share, e=entropy, b=batch: top_entropy_mask(e, b, share))
+        ids = np.ones((1, n), np.int32)
+        mask = np.ones((1, n), np.float32)
+        batch = RolloutBatch(ids, ids, ids, ids, mask, np.zeros((1, 1), np.int32))
+        entropy = np.arange(n, dtype=np.float32)[None]
+        run = quick_jit(functools.partial(top_entropy_mask, entropy, batch))
         for twentieths in range(1, 21):
             share = twentieths / 20
             found = run(share) if traced else top_entropy_mask(entropy, batch, share)
+            found = np.asarray(found)
             # n - ceil((n - 1)(1 - share)), in integers
             kept = n + -(n - 1) * (20 - twentieths) // 20
             wrong += [(n, share, float(found.sum()))] * (
