@@ -82,9 +82,11 @@ def one_by_one(loss_fn, params, micro_batches):
     """The sum without `accumulate_gradients`."""
     gradient = jax.jit(jax.grad(lambda params, part: loss_fn(params, part)[0]))
     parts = [gradient(params, jax.tree.map(lambda x, k=k: x[k], micro_batches)) for k in range(K)]
-    return jax.tree.map(
-        lambda *xs: sum(x.astype(jnp.float32) for x in xs).astype(xs[0].dtype), *parts
-    )
+
+    def total(*xs):
+        return sum(np.asarray(x, np.float32) for x in xs).astype(xs[0].dtype)
+
+    return jax.tree.map(total, *parts)
 
 
 def sums(step, params, micro_batches, mesh):
