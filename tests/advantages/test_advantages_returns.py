@@ -112,7 +112,7 @@ def computed(estimators, parallel, arrays):
 
 @functools.cache
 def on_meshes(at_night=False):
-    """By mesh and by name, the results in logical order."""
+    """The results in logical order, by mesh and by name."""
     estimators = AT_NIGHT if at_night else ON_MESHES
     return {
         mesh: computed(estimators, make_parallel_mesh(mesh), (REWARDS, BATCH))
@@ -122,7 +122,7 @@ def on_meshes(at_night=False):
 
 @functools.cache
 def on_layouts():
-    """By layout and by name, the results in logical order."""
+    """The results in logical order, by layout and by name."""
     found = {}
     for layout, parallel, to_physical, to_logical in layouts_on():
         physical = computed(ON_ALL_LAYOUTS, parallel, map(to_physical, (REWARDS, BATCH)))

@@ -70,7 +70,7 @@ def correct_shard(axes, config, log_probs, batch, weight_mean):
 
 @functools.partial(jax.jit, static_argnums=0)
 def correct_by_each(configs, log_probs, batch):
-    """By config, what `correct` returns; all in one program."""
+    """What `correct` returns for each config, all of them in one program."""
     return [correct(None, log_probs, batch, config) for config in configs]
 
 
