@@ -3,7 +3,6 @@ process.
 
     python -m benchmarks.head                                   # the table, the sweeps and the real heads
     python -m benchmarks.head --parts tpu                       # full-size heads, by the TPU compiler (needs libtpu)
-    python -m benchmarks.head --parts static --tpu v5p:2x2x4    # their instructions, by two of its tools
     python -m benchmarks.head --here                            # what to paste into an issue: times on this device
     python -m benchmarks.head --parts roofline                  # full-size heads on described H100s (needs gpu-aot)
 
@@ -31,7 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import peers, plots, static_profile, versions
+from benchmarks import peers, plots, versions
 from benchmarks.cases import PUBLISHED, Case, draw
 from benchmarks.measure import compile_step, difference, fits, in_turns, peaks, temporaries
 from examples.planner.pod_head import Step, best_plain_stats, described_mesh
@@ -251,30 +250,6 @@ def described(name: str, sizes: HeadSizes, tokens: int, mesh: str, topology: str
     return [{**case, **record} for record in found]
 
 
-def static_part(args: argparse.Namespace) -> Records:
-    """The large instructions of full-size heads in bf16, by two tools of the TPU compiler: see
-    `static_profile`.
-    """
-    records: Records = []
-    cases = itertools.product(
-        args.tpu, args.mesh, args.heads, args.tpu_tokens, static_profile.VERSIONS
-    )
-    for topology, mesh, name, tokens, version in cases:
-        rows = static_profile.compared(
-            static_profile.Case(topology, mesh, name, str(tokens), version)
-        )
-        show(f"{version}: {name}, {tokens} tokens a device, bf16, {mesh} on {topology}", rows)
-        case = {
-            "topology": topology,
-            "mesh": mesh,
-            "head": name,
-            "tokens_per_shard": tokens,
-            "version": version,
-        }
-        records += [{**case, **row} for row in rows]
-    return records
-
-
 def here_part(args: argparse.Namespace) -> Records:
     """Times all versions on the device that is here: heads of published sizes, or on a CPU one
     of --tokens.
@@ -418,12 +393,11 @@ PARTS = {
     "tokens": tokens_part,
     "heads": heads_part,
     "tpu": tpu_part,
-    "static": static_part,
     "here": here_part,
     "roofline": roofline_part,
 }
 # parts that run only if they are asked for: they need devices, extras or much time
-NAMED = ("tpu", "static", "here", "roofline")
+NAMED = ("tpu", "here", "roofline")
 DRAWN = {"vocabulary": plots.time_over_vocabulary, "tokens": plots.temporaries_over_tokens}
 
 
@@ -436,7 +410,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--parts",
         nargs="+",
         choices=PARTS,
-        help="all but tpu, static, here and roofline by default",
+        help="all but tpu, here and roofline by default",
     )
     add("--tokens", type=int, default=2048)
     add("--hidden-size", type=int, default=1024)
@@ -479,8 +453,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             if args.here
             else [part for part in PARTS if part not in NAMED or getattr(args, part, False)]
         )
-    if "static" in args.parts and not args.tpu:
-        parser.error("tpu: expected --tpu TOPOLOGY, such as v5p:2x2x4")
     if "here" in args.parts:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch comes first
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")

@@ -33,7 +33,7 @@ from .hlo_integers import Known, loop, values
 from .links import Link, Switch
 from .results import Milliseconds, Time
 
-_KERNEL_PEAK = 0.93  # the share of the peak that a good kernel reaches, by static profiles
+_KERNEL_PEAK = 0.93  # the share of the peak that a good kernel reaches, by profiles of its code
 _LATENCY = 2e-6  # seconds that a collective takes to start
 # Peaks of GPUs relative to bf16's. f32 operands are multiplied as TF32 or, at the highest
 # precision, outside of the tensor cores, at a sixteenth on an H100
@@ -281,7 +281,7 @@ class Clock:
         return [pair for y in inner.values() for pair in self._inside(inner, y)]
 
     def _kernel_seconds(self, computation: Computation, x: Instruction) -> float:
-        if x.cycles is not None:  # XLA writes none for a kernel; a static profile has some
+        if x.cycles is not None:  # the XLA of jax 0.10 writes none for a kernel
             return x.cycles / self.chip.hertz
         cost = x.declared
         if not any(cost.values()):

@@ -184,7 +184,6 @@ def test_command_writes_json_and_plots(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--parts static", "tpu: expected"),
         ("--rounds 0", "rounds, share: got 0"),
         ("--share 0", "rounds, share: got 9"),
     ],

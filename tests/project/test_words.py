@@ -181,34 +181,6 @@ def test_figures_of_an_h200_are_those_of_the_results():
         assert long == str(took.get((32768, *version), "")), words
 
 
-def test_figures_of_two_tools_are_those_of_the_results():
-    """The milliseconds of all computing on the page of measurements, from
-    `... benchmarks.head --parts static`.
-    """
-    records = json.loads((DOCS.parent / "benchmarks/results/static.json").read_text())["records"]
-    totals = {
-        (r["version"], r["topology"][:3]): r for r in records if r["instruction"] == "all computing"
-    }
-    section = (
-        (DOCS / "measurements.md")
-        .read_text()
-        .split("## Two tools of one compiler")[1]
-        .split("\n## ")[0]
-    )
-    rows = re.findall(r"^\| ([a-z, ]+) \| ([\d. |]+) \|$", section, re.M)
-    assert [version for version, _ in rows] == [
-        "best plain",
-        "forward",
-        "one pass, no mask",
-        "one pass, a mask",
-    ]
-    for version, cells in rows:
-        both = [totals[version, chip] for chip in ("v6e", "v5p")]
-        assert cells.split(" | ") == [
-            f"{r[tool]:.2f}" for r in both for tool in ("estimated_ms", "static_ms")
-        ]
-
-
 def test_workflows_call_targets_of_the_makefile():
     targets = re.findall(r"^([\w-]+):(?!=)", (DOCS.parent / "Makefile").read_text(), re.MULTILINE)
     workflows = "\n".join(
