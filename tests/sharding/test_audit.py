@@ -1,5 +1,8 @@
 """The audit against programs whose collectives, bytes and flops can be counted by hand."""
 
+from functools import partial
+from operator import ge, gt, le, lt, ne
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,45 +36,40 @@ def swap(x):
     return lax.ppermute(x, "tp", [(0, 1), (1, 0)])
 
 
-COUNTED = {
-    "psum": (lambda x: lax.psum(x, "dp"), P(None, ("cp", "tp")), "all-reduce", ("dp",), 256),
+def largest_of_first_rows(x):
+    return lax.pmax(x[0], "cp")
+
+
+EVERYTHING = ("dp", "cp", "tp")
+GATHER = partial(lax.all_gather, axis_name="tp", axis=0, tiled=True)
+EXCHANGE = partial(lax.all_to_all, axis_name="cp", split_axis=0, concat_axis=1, tiled=True)
+COUNTED = {  # (function, out_specs, collective, its axes, its bytes)
+    "psum": (partial(lax.psum, axis_name="dp"), P(None, ("cp", "tp")), "all-reduce", ("dp",), 256),
     "psum over two axes": (
-        lambda x: lax.psum(x, ("dp", "tp")),
+        partial(lax.psum, axis_name=("dp", "tp")),
         P(None, "cp"),
         "all-reduce",
         ("dp", "tp"),
         256,
     ),
     "psum over all": (
-        lambda x: lax.psum(x, ("dp", "cp", "tp")),
+        partial(lax.psum, axis_name=EVERYTHING),
         P(),
         "all-reduce",
-        ("dp", "cp", "tp"),
+        EVERYTHING,
         256,
     ),
-    "pmax": (lambda x: lax.pmax(x[0], "cp"), P(("dp", "tp")), "all-reduce", ("cp",), 32),
-    "all_gather": (
-        lambda x: lax.all_gather(x, "tp", axis=0, tiled=True),
-        P(("dp", "tp"), "cp"),
-        "all-gather",
-        ("tp",),
-        512,
-    ),
+    "pmax": (largest_of_first_rows, P(("dp", "tp")), "all-reduce", ("cp",), 32),
+    "all_gather": (GATHER, P(("dp", "tp"), "cp"), "all-gather", ("tp",), 512),
     "psum_scatter": (
-        lambda x: scattered(x, "cp"),
+        partial(scattered, axis="cp"),
         P(("dp", "cp"), "tp"),
         "reduce-scatter",
         ("cp",),
         256,
     ),
     "ppermute": (swap, SPEC, "collective-permute", ("tp",), 256),
-    "all_to_all": (
-        lambda x: lax.all_to_all(x, "cp", 0, 1, tiled=True),
-        SPEC,
-        "all-to-all",
-        ("cp",),
-        256,
-    ),
+    "all_to_all": (EXCHANGE, SPEC, "all-to-all", ("cp",), 256),
 }
 
 
@@ -81,22 +79,42 @@ def test_a_collective_by_itself(name):
     assert audited(fn, out_specs).collectives == (Collective(op, axes, size, False),)
 
 
+def repeated(fn, x, length):
+    """`fn` of x, of the result, and so on."""
+
+    def turn(carry, _):
+        return fn(carry), None
+
+    return lax.scan(turn, x, length=length)[0]
+
+
+def swapped_and_one(x):
+    return swap(x) + 1
+
+
+def swapped_square(x):
+    return swap(x * x)
+
+
+def while_all_devices_hold_little(x):
+    """The condition has the collective."""
+
+    def stop(carry):
+        return lax.psum(carry.sum(), EVERYTHING) < 9
+
+    def turn(carry):
+        return carry + 1
+
+    return lax.while_loop(stop, turn, x)
+
+
 def test_a_collective_in_a_loop():
-    found = audited(lambda x: lax.scan(lambda c, _: (swap(c) + 1, None), x, length=3)[0])
-    assert found.collectives == (Collective("collective-permute", ("tp",), 256, True),)
-
-    def asked(x):
-        return lax.while_loop(
-            lambda c: lax.psum(c.sum(), ("dp", "cp", "tp")) < 9, lambda c: c + 1, x
-        )
-
-    assert audited(asked).collectives == (Collective("all-reduce", ("dp", "cp", "tp"), 4, True),)
-    nested = audited(
-        lambda x: lax.fori_loop(
-            0, 2, lambda i, c: lax.fori_loop(0, 2, lambda j, c: swap(c * c), c), x
-        )
-    )
-    assert nested.collectives == (Collective("collective-permute", ("tp",), 256, True),)
+    swapped = (Collective("collective-permute", ("tp",), 256, True),)
+    assert audited(partial(repeated, swapped_and_one, length=3)).collectives == swapped
+    asked = audited(while_all_devices_hold_little)
+    assert asked.collectives == (Collective("all-reduce", EVERYTHING, 4, True),)
+    inner = partial(repeated, swapped_square, length=2)
+    assert audited(partial(repeated, inner, length=2)).collectives == swapped
 
 
 def test_bytes_follow_the_dtype():
@@ -105,12 +123,15 @@ def test_bytes_follow_the_dtype():
 
 
 def test_several_collectives_and_none():
-    found = audited(lambda x: swap(x) + lax.pmax(x.sum(), ("dp", "cp")))
+    def both(x):
+        return swap(x) + lax.pmax(x.sum(), ("dp", "cp"))
+
+    found = audited(both)
     assert {(c.op, c.axes, c.bytes) for c in found.collectives} == {
         ("collective-permute", ("tp",), 256),
         ("all-reduce", ("dp", "cp"), 4),
     }
-    assert audited(lambda x: x * 2).collectives == ()
+    assert audited(jnp.sin).collectives == ()
 
 
 def over_its_second_axis(shape, mesh):
@@ -119,9 +140,8 @@ def over_its_second_axis(shape, mesh):
     """
     own = Mesh(mesh.devices.reshape(shape), ("a", "b"))
     x = jax.ShapeDtypeStruct((24, 24), jnp.float32, sharding=NamedSharding(own, P("a", "b")))
-    summed = jax.shard_map(
-        lambda x: lax.psum(x, "b"), mesh=own, in_specs=P("a", "b"), out_specs=P("a")
-    )
+    sum_of = partial(lax.psum, axis_name="b")
+    summed = jax.shard_map(sum_of, mesh=own, in_specs=P("a", "b"), out_specs=P("a"))
     return [c.axes for c in audit(summed, x, mesh=mesh).collectives]
 
 
@@ -132,17 +152,21 @@ def test_groups_that_are_no_product_of_axes_have_none():
 
 
 def test_bytes_of_a_device():
-    found = audited(lambda x: jnp.sort(jnp.sin(x) @ x.T, axis=1) @ x)
+    def two_products(x):
+        between = jnp.sin(x) @ x.T
+        return jnp.sort(between, axis=1) @ x
+
+    found = audited(two_products)
     assert (found.argument_bytes, found.output_bytes) == (256, 256)
     assert found.temp_bytes >= 256
     assert found.flops.low == found.flops.high == 2 * 2 * 8**3
 
 
 def test_it_reads_as_a_table():
-    found = audited(
-        lambda x: lax.scan(lambda c, _: (swap(c), None), lax.psum(x @ x, "dp"), length=3)[0],
-        P(None, ("cp", "tp")),
-    )
+    def summed_and_swapped(x):
+        return repeated(swap, lax.psum(x @ x, "dp"), length=3)
+
+    found = audited(summed_and_swapped, P(None, ("cp", "tp")))
     text = str(found)
     assert text.startswith("temporaries ")
     assert "0.000 GFLOP" in text
@@ -154,7 +178,7 @@ def test_arguments_on_two_meshes_are_refused():
     other = make_parallel_mesh("dp=8")
     y = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=other.sharding(P("dp")))
     with pytest.raises(ValueError, match="args: got arrays on 2 meshes, expected one, or mesh="):
-        audit(lambda x, y: (x * 2, y), X, y)
+        audit(partial(jax.tree.map, jnp.sin), (X, y))
 
 
 # Flops
@@ -163,9 +187,48 @@ A = jnp.ones((4, 4))
 PRODUCT = 2 * 4**3
 
 
+def square(a):
+    return a @ a
+
+
+def cube(a):
+    return a @ a @ a
+
+
+def itself(a):
+    return a
+
+
+def times_a(a):
+    return a @ A
+
+
+def sum_of_product(a):
+    return (a @ A).sum()
+
+
 def turns(length):
     """A loop with one product a turn, `length` turns."""
-    return lambda a: lax.scan(lambda c, _: (c @ a, None), a, length=length)[0]
+
+    def loop(a):
+        def turn(carry, _):
+            return carry @ a, None
+
+        return lax.scan(turn, a, length=length)[0]
+
+    return loop
+
+
+def counted_turns(length):
+    """The same as a `fori_loop`."""
+
+    def loop(a):
+        def turn(i, carry):
+            return carry @ a
+
+        return lax.fori_loop(0, length, turn, a)
+
+    return loop
 
 
 def rarely(fn):
@@ -177,57 +240,183 @@ def rarely(fn):
 
 
 def until(stop):
-    return lambda a: lax.while_loop(lambda c: stop(*c), lambda c: (c[0] + 1, c[1] @ a), (0, a))[1]
+    """A loop with one product a turn; `stop` reads the counter and the array."""
+
+    def loop(a):
+        def goes_on(carry):
+            return stop(*carry)
+
+        def turn(carry):
+            i, array = carry
+            return i + 1, array @ a
+
+        return lax.while_loop(goes_on, turn, (0, a))[1]
+
+    return loop
+
+
+def part(fn, at):
+    """One of a function's results."""
+
+    def run(a):
+        return fn(a)[at]
+
+    return run
+
+
+def one_after_the_other(first, second):
+    def run(a):
+        return second(first(a))
+
+    return run
 
 
 def beside(fn):
     """fn of an array, and of its square, under jit and remat."""
-    return jax.jit(jax.remat(lambda a: (fn(a), fn(a @ a))))
+
+    def both(a):
+        return fn(a), fn(a @ a)
+
+    return jax.jit(jax.remat(both))
 
 
-def one_device(fn):
+def on_one_device(a):
+    """A product, and the sum of another."""
+
+    def run(a):
+        return a @ a, lax.psum(a @ a, "one")
+
     mesh = Mesh(np.array(jax.devices()[:1]), ("one",))
-    return jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P())
+    return jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P())(a)
 
 
 def in_one_loop(a):
     """The second value reads the first of the turn before, and not the other way round."""
-    return lax.while_loop(
-        lambda c: c[2] < 6, lambda c: (c[0] @ a, c[0] + c[1] @ a, c[2] + 1), (a, a, 0)
-    )
+
+    def goes_on(carry):
+        return carry[2] < 6
+
+    def turn(carry):
+        first, second, i = carry
+        return first @ a, first + second @ a, i + 1
+
+    return lax.while_loop(goes_on, turn, (a, a, 0))
+
+
+def if_positive(yes, no):
+    """One of two functions, which depends on a number of the array."""
+
+    def run(a):
+        return lax.cond(a[0, 0] > 0, yes, no, a)
+
+    return run
+
+
+def product_first(a):
+    return a @ a, a
+
+
+def products_second(a):
+    return a, a @ a @ a
+
+
+def a_counter_alone(a):
+    """A loop whose turns have no product."""
+
+    def goes_on(i):
+        return i < a[0, 0]
+
+    def turn(i):
+        return i + 1
+
+    return lax.while_loop(goes_on, turn, 0.0)
+
+
+# Conditions of loops, of a counter and of an array or an integer that is an argument.
+
+
+def counter_is(compared, bound):
+    """Such as `counter_is(lt, 9)`, for i < 9."""
+
+    def stop(i, other):
+        return compared(i, bound)
+
+    return stop
+
+
+def entry_is(compared, bound):
+    """The same of an entry of the array."""
+
+    def stop(i, a):
+        return compared(a[0, 0], bound)
+
+    return stop
+
+
+def argument_is(compared, bound):
+    """The same of the integer."""
+
+    def stop(i, n):
+        return compared(n, bound)
+
+    return stop
+
+
+def both(*stops):
+    def stop(i, other):
+        first, *others = (each(i, other) for each in stops)
+        for each in others:
+            first = first & each
+        return first
+
+    return stop
+
+
+def either(first, second):
+    def stop(i, other):
+        return first(i, other) | second(i, other)
+
+    return stop
+
+
+def twice_the_counter_is_small(i, a):
+    return 2 * i < 9
+
+
+def counter_is_below_an_entry(i, a):
+    return i < a[0, 0]
+
+
+BELOW_8_AND_AN_ENTRY = both(counter_is(lt, 8), entry_is(lt, 9))
 
 
 @pytest.mark.parametrize(
     ("fn", "low", "high"),
     [
-        (lambda a: a @ a, 1, 1),
-        (jax.jit(lambda a: a @ a @ a), 2, 2),
+        (square, 1, 1),
+        (jax.jit(cube), 2, 2),
         (turns(5), 5, 5),
-        (lambda a: lax.scan(lambda c, _: (turns(3)(c), None), a, length=5)[0], 15, 15),
-        (lambda a: lax.fori_loop(0, 7, lambda i, c: c @ a, a), 7, 7),
-        (jax.remat(lambda a: a @ a), 1, 1),
-        (jax.vmap(lambda row: row @ A), 1, 1),
-        (jax.value_and_grad(lambda a: (a @ A).sum()), 2, 2),
-        (jax.grad(lambda a: (a @ A).sum()), 1, 1),  # compilers leave out what no result reads
-        (lambda a: beside(turns(4))(a)[0], 4, 4),
-        (lambda a: beside(until(lambda i, a: i < 5))(a)[0], 5, 5),
-        (lambda a: in_one_loop(a)[0], 6, 6),
-        (lambda a: one_device(lambda a: (a @ a, lax.psum(a @ a, "one")))(a)[0], 1, 1),
-        (lambda a: in_one_loop(a)[1], 12, 12),
-        (
-            lambda a: lax.cond(a[0, 0] > 0, lambda a: (a @ a, a), lambda a: (a, a @ a @ a), a)[0],
-            0,
-            1,
-        ),
-        (lambda a: lax.cond(a[0, 0] > 0, turns(2), turns(6), a), 2, 6),
-        (lambda a: lax.cond(a[0, 0] > 0, lambda a: a, turns(6), a), 0, 6),
-        (rarely(lambda a: lax.cond(a[0, 0] > 0, turns(2), turns(6), a)), 2, 2),
-        (until(lambda i, a: a[0, 0] < 9), 0, float("inf")),
-        (until(lambda i, a: 2 * i < 9), 5, 5),
-        (until(lambda i, a: (i < 8) & (a[0, 0] < 9)), 0, 8),
-        (until(lambda i, a: (i < a[0, 0]) & (i < 8) & (i < 6)), 0, 6),
-        (lambda a: turns(3)(until(lambda i, a: (i < 8) & (a[0, 0] < 9))(a)), 3, 11),
-        (lambda a: lax.while_loop(lambda i: i < a[0, 0], lambda i: i + 1, 0.0), 0, 0),
+        (partial(repeated, turns(3), length=5), 15, 15),
+        (counted_turns(7), 7, 7),
+        (jax.remat(square), 1, 1),
+        (jax.vmap(times_a), 1, 1),
+        (jax.value_and_grad(sum_of_product), 2, 2),
+        (jax.grad(sum_of_product), 1, 1),  # compilers leave out what no result reads
+        (part(beside(turns(4)), 0), 4, 4),
+        (part(beside(until(counter_is(lt, 5))), 0), 5, 5),
+        (part(in_one_loop, 0), 6, 6),
+        (part(on_one_device, 0), 1, 1),
+        (part(in_one_loop, 1), 12, 12),
+        (part(if_positive(product_first, products_second), 0), 0, 1),
+        (if_positive(turns(2), turns(6)), 2, 6),
+        (if_positive(itself, turns(6)), 0, 6),
+        (rarely(if_positive(turns(2), turns(6))), 2, 2),
+        (until(entry_is(lt, 9)), 0, float("inf")),
+        (until(twice_the_counter_is_small), 5, 5),
+        (until(BELOW_8_AND_AN_ENTRY), 0, 8),
+        (until(both(counter_is_below_an_entry, counter_is(lt, 8), counter_is(lt, 6))), 0, 6),
+        (one_after_the_other(until(BELOW_8_AND_AN_ENTRY), turns(3)), 3, 11),
+        (a_counter_alone, 0, 0),
     ],
 )
 def test_flops(fn, low, high):
@@ -242,33 +431,195 @@ FIRST = (0, A)
 def loop(stop, step=1, start=0):
     """A loop with a product a turn, which carries a counter and an integer that is an argument."""
 
-    def turn(c):
-        return (c[0] + step, c[1] @ c[1], c[2])
+    def run(n):
+        def goes_on(carry):
+            i, _, argument = carry
+            return stop(i, argument)
 
-    return lambda n: lax.while_loop(lambda c: stop(c[0], c[2]), turn, (start, A, n))[1]
+        def turn(carry):
+            i, a, argument = carry
+            return i + step, a @ a, argument
+
+        return lax.while_loop(goes_on, turn, (start, A, n))[1]
+
+    return run
 
 
-def of_state(stop, turn, first):
-    """A loop over three integers with the given `turn` and `stop`, and a product a turn."""
-    return lambda n: lax.while_loop(
-        lambda c: stop(*c[:3]),
-        lambda c: (*turn(*c[:3]), c[3] @ c[3]),
-        (*(n if x is None else x for x in first), A),
-    )[3]
+# Conditions of `loop`, of its counter i and its argument n
+
+
+def equal_answers(i, n):
+    return (i < 9) == (n > 0)
+
+
+def sum_is_below_9(i, n):
+    return i + 3 < 9
+
+
+def least_of_5_is_below_9(i, n):
+    return jnp.minimum(i, 5) < 9
+
+
+def below_n(i, n):
+    return i < n
+
+
+def below_n_and_5(i, n):
+    return (i < 5) & (i < n)
+
+
+def below_n_of_at_most_6(i, n):
+    return i < jnp.minimum(n, 6)
+
+
+def below_n_of_2_to_6(i, n):
+    return i < jnp.clip(n, 2, 6)
+
+
+def below_4_or_7(i, n):
+    return i < jnp.where(n > 0, 4, 7)
+
+
+def below_200_as_int32(i, n):
+    return i.astype(jnp.int32) < 200
+
+
+def not_past_9_nor_asked(i, n):
+    return ~((i >= 9) | (n > 0))
+
+
+def below_a_sum_of_n(i, n):
+    return n * 0 + 9 > i
+
+
+BELOW_9 = counter_is(lt, 9)
+ASKED = argument_is(gt, 0)
+
+
+def of_state(turn, first, stop=None):
+    """A loop over three integers with the given `turn`, and a product a turn, while the first
+    integer is below the second, or below `stop`; None in `first` is the argument.
+    """
+
+    def run(n):
+        def goes_on(carry):
+            i, bound, _, _ = carry
+            return i < (bound if stop is None else stop)
+
+        def with_product(carry):
+            *state, a = carry
+            return *turn(*state), a @ a
+
+        state = (n if x is None else x for x in first)
+        return lax.while_loop(goes_on, with_product, (*state, A))[3]
+
+    return run
+
+
+# Turns of `of_state`, of its counter i, its bound b and its step s
+
+
+def by_the_step(i, b, s):
+    return i + s, b, s
+
+
+def by_one(i, b, s):
+    return i + 1, b, s
+
+
+def to_a_lower_bound(i, b, s):
+    return i + 1, b - 1, s
+
+
+def to_a_higher_bound(i, b, s):
+    return i + 1, b + 1, s
+
+
+def to_the_step(i, b, s):
+    return i + 1, s, s
+
+
+def to_the_step_or_7(i, b, s):
+    return i + 1, jnp.minimum(s, 7), s
+
+
+def of_two_counters(i, b, s):
+    return b, i + 1, s
 
 
 def outer(body, length=3):
-    return lambda n: lax.fori_loop(0, length, lambda i, c: body(i, c, n), A)
+    """A loop over `body`, which reads the turn, the array and the argument."""
+
+    def run(n):
+        def turn(i, a):
+            return body(i, a, n)
+
+        return lax.fori_loop(0, length, turn, A)
+
+    return run
 
 
 def inner(turns):
     """A loop of `turns` products; `turns` may be traced."""
-    return lambda c: lax.fori_loop(0, turns, lambda j, d: d @ d, c)
+
+    def run(a):
+        def turn(j, a):
+            return a @ a
+
+        return lax.fori_loop(0, turns, turn, a)
+
+    return run
+
+
+# Bodies of `outer`
+
+
+def a_loop_of_its_own(i, a, n):
+    return loop(below_n_and_5)(n)
+
+
+def as_often_as_the_turn(i, a, n):
+    return inner(i)(a)
+
+
+def twice_more_than_the_turn(i, a, n):
+    return inner(i + 2)(a)
+
+
+def five_times_if_asked(i, a, n):
+    return lax.cond(n > i, inner(5), itself, a)
+
+
+def as_often_as_asked(i, a, n):
+    return inner(n)(a)
+
+
+def one_more(carry):
+    """A turn of a loop over a counter and an array."""
+    i, a = carry
+    return i + 1, a @ a
 
 
 def of_loops_in_a_while(n):
     """Turn i has i products, at most 3."""
-    return lax.while_loop(lambda c: c[0] < 4, lambda c: (c[0] + 1, inner(c[0])(c[1])), FIRST)[1]
+
+    def goes_on(carry):
+        return carry[0] < 4
+
+    def turn(carry):
+        i, a = carry
+        return i + 1, inner(i)(a)
+
+    return lax.while_loop(goes_on, turn, FIRST)[1]
+
+
+def if_asked(n):
+    """A loop of 6 turns, or none."""
+
+    def none(bound):
+        return A
+
+    return lax.cond(n > 0, loop(below_n), none, 6)
 
 
 def in_two_loops(n):
@@ -277,8 +628,20 @@ def in_two_loops(n):
     def first(c):
         return (c[0] + 1, c[1] @ c[1], c[2])
 
-    _, a, six = lax.while_loop(lambda c: c[0] < 5, first, (0, A, 6))
-    return lax.while_loop(lambda c: c[0] < six, lambda c: (c[0] + 1, c[1] @ c[1]), (0, a))[1]
+    def below_5(c):
+        return c[0] < 5
+
+    _, a, six = lax.while_loop(below_5, first, (0, A, 6))
+
+    def below_six(c):
+        return c[0] < six
+
+    return lax.while_loop(below_six, one_more, (0, a))[1]
+
+
+def in_remat(n):
+    """The bound is a number of the program."""
+    return jax.remat(jax.jit(loop(below_n)))(6)
 
 
 def in_a_rule(n):
@@ -286,117 +649,118 @@ def in_a_rule(n):
 
     @jax.custom_vjp
     def rule(a, bound):
-        return lax.while_loop(lambda c: c[0] < bound, lambda c: (c[0] + 1, c[1] @ c[1]), (0, a))[1]
+        def goes_on(carry):
+            return carry[0] < bound
 
-    rule.defvjp(lambda a, b: (rule(a, b), None), lambda _, g: (g, None))
+        return lax.while_loop(goes_on, one_more, (0, a))[1]
+
+    def forward(a, bound):
+        return rule(a, bound), None
+
+    def backward(_, g):
+        return g, None
+
+    rule.defvjp(forward, backward)
     return rule(A, 6)
 
 
 def on_a_mesh(n):
-    def run(a, b):
-        return lax.while_loop(
-            lambda c: c[0] < b,
-            lambda c: (c[0] + 1, c[1] @ c[1]),
-            (lax.pcast(0, "dp", to="varying"), a),
-        )[1]
+    def run(a, bound):
+        def goes_on(carry):
+            return carry[0] < bound
+
+        first = (lax.pcast(0, "dp", to="varying"), a)
+        return lax.while_loop(goes_on, one_more, first)[1]
 
     return jax.shard_map(run, mesh=PARALLEL.mesh, in_specs=(P("dp"), P()), out_specs=P("dp"))(
         jnp.ones((8, 4)), 6
     )
 
 
+def from_several_starts(n):
+    def from_start(start):
+        def turn(i, a):
+            return a @ a
+
+        return lax.fori_loop(start, 9, turn, A)
+
+    return jax.vmap(from_start)(jnp.arange(2))
+
+
 @pytest.mark.parametrize(
     ("fn", "low", "high"),
     [
-        (loop(lambda i, n: (i < 9) | (n > 0)), 9, INF),
-        (loop(lambda i, n: (n > 0) | (i < 9)), 9, INF),
-        (loop(lambda i, n: ((i < 9) | (n > 0)) & (i < 12)), 9, 12),
-        (loop(lambda i, n: (i < 9) == (n > 0)), 0, INF),
-        (loop(lambda i, n: i <= 9), 10, 10),
-        (loop(lambda i, n: i != 9), 9, 9),
-        (loop(lambda i, n: i < 9, step=2), 5, 5),
-        (loop(lambda i, n: i > 0, step=-1, start=9), 9, 9),
-        (loop(lambda i, n: i >= 0, step=-2, start=9), 5, 5),
-        (loop(lambda i, n: i < 9, start=4), 5, 5),
-        (loop(lambda i, n: i < 9, start=40), 0, 0),
-        (loop(lambda i, n: i + 3 < 9), 6, 6),
-        (loop(lambda i, n: jnp.minimum(i, 5) < 9), INF, INF),
-        (loop(lambda i, n: i < n), 0, INF),
-        (loop(lambda i, n: i < jnp.minimum(n, 6)), 0, 6),
-        (loop(lambda i, n: i < jnp.clip(n, 2, 6)), 2, 6),
-        (loop(lambda i, n: i < jnp.where(n > 0, 4, 7)), 4, 7),
-        (loop(lambda i, n: i < 9, step=jnp.int8(2), start=jnp.int8(0)), 5, 5),
+        (loop(either(BELOW_9, ASKED)), 9, INF),
+        (loop(either(ASKED, BELOW_9)), 9, INF),
+        (loop(both(either(BELOW_9, ASKED), counter_is(lt, 12))), 9, 12),
+        (loop(equal_answers), 0, INF),
+        (loop(counter_is(le, 9)), 10, 10),
+        (loop(counter_is(ne, 9)), 9, 9),
+        (loop(BELOW_9, step=2), 5, 5),
+        (loop(counter_is(gt, 0), step=-1, start=9), 9, 9),
+        (loop(counter_is(ge, 0), step=-2, start=9), 5, 5),
+        (loop(BELOW_9, start=4), 5, 5),
+        (loop(BELOW_9, start=40), 0, 0),
+        (loop(sum_is_below_9), 6, 6),
+        (loop(least_of_5_is_below_9), INF, INF),
+        (loop(below_n), 0, INF),
+        (loop(below_n_of_at_most_6), 0, 6),
+        (loop(below_n_of_2_to_6), 2, 6),
+        (loop(below_4_or_7), 4, 7),
+        (loop(BELOW_9, step=jnp.int8(2), start=jnp.int8(0)), 5, 5),
         # 126 + 2 is -128
-        (loop(lambda i, n: i < 127, step=jnp.int8(2), start=jnp.int8(0)), 64, INF),
-        (
-            loop(lambda i, n: i.astype(jnp.int32) < 200, step=jnp.int8(1), start=jnp.int8(0)),
-            INF,
-            INF,
-        ),
-        (loop(lambda i, n: i < 8.5, step=1.0, start=0.0), 0, INF),  # floats are not followed
-        (loop(lambda i, n: i < 9, step=0), INF, INF),
+        (loop(counter_is(lt, 127), step=jnp.int8(2), start=jnp.int8(0)), 64, INF),
+        (loop(below_200_as_int32, step=jnp.int8(1), start=jnp.int8(0)), INF, INF),
+        (loop(counter_is(lt, 8.5), step=1.0, start=0.0), 0, INF),  # floats are not followed
+        (loop(BELOW_9, step=0), INF, INF),
         # no plain counters, and a compiler simplifies the last two: unknown, but never too few
         # turns
-        (loop(lambda i, n: (i < 9) | (i < 4)), 9, INF),
-        (loop(lambda i, n: ~((i >= 9) | (n > 0))), 0, INF),
-        (loop(lambda i, n: n * 0 + 9 > i), 0, INF),
+        (loop(either(BELOW_9, counter_is(lt, 4))), 9, INF),
+        (loop(not_past_9_nor_asked), 0, INF),
+        (loop(below_a_sum_of_n), 0, INF),
         # bounds and steps that the loop carries or changes
-        (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + s, b, s), (0, 9, 2)), 5, 5),
-        (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + 1, b - 1, s), (0, 9, 0)), 5, 5),
-        (
-            of_state(lambda i, b, s: i < b, lambda i, b, s: (i + 1, b + 1, s), (0, 9, 0)),
-            2**31 - 9,
-            INF,
-        ),
-        (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + 1, s, s), (0, 9, None)), 0, INF),
-        (
-            of_state(
-                lambda i, b, s: i < b, lambda i, b, s: (i + 1, jnp.minimum(s, 7), s), (0, 9, None)
-            ),
-            0,
-            9,
-        ),
-        (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + s, b, s), (0, 9, None)), 0, INF),
-        (of_state(lambda i, b, s: i < 9, lambda i, b, s: (i + 1, b, s), (None, 0, 0)), 0, INF),
-        (of_state(lambda i, b, s: i < 9, lambda i, b, s: (b, i + 1, s), (0, 0, 0)), 0, INF),
+        (of_state(by_the_step, (0, 9, 2)), 5, 5),
+        (of_state(to_a_lower_bound, (0, 9, 0)), 5, 5),
+        (of_state(to_a_higher_bound, (0, 9, 0)), 2**31 - 9, INF),
+        (of_state(to_the_step, (0, 9, None)), 0, INF),
+        (of_state(to_the_step_or_7, (0, 9, None)), 0, 9),
+        (of_state(by_the_step, (0, 9, None)), 0, INF),
+        (of_state(by_one, (None, 0, 0), stop=9), 0, INF),
+        (of_state(of_two_counters, (0, 0, 0), stop=9), 0, INF),
         # loops in loops, and in what JAX wraps functions with
-        (outer(lambda i, c, n: loop(lambda j, m: (j < 5) & (j < m))(n)), 0, 15),
-        (outer(lambda i, c, n: inner(i)(c), 4), 0, 12),
-        (outer(lambda i, c, n: inner(i + 2)(c), 4), 8, 20),
-        (outer(lambda i, c, n: lax.cond(n > i, inner(5), lambda c: c, c)), 0, 15),
-        (outer(lambda i, c, n: inner(n)(c)), 0, INF),
+        (outer(a_loop_of_its_own), 0, 15),
+        (outer(as_often_as_the_turn, length=4), 0, 12),
+        (outer(twice_more_than_the_turn, length=4), 8, 20),
+        (outer(five_times_if_asked), 0, 15),
+        (outer(as_often_as_asked), 0, INF),
         (of_loops_in_a_while, 0, 12),
-        (lambda n: lax.cond(n > 0, lambda b: loop(lambda i, m: i < m)(b), lambda b: A, 6), 0, 6),
+        (if_asked, 0, 6),
         (in_two_loops, 11, 11),
-        (lambda n: jax.remat(jax.jit(loop(lambda i, m: i < m)))(6), 6, 6),
-        (lambda n: jax.jit(loop(lambda i, m: i < m))(n), 0, INF),
+        (in_remat, 6, 6),
+        (jax.jit(loop(below_n)), 0, INF),
         (in_a_rule, 6, 6),
         (on_a_mesh, 6, 6),
-        (
-            lambda n: jax.vmap(lambda start: lax.fori_loop(start, 9, lambda i, a: a @ a, A))(
-                jnp.arange(2)
-            ),
-            0,
-            INF,
-        ),
+        (from_several_starts, 0, INF),
     ],
 )
 def test_flops_of_a_while(fn, low, high):
     assert count_flops(jax.make_jaxpr(fn)(N)) == Flops(low * PRODUCT, high * PRODUCT)
 
 
-@pytest.mark.parametrize(
-    ("stop", "low", "high"), [(lambda i, n: i < 9, 9, 9), (lambda i, n: (i < 9) & (i < n), 0, 9)]
-)
+@pytest.mark.parametrize(("stop", "low", "high"), [(BELOW_9, 9, 9), (both(BELOW_9, below_n), 0, 9)])
 def test_a_product_in_a_condition_runs_once_more_than_the_body(stop, low, high):
     """Two products in the condition, one in the body."""
 
     def loop(n):
-        return lax.while_loop(
-            lambda c: stop(c[0], n) & ((c[1] @ A @ A)[0, 0] < INF),
-            lambda c: (c[0] + 1, c[1] @ A),
-            FIRST,
-        )
+        def goes_on(carry):
+            i, a = carry
+            return stop(i, n) & ((a @ A @ A)[0, 0] < INF)
+
+        def turn(carry):
+            i, a = carry
+            return i + 1, a @ A
+
+        return lax.while_loop(goes_on, turn, FIRST)
 
     # The loop may end before its first turn, depending on what the products give.
     assert count_flops(jax.make_jaxpr(loop)(N)) == Flops(2 * PRODUCT, (3 * high + 2) * PRODUCT)
@@ -404,7 +768,13 @@ def test_a_product_in_a_condition_runs_once_more_than_the_body(stop, low, high):
 
 def test_a_product_in_nothing_but_a_condition():
     def loop(a):
-        return lax.while_loop(lambda c: (a @ a)[0, 0] > c, lambda c: c + 1, 0.0)
+        def goes_on(count):
+            return (a @ a)[0, 0] > count
+
+        def turn(count):
+            return count + 1
+
+        return lax.while_loop(goes_on, turn, 0.0)
 
     assert count_flops(jax.make_jaxpr(loop)(A)) == Flops(PRODUCT, INF)
 
@@ -423,7 +793,13 @@ def test_a_kernel_runs_in_each_step_of_its_grid():
 
 def test_a_linear_solve_runs_its_solver_alone():
     def solve(a):
-        return lax.custom_linear_solve(lambda x: a @ x, a[0], lambda _, b: turns(2)(a)[0] + b)
+        def matvec(x):
+            return a @ x
+
+        def solver(_, b):
+            return turns(2)(a)[0] + b
+
+        return lax.custom_linear_solve(matvec, a[0], solver)
 
     assert count_flops(jax.make_jaxpr(solve)(A)) == Flops(2 * PRODUCT, 2 * PRODUCT)
 
@@ -433,7 +809,11 @@ def test_flops_of_ragged_products_and_convolutions():
     kernels = jnp.ones((2, 3, 7))
     sizes = jnp.array([4, 6])
     assert count_flops(jax.make_jaxpr(lax.ragged_dot)(rows, kernels, sizes)).high == 2 * 10 * 3 * 7
-    gradient = jax.grad(lambda k: lax.ragged_dot(rows, k, sizes).sum())
+
+    def total(kernels):
+        return lax.ragged_dot(rows, kernels, sizes).sum()
+
+    gradient = jax.grad(total)
     # nobody reads the product itself
     assert count_flops(jax.make_jaxpr(gradient)(kernels)).high == 2 * 10 * 3 * 7
 
@@ -455,7 +835,7 @@ def test_flops_of_batched_and_rectangular_products():
 
 
 def test_flops_are_of_one_device():
-    call = jax.shard_map(lambda x: x @ x, mesh=PARALLEL.mesh, in_specs=SPEC, out_specs=SPEC)
+    call = jax.shard_map(square, mesh=PARALLEL.mesh, in_specs=SPEC, out_specs=SPEC)
     assert count_flops(jax.make_jaxpr(call)(jnp.ones((16, 32)))).low == 2 * 8**3
 
 
@@ -466,18 +846,10 @@ def test_flops_of_loops_that_a_mask_ends_are_bounded():
         (None, 64, 1026, "small"),
         (PARALLEL, 16, 513, "five"),
     ):
+        call = partial(call_head, parallel, device=device)
         arrays = head_arrays(1026, with_where=True)
-        found = count_flops(
-            jax.make_jaxpr(lambda a, p=parallel, d=device: call_head(p, a, device=d))(arrays)
-        )
+        found = count_flops(jax.make_jaxpr(call)(arrays))
         assert found.low == 0
         assert found.high == 2 * tokens * (12 + 1) * columns  # 12 features and a bias
         everything = {k: x for k, x in arrays.items() if k != "where"}
-        assert (
-            count_flops(
-                jax.make_jaxpr(lambda a, p=parallel, d=device: call_head(p, a, device=d))(
-                    everything
-                )
-            ).low
-            == found.high
-        )
+        assert count_flops(jax.make_jaxpr(call)(everything)).low == found.high

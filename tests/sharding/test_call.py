@@ -33,7 +33,7 @@ MESH = jax.make_mesh((2, 2, 2), ("dp", "cp", "tp"), AUTO[:3])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_sum_on_any_mesh(mesh, explicit):
     parallel = mesh and make_parallel_mesh(mesh, explicit=explicit)
-    value, gradient = jax.jit(jax.value_and_grad(lambda x: total(parallel, x)))(X)
+    value, gradient = jax.jit(jax.value_and_grad(partial(total, parallel)))(X)
     assert value == X.sum()
     np.testing.assert_array_equal(gradient, 1)
 
@@ -57,9 +57,7 @@ def test_none_stays_none_and_pytrees_pass():
 def test_inside_a_users_shard_map():
     axes = ShardAxes("dp", "cp", "tp")
     p = ParallelMesh(MESH)
-    mapped = jax.shard_map(
-        lambda x: total(axes, x), mesh=MESH, in_specs=p.tokens_spec, out_specs=P()
-    )
+    mapped = jax.shard_map(partial(total, axes), mesh=MESH, in_specs=p.tokens_spec, out_specs=P())
     assert jax.jit(mapped)(X) == X.sum()
 
 
@@ -67,7 +65,7 @@ def test_check_vma_off_is_noticed():
     axes = ShardAxes("dp", "cp", "tp")
     p = ParallelMesh(MESH)
     mapped = jax.shard_map(
-        lambda x: total(axes, x), mesh=MESH, in_specs=p.tokens_spec, out_specs=P(), check_vma=False
+        partial(total, axes), mesh=MESH, in_specs=p.tokens_spec, out_specs=P(), check_vma=False
     )
     with pytest.raises(
         ValueError, match="got check_vma=False over axis 'dp', expected check_vma=True"
@@ -79,11 +77,21 @@ def test_check_vma_off_is_noticed():
 def test_vmap_of_a_mesh_level_call(explicit):
     p = make_parallel_mesh("dp=2,cp=2,tp=2", explicit=explicit)
     stacked = jnp.stack([X, 2 * X])
-    np.testing.assert_array_equal(jax.vmap(lambda x: total(p, x))(stacked), [X.sum(), 2 * X.sum()])
-    gradients = jax.jit(jax.vmap(jax.grad(lambda x: total(p, x) ** 2)))(stacked)
+
+    def squared(x):
+        return total(p, x) ** 2
+
+    sums = jax.vmap(partial(total, p))(stacked)
+    np.testing.assert_array_equal(sums, [X.sum(), 2 * X.sum()])
+    gradients = jax.jit(jax.vmap(jax.grad(squared)))(stacked)
     np.testing.assert_array_equal(
         gradients, np.broadcast_to(np.array([[[4032]], [[8064]]]), stacked.shape)
     )
+
+
+def one_of_tokens(p):
+    """Specs of one argument, an array of tokens, and of a scalar result."""
+    return [p.tokens_spec], P()
 
 
 def powers(axes, power, x):
@@ -94,13 +102,12 @@ def test_a_second_eager_call_compiles_nothing():
     p = ParallelMesh(MESH)
 
     def run(power, x):
-        return shard_call(
-            "powers", powers, p, {"x": x}, lambda p: ([p.tokens_spec], P()), static=power
-        )
+        return shard_call("powers", powers, p, {"x": x}, one_of_tokens, static=power)
 
-    assert compilations(lambda: run(2, X)) > 0
-    assert compilations(lambda: run(2, X)) == compilations(lambda: run(2, X)) == 0
-    assert compilations(lambda: run(3, X)) > 0
+    square = partial(run, 2, X)
+    assert compilations(square) > 0
+    assert compilations(square) == compilations(square) == 0
+    assert compilations(partial(run, 3, X)) > 0
     assert run(2, X) == (X**2).sum()
 
 
@@ -114,16 +121,19 @@ def test_how_often_a_call_is_traced(mesh):
         return axes.psum((x * x).sum(), axes.tokens)
 
     def run(x):
-        return shard_call("counted", counted, p, {"x": x}, lambda p: ([p.tokens_spec], P()))
+        return shard_call("counted", counted, p, {"x": x}, one_of_tokens)
 
     def times(fn):
         traced.clear()
         fn()
         return len(traced)
 
-    assert times(lambda: run(X)) == 1
-    assert times(lambda: (run(X), jax.vmap(run)(X[None]), jax.grad(run)(X))) == 0
-    assert times(lambda: jax.jit(jax.grad(run))(X)) == 1
+    def again():
+        return run(X), jax.vmap(run)(X[None]), jax.grad(run)(X)
+
+    assert times(partial(run, X)) == 1
+    assert times(again) == 0
+    assert times(partial(jax.jit(jax.grad(run)), X)) == 1
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
@@ -132,20 +142,29 @@ def test_a_gradient_within_a_jit_does_not_trace_the_primal_function(mesh):
     def square(x):
         raise AssertionError("traced in vain")
 
-    square.defvjp(lambda x: (x * x, x), lambda x, g: (2 * x * g,))
+    def forward(x):
+        return x * x, x
+
+    def backward(x, g):
+        return (2 * x * g,)
+
+    square.defvjp(forward, backward)
 
     def per_shard(axes, x):
         return axes.psum(square(x).sum(), axes.tokens)
 
     p = mesh and make_parallel_mesh(mesh)
-    total = partial(shard_call, "f", per_shard, p, specs=lambda p: ([p.tokens_spec], P()))
-    np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: total({"x": x})))(X), 2 * X)
+
+    def total(x):
+        return shard_call("f", per_shard, p, {"x": x}, one_of_tokens)
+
+    np.testing.assert_array_equal(jax.jit(jax.grad(total))(X), 2 * X)
 
 
 def test_vmap_of_a_per_shard_call():
     axes = ShardAxes("dp", "cp", "tp")
     p = ParallelMesh(MESH)
-    batched = jax.vmap(lambda x: total(axes, x))
+    batched = jax.vmap(partial(total, axes))
     mapped = jax.shard_map(batched, mesh=MESH, in_specs=P(None, *p.tokens_spec), out_specs=P())
     np.testing.assert_array_equal(jax.jit(mapped)(jnp.stack([X, 2 * X])), [X.sum(), 2 * X.sum()])
 
@@ -175,15 +194,16 @@ def test_dimensions_that_the_mesh_does_not_divide(shape, message):
 
 
 def test_a_spec_with_an_axis_that_the_mesh_lacks():
-    def call():
-        return shard_call(
-            "f", lambda axes, x: x, ParallelMesh(MESH), {"x": X}, lambda p: ([P("pp")], P("dp"))
-        )
+    def itself(axes, x):
+        return x
+
+    def specs(p):
+        return [P("pp")], P("dp")
 
     with pytest.raises(
         ValueError, match=r"x: got spec P\('pp',?\) in f, expected axes of the mesh"
     ):
-        call()
+        shard_call("f", itself, ParallelMesh(MESH), {"x": X}, specs)
 
 
 def test_something_else_as_parallel():
@@ -196,7 +216,8 @@ def test_something_else_as_parallel():
 def test_explicit_meshes_reshard_what_arrives():
     p = make_parallel_mesh("dp=2,cp=2,tp=2", explicit=True)
     for spec in (P(), P("tp", "dp"), p.tokens_spec):
-        assert jax.jit(lambda x: total(p, x))(jax.device_put(X, p.sharding(spec))) == X.sum()
+        placed = jax.device_put(X, p.sharding(spec))
+        assert jax.jit(partial(total, p))(placed) == X.sum()
 
 
 def test_varying():

@@ -107,8 +107,19 @@ def test_zigzag_balances_causal_attention():
     assert len(set(work(logical_positions("contiguous", T, 4)))) == 4
 
 
+def up_to(layout):
+    """The layouts up to this one, itself the last: over all of them, each pair comes once.
+
+    Those per segment come behind the others, so that the mesh that has one layout by day has it
+    with every other.
+    """
+    in_order = sorted(LAYOUTS, key=lambda name: LAYOUTS[name].per_segment)
+    return in_order[: in_order.index(layout) + 1]
+
+
 @pytest.mark.parametrize(("mesh", "layout"), TABLE)
 def test_redistribute_is_exact_for_every_dtype(mesh, layout):
+    """There and back, between this layout and those before it."""
     parallel = make_parallel_mesh(mesh)
     shards = parallel.context_size
     ids = logical_segments(shards)
@@ -121,17 +132,19 @@ def test_redistribute_is_exact_for_every_dtype(mesh, layout):
         "none": None,
     }
     same = functools.partial(np.testing.assert_array_equal, equal_nan=True)
-    others = [other for other in LAYOUTS if other != layout]
+    others = up_to(layout)
 
     @jax.jit
     def there_and_back(x, ids):
-        moved = {other: redistribute(x, parallel, layout, other, ids, S) for other in others}
-        moved_ids = {other: redistribute(ids, parallel, layout, other, ids, S) for other in others}
-        return moved, {
-            o: redistribute(moved[o], parallel, o, layout, moved_ids[o], S) for o in others
-        }
+        moved = {}
+        back = {}
+        for other in others:
+            moved[other] = redistribute(x, parallel, layout, other, ids, S)
+            moved_ids = redistribute(ids, parallel, layout, other, ids, S)
+            back[other] = redistribute(moved[other], parallel, other, layout, moved_ids, S)
+        return moved, back
 
-    x = jax.tree.map(lambda leaf: physical(leaf, layout, shards), tree)
+    x = jax.tree.map(functools.partial(physical, layout=layout, shards=shards), tree)
     moved, back = there_and_back(x, physical(ids, layout, shards))
     for other in others:
         expected = jax.tree.map(functools.partial(physical, layout=other, shards=shards), tree)
@@ -139,6 +152,16 @@ def test_redistribute_is_exact_for_every_dtype(mesh, layout):
         jax.tree.map(same, back[other], x)
         assert moved[other]["none"] is None
         assert moved[other]["bf16"].dtype == jnp.bfloat16
+
+
+def with_transpose(fn):
+    """A compiled function of x and y: A x, and the transpose of A times y."""
+
+    @jax.jit
+    def run(x, y):
+        return fn(x), jax.linear_transpose(fn, x)(y)[0]
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -154,12 +177,17 @@ def test_transpose_of_redistribute_is_exact(source, target):
         return redistribute(x, parallel, source, target, ids, S)
 
     rng = np.random.default_rng(1)
-    x, y = (jnp.asarray(rng.integers(-99, 99, size=(R, T)), jnp.float32) for _ in range(2))
-    moved, pull = jax.jit(lambda x, y: (move(x), jax.linear_transpose(move, x)(y)[0]))(x, y)
-    assert jnp.vdot(moved, y) == jnp.vdot(x, pull)
+    x, y = rng.integers(-99, 99, size=(2, R, T)).astype(np.float32)
+    moved, pull = with_transpose(move)(x, y)
+    assert np.vdot(moved, y) == np.vdot(x, pull)
     in_row = np.take_along_axis(np.asarray(y), np.argsort(order(target, 4), axis=1), axis=1)
     np.testing.assert_array_equal(pull, np.take_along_axis(in_row, order(source, 4), axis=1))
-    check_grads(jax.jit(lambda x: jnp.sin(move(x)) * y), (x / 99,), order=1, rtol=2e-2)
+
+    @jax.jit
+    def nonlinear(x):
+        return jnp.sin(move(x)) * y
+
+    check_grads(nonlinear, (x / 99,), order=1, rtol=2e-2)
 
 
 @pytest.mark.parametrize(("mesh", "source", "target", "expected"), [
@@ -182,7 +210,7 @@ def test_bytes_moved_by_redistribute(mesh, source, target, expected):
     assert collectives(parallel, move, x, ids) == expected
 
     def transpose(x, ids):
-        return jax.linear_transpose(lambda x: move(x, ids), x)(x)
+        return jax.linear_transpose(functools.partial(move, ids=ids), x)(x)
 
     assert collectives(parallel, transpose, x, ids) == expected
 
@@ -220,7 +248,7 @@ def test_shift_left(mesh, layout):
         )
         return [shift_left(x, parallel, by, 1, ids, S) for by in shifts], whole
 
-    x = jax.tree.map(lambda leaf: physical(leaf, layout, shards), tree)
+    x = jax.tree.map(functools.partial(physical, layout=layout, shards=shards), tree)
     with_segments, whole = shifted(x, physical(ids, layout, shards))
     for by, got in zip(shifts, with_segments, strict=True):
         for name in ("i", "b"):
@@ -239,13 +267,13 @@ def test_transpose_of_shift_left(layout):
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     ids = physical(logical_segments(4), layout, 4)
     rng = np.random.default_rng(3)
-    x, y = (jnp.asarray(rng.integers(-99, 99, size=(R, T)), jnp.float32) for _ in range(2))
+    x, y = rng.integers(-99, 99, size=(2, R, T)).astype(np.float32)
 
     def shift(x):
         return shift_left(x, parallel, 2, 0, ids, S)
 
-    shifted, pull = jax.jit(lambda x, y: (shift(x), jax.linear_transpose(shift, x)(y)[0]))(x, y)
-    assert jnp.vdot(shifted, y) == jnp.vdot(x, pull)
+    shifted, pull = with_transpose(shift)(x, y)
+    assert np.vdot(shifted, y) == np.vdot(x, pull)
 
 
 @pytest.mark.parametrize(("layout", "expected"), [
@@ -261,9 +289,11 @@ def test_what_a_shift_by_3_moves(layout, expected):
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     x = jnp.ones((2, T))
     ids = jnp.ones((2, T), jnp.int32)
-    assert collectives(
-        parallel, lambda x, ids: shift_left(x, parallel, 3, 0, ids, S), x, ids
-    ) == sorted(expected)
+
+    def shift(x, ids):
+        return shift_left(x, parallel, 3, 0, ids, S)
+
+    assert collectives(parallel, shift, x, ids) == sorted(expected)
 
 
 def serial_scan(a, b, ids, reverse):
@@ -317,6 +347,16 @@ def test_scan_affine_is_the_serial_loop(mesh, layout):
                 )
 
 
+@functools.cache
+def gradient_of_scan(parallel, reverse):
+    """A compiled function of a, b, weights and segment ids."""
+
+    def loss(a, b, weight, ids):
+        return jnp.vdot(scan_affine(a, b, parallel, reverse, ids, S), weight)
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1)))
+
+
 @pytest.mark.every(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reverse", [True, False])
@@ -328,16 +368,11 @@ def test_gradient_of_scan_affine(layout, reverse):
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     ids = logical_segments(shards)
     rng = np.random.default_rng(5)
-    a, b, weight = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(3, R, T)))
-    a = jnp.where(rng.random((R, T)) < 0.2, 0, a)
-
-    def loss(a, b, weight, ids, parallel):
-        return jnp.vdot(scan_affine(a, b, parallel, reverse, ids, S), weight)
-
-    gradient = jax.grad(loss, argnums=(0, 1))
+    a, b, weight = rng.normal(size=(3, R, T)).astype(np.float32)
+    a[rng.random((R, T)) < 0.2] = 0
     there = [physical(x, layout, shards) for x in (a, b, weight, ids)]
-    got = jax.jit(lambda *xs: gradient(*xs, parallel))(*there)
-    one = jax.jit(lambda *xs: gradient(*xs, None))(a, b, weight, ids)
+    got = gradient_of_scan(parallel, reverse)(*there)
+    one = gradient_of_scan(None, reverse)(a, b, weight, ids)
     y = serial_scan(a, b, ids, reverse)
     before_a = np.roll(a, 1 if reverse else -1, axis=1)
     # b_t gets w_t and, through y_t, a_(t-1) of b_(t-1)'s
@@ -350,6 +385,19 @@ def test_gradient_of_scan_affine(layout, reverse):
     )
 
 
+@functools.cache
+def second_derivatives(parallel):
+    """A compiled function of a, b and segment ids."""
+
+    def penalty(a, b, ids):
+        def loss(a, b):
+            return jnp.sin(scan_affine(a, b, parallel, True, ids, S)).sum()
+
+        return sum((g**2).sum() for g in jax.grad(loss, argnums=(0, 1))(a, b))
+
+    return jax.jit(jax.grad(penalty, argnums=(0, 1)))
+
+
 @pytest.mark.every(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_second_derivatives(layout):
@@ -359,20 +407,11 @@ def test_second_derivatives(layout):
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     ids = logical_segments(4)
     rng = np.random.default_rng(7)
-    a, b = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(2, R, T)) / 2)
-
-    def penalty(a, b, ids, parallel):
-        def loss(a, b):
-            return jnp.sin(scan_affine(a, b, parallel, True, ids, S)).sum()
-
-        return sum((g**2).sum() for g in jax.grad(loss, argnums=(0, 1))(a, b))
-
-    second = jax.grad(penalty, argnums=(0, 1))
-    expected = jax.jit(lambda *xs: second(*xs, None))(a, b, ids)
-    got = jax.jit(lambda *xs: second(*xs, parallel))(*(physical(x, layout, 4) for x in (a, b, ids)))
-    assert_trees_close(
-        got, jax.tree.map(lambda x: physical(x, layout, 4), expected), rtol=1e-4, atol=1e-5
-    )
+    a, b = (rng.normal(size=(2, R, T)) / 2).astype(np.float32)
+    there = [physical(x, layout, 4) for x in (a, b, ids)]
+    got = second_derivatives(parallel)(*there)
+    expected = [physical(x, layout, 4) for x in second_derivatives(None)(a, b, ids)]
+    assert_trees_close(list(got), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.every(2)
@@ -389,12 +428,17 @@ def test_what_a_scan_moves(layout, expected):
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     x = jnp.ones((2, T))
     ids = jnp.ones((2, T), jnp.int32)
-    assert collectives(
-        parallel, lambda a, b, ids: scan_affine(a, b, parallel, True, ids, S), x, x, ids
-    ) == sorted(expected)
+
+    def scan(a, b, ids):
+        return scan_affine(a, b, parallel, True, ids, S)
+
+    def scan_whole_rows(a, b):
+        return scan_affine(a, b, parallel)
+
+    assert collectives(parallel, scan, x, x, ids) == sorted(expected)
     if layout in ("contiguous", "zigzag"):
         pairs = [("all-gather", 4 * 2 * (2 if layout == "zigzag" else 1))]
-        assert collectives(parallel, lambda a, b: scan_affine(a, b, parallel), x, x) == pairs
+        assert collectives(parallel, scan_whole_rows, x, x) == pairs
 
 
 OF_TWO_AXES = [
@@ -426,12 +470,11 @@ def test_context_over_two_axes_explicit_and_inside_shard_map(context, layout):
         )
 
     there = physical(x, layout, 4), physical(ids, layout, 4)
-    got = jax.jit(lambda *xs: everything(parallel, *xs))(*there)
+    got = jax.jit(functools.partial(everything, parallel))(*there)
     axes = ShardAxes(data="rows", context=context, context_layout=layout)
     spec = parallel.tokens_spec
-    inside = jax.shard_map(
-        lambda *xs: everything(axes, *xs), mesh=mesh, in_specs=spec, out_specs=spec
-    )
+    per_shard = functools.partial(everything, axes)
+    inside = jax.shard_map(per_shard, mesh=mesh, in_specs=spec, out_specs=spec)
     placed = [jax.device_put(y, parallel.sharding(spec)) for y in there]
     chex.assert_trees_all_equal(got, jax.jit(inside)(*placed))
     np.testing.assert_array_equal(got[1], physical(serial_shift(x, ids, 2, 0), layout, 4))
@@ -449,5 +492,10 @@ def test_context_over_three_axes(context, layout):
     ids = logical_segments(8)
     x = np.random.default_rng(7).normal(size=(R, T)).astype(np.float32)
     there = physical(x, layout, 8), physical(ids, layout, 8)
-    got = jax.jit(lambda x, ids: shift_left(x, parallel, 5, 0, ids, S))(*there)
+
+    @jax.jit
+    def shift(x, ids):
+        return shift_left(x, parallel, 5, 0, ids, S)
+
+    got = shift(*there)
     np.testing.assert_array_equal(got, physical(serial_shift(x, ids, 5, 0), layout, 8))

@@ -14,10 +14,14 @@ PARALLEL = make_parallel_mesh("dp=2,cp=4")
 def trace(fn):
     spec = PARALLEL.tokens_spec
 
+    def per_shard(axes, x):
+        return fn(x)
+
+    def specs(p):
+        return [spec], spec
+
     def call(x):
-        return shard_call(
-            "call", lambda axes, x: fn(x), PARALLEL, {"x": x}, lambda p: ([spec], spec)
-        )
+        return shard_call("call", per_shard, PARALLEL, {"x": x}, specs)
 
     return jax.make_jaxpr(jax.jit(call))(jnp.ones((2, 8)))
 
@@ -29,33 +33,73 @@ def total(x):
 def loop(end, body):
     def run(x):
         stop = end(x)
-        return lax.while_loop(
-            lambda c: c[0] < stop, lambda c: (c[0] + 1, body(c[1])), (jnp.float32(0), x)
-        )[1]
+
+        def goes_on(carry):
+            return carry[0] < stop
+
+        def turn(carry):
+            i, array = carry
+            return i + 1, body(array)
+
+        return lax.while_loop(goes_on, turn, (jnp.float32(0), x))[1]
 
     return run
+
+
+def repeated(x):
+    def turn(carry, _):
+        return total(carry), None
+
+    return lax.scan(turn, x, length=3)[0]
+
+
+def own_sum(x):
+    return x.sum()
+
+
+def largest_sum(x):
+    """The same number on all devices."""
+    return lax.pmax(x.sum(), ("dp", "cp"))
+
+
+def largest_sum_of_context(x):
+    return lax.pmax(x.sum(), "cp")
+
+
+def itself(x):
+    return x
+
+
+def sent(x):
+    return lax.ppermute(x, "cp", [(0, 1)])
+
+
+def total_if_positive(x):
+    return lax.cond(x.sum() > 0, total, itself, x)
+
+
+def always_sent(x):
+    """Under a condition all the same."""
+    return lax.cond(True, sent, itself, x)
 
 
 @pytest.mark.parametrize(
     ("fn", "risks"),
     [
         (total, []),
-        (lambda x: lax.scan(lambda c, _: (total(c), None), x, length=3)[0], []),
-        (loop(lambda x: lax.pmax(x.sum(), ("dp", "cp")), total), []),
-        (loop(lambda x: x.sum(), lambda x: x * 2), []),
+        (repeated, []),
+        (loop(largest_sum, total), []),
+        (loop(own_sum, jnp.sin), []),
         (
-            loop(lambda x: x.sum(), total),
+            loop(own_sum, total),
             ["psum over dp, cp in a while whose end varies over cp, dp"],
         ),
         (
-            loop(lambda x: lax.pmax(x.sum(), "cp"), total),
+            loop(largest_sum_of_context, total),
             ["psum over dp, cp in a while whose end varies over dp"],
         ),
-        (lambda x: lax.cond(x.sum() > 0, total, lambda x: x, x), ["psum over dp, cp under cond"]),
-        (
-            lambda x: lax.cond(True, lambda x: lax.ppermute(x, "cp", [(0, 1)]), lambda x: x, x),
-            ["ppermute over cp under cond"],
-        ),
+        (total_if_positive, ["psum over dp, cp under cond"]),
+        (always_sent, ["ppermute over cp under cond"]),
     ],
 )
 def test_collectives_that_could_hang(fn, risks):
@@ -64,8 +108,13 @@ def test_collectives_that_could_hang(fn, risks):
 
 
 def test_collectives_are_found():
-    found = collectives(trace(lambda x: total(lax.all_gather(x, "cp", axis=1, tiled=True)[:, :2])))
+    def gathered(x):
+        return total(lax.all_gather(x, "cp", axis=1, tiled=True)[:, :2])
+
+    def of_squares(x):
+        return total(x * x).sum()
+
+    found = collectives(trace(gathered))
     assert sorted(axes for _, axes in found) == [("cp",), ("dp", "cp")]
-    gradient = collectives(trace(lambda x: jax.grad(lambda y: total(y * y).sum())(x)))
-    assert gradient
+    assert collectives(trace(jax.grad(of_squares)))
     assert collectives(trace(jnp.sin)) == []

@@ -40,10 +40,11 @@ def segments_call(fn):
         def per_shard(axes, ids, x, mask):
             return fn(Segments(ids, S, axes), x, mask)
 
+        def specs(p):
+            return [p.tokens_spec] * 3, p.rows_spec
+
         args = {"ids": IDS, "x": x, "mask": mask}
-        return shard_call(
-            "segments", per_shard, parallel, args, lambda p: ([p.tokens_spec] * 3, p.rows_spec)
-        )
+        return shard_call("segments", per_shard, parallel, args, specs)
 
     return run
 
@@ -66,29 +67,40 @@ def test_segment_sum_on_any_mesh():
 MESHES = ["dp=8", "cp=8", "dp=2,cp=2,tp=2"]
 
 
+mean = segments_call(Segments.mean)
+largest = segments_call(Segments.max)
+
+
 def test_means_ignore_what_is_masked():
-    mean = segments_call(lambda segments, x, mask: segments.mean(x, mask))
     mask = MASK.astype(np.float32)
 
     def run(parallel, x):
-        return mean(parallel, x, mask), jax.grad(lambda x: mean(parallel, x, mask).sum())(x)
+        def loss(x):
+            found = mean(parallel, x, mask)
+            return found.sum(), found
 
-    clean = assert_mesh_invariant(run, X, meshes=MESHES)
+        gradient, found = jax.grad(loss, has_aux=True)(x)
+        return found, gradient
+
+    def of_both(parallel, *xs):
+        return [run(parallel, x) for x in xs]
+
+    clean, spoiled = assert_mesh_invariant(of_both, X, np.where(MASK, X, np.nan), meshes=MESHES)
     assert_trees_close(clean[0], by_hand(np.mean, 0, MASK), atol=1e-6)
-    spoiled = assert_mesh_invariant(run, np.where(MASK, X, np.nan), meshes=MESHES)
     assert_trees_close(spoiled, clean, 0, 0)
     assert (np.asarray(clean[1])[~MASK] == 0).all()
 
 
 def test_extremes():
-    largest = segments_call(lambda segments, x, mask: segments.max(x, mask))
     mask = MASK.astype(np.float32)
-    found = assert_mesh_invariant(
-        lambda parallel, x: largest(parallel, x, mask), np.where(MASK, X, np.nan), meshes=MESHES
-    )
+    given = (np.where(MASK, X, np.nan), mask)
+    found = assert_mesh_invariant(largest, *given, meshes=MESHES)
     np.testing.assert_array_equal(found, by_hand(np.max, -np.inf, MASK).astype(np.float32))
-    gradient = jax.grad(lambda x: largest(None, x, mask)[1].sum())(X)
-    np.testing.assert_array_equal(gradient, 0)
+
+    def of_a_row(x):
+        return largest(None, x, mask)[1].sum()
+
+    np.testing.assert_array_equal(jax.jit(jax.grad(of_a_row))(X), 0)
 
 
 def test_spread_is_the_other_way():
@@ -98,20 +110,21 @@ def test_spread_is_the_other_way():
         def per_shard(axes, ids, y):
             return Segments(ids, S, axes).spread(y)
 
-        args = {"ids": IDS, "y": y}
-        return shard_call(
-            "spread",
-            per_shard,
-            parallel,
-            args,
-            lambda p: ([p.tokens_spec, p.rows_spec], p.tokens_spec),
-        )
+        def specs(p):
+            return [p.tokens_spec, p.rows_spec], p.tokens_spec
 
-    found, gradient = assert_mesh_invariant(
-        lambda parallel, y: (run(parallel, y), jax.grad(lambda y: (run(parallel, y) * X).sum())(y)),
-        y,
-        meshes=MESHES,
-    )
+        args = {"ids": IDS, "y": y}
+        return shard_call("spread", per_shard, parallel, args, specs)
+
+    def with_gradient(parallel, y):
+        def loss(y):
+            found = run(parallel, y)
+            return (found * X).sum(), found
+
+        gradient, found = jax.grad(loss, has_aux=True)(y)
+        return found, gradient
+
+    found, gradient = assert_mesh_invariant(with_gradient, y, meshes=MESHES)
     np.testing.assert_array_equal(
         found, np.take_along_axis(np.pad(y, ((0, 0), (1, 0))), IDS, axis=1)
     )
@@ -145,9 +158,11 @@ def test_inside_a_users_shard_map():
 
 def test_explicit_axes():
     meshes = [make_parallel_mesh(mesh, explicit=True) for mesh in MESHES]
-    assert_mesh_invariant(
-        lambda parallel, x: segment_sum(x, jnp.asarray(IDS), S, parallel), X, meshes=meshes
-    )
+
+    def sums(parallel, x):
+        return segment_sum(x, jnp.asarray(IDS), S, parallel)
+
+    assert_mesh_invariant(sums, X, meshes=meshes)
 
 
 def test_shapes_that_differ():
@@ -163,8 +178,5 @@ def test_shapes_that_differ():
 @pytest.mark.parametrize("mesh", factorings(8))
 def test_extremes_and_means_on_any_mesh(mesh):
     mask = MASK.astype(np.float32)
-    for fn in (lambda s, x, m: s.mean(x, m), lambda s, x, m: s.max(x, m)):
-        call = segments_call(fn)
-        assert_mesh_invariant(
-            lambda parallel, x, call=call: call(parallel, x, mask), X, meshes=[mesh]
-        )
+    for call in (mean, largest):
+        assert_mesh_invariant(call, X, mask, meshes=[mesh])

@@ -46,9 +46,9 @@ def on_one(shape, dtype=jnp.bfloat16, name="v5p:2x2x1"):
 )
 def test_a_bare_product_comes_out_below_the_peak_of_its_chip(name, chip, peak):
     rows, inner, columns = 8192, 4096, 32768
-    found = audit(
-        lambda a, b: a @ b, on_one((rows, inner), name=name), on_one((inner, columns), name=name)
-    )
+    a = on_one((rows, inner), name=name)
+    b = on_one((inner, columns), name=name)
+    found = audit(jnp.matmul, a, b)
     at_peak = 2 * rows * inner * columns / peak
     assert at_peak <= found.time.products <= at_peak / 0.75
     assert found.time.compute == found.time.products == found.time.least.products
@@ -92,20 +92,33 @@ def test_a_device_is_known_by_its_kind(kind, name, gib):
     assert (found and found.name, found and found.memory / 2**30) == (name, gib)
 
 
+def square(a):
+    return a @ a
+
+
 def test_there_is_no_time_without_a_tpu():
-    assert audit(lambda x: x @ x, jnp.ones((8, 8))).time is None
+    assert audit(square, jnp.ones((8, 8))).time is None
     assert device_of(jax.devices()[0]) is None
     assert device_of(None) is None
+
+
+def turns(length, first, a):
+    """So many products with `a`, one a turn; `length` may be traced."""
+
+    def turn(i, carry):
+        return carry @ a
+
+    return lax.fori_loop(0, length, turn, first)
 
 
 @functools.cache
 def one_turn():
     """The product of a loop over matrices of 1024 x 1024, in ms."""
-    return products_of(lambda a, n: lax.fori_loop(0, 7, lambda i, c: c @ a, a)) / 7
+    return timed(seven_turns).products / 7
 
 
-def products_of(fn):
-    return timed(fn).products
+def seven_turns(a, n):
+    return turns(7, a, a)
 
 
 def timed(fn):
@@ -113,9 +126,20 @@ def timed(fn):
 
 
 def counted(stop, step=1, start=0):
-    return lambda a, n: lax.while_loop(
-        lambda s: stop(s[0], n, s[1]), lambda s: (s[0] + step, s[1] @ a), (start, a)
-    )[1]
+    """A loop with a product a turn; `stop` reads the counter, the argument and the product."""
+
+    def loop(a, n):
+        def goes_on(carry):
+            i, product = carry
+            return stop(i, n, product)
+
+        def turn(carry):
+            i, product = carry
+            return i + step, product @ a
+
+        return lax.while_loop(goes_on, turn, (start, a))[1]
+
+    return loop
 
 
 def test_a_turn_takes_what_a_product_may():
@@ -123,38 +147,86 @@ def test_a_turn_takes_what_a_product_may():
     assert at_peak <= one_turn() <= at_peak / 0.3  # a small one, and its result is written
 
 
+def six_steps(a, n):
+    """The turns of a scan."""
+
+    def step(carry, _):
+        return carry @ a, None
+
+    return lax.scan(step, a, length=6)[0]
+
+
+def three_times_five(a, n):
+    def turn(i, carry):
+        return turns(5, carry, a)
+
+    return lax.fori_loop(0, 3, turn, a)
+
+
+def each_turn_has_one_more(a, n):
+    def turn(i, carry):
+        return turns(i, carry, a)
+
+    return lax.fori_loop(0, 4, turn, a)
+
+
+def a_bound_that_is_carried(a, n):
+    def goes_on(carry):
+        i, _, bound = carry
+        return i < bound
+
+    def turn(carry):
+        i, product, bound = carry
+        return i + 1, product @ a, bound
+
+    return lax.while_loop(goes_on, turn, (0, a, 11))[1]
+
+
+# Conditions of loops, of the counter i, the argument n and the product c
+
+
+def up_to_9(i, n, c):
+    return i <= 9
+
+
+def below_9(i, n, c):
+    return i < 9
+
+
+def above_0(i, n, c):
+    return i > 0
+
+
+def below_9_and_n(i, n, c):
+    return (i < 9) & (i < n)
+
+
+def below_n_of_at_most_6(i, n, c):
+    return i < jnp.minimum(n, 6)
+
+
+def below_n(i, n, c):
+    return i < n
+
+
+def below_9_or_while_an_entry_is_positive(i, n, c):
+    return (i < 9) | (c[0, 0] > 0)
+
+
 @pytest.mark.parametrize(
     ("fn", "least", "most"),
     [
-        (lambda a, n: lax.scan(lambda c, _: (c @ a, None), a, length=6)[0], 6, 6),
-        (
-            lambda a, n: lax.fori_loop(
-                0, 3, lambda i, c: lax.fori_loop(0, 5, lambda j, d: d @ a, c), a
-            ),
-            15,
-            15,
-        ),
-        (
-            lambda a, n: lax.fori_loop(
-                0, 4, lambda i, c: lax.fori_loop(0, i, lambda j, d: d @ a, c), a
-            ),
-            0,
-            12,
-        ),
-        (counted(lambda i, n, c: i <= 9), 10, 10),
-        (counted(lambda i, n, c: i < 9, step=2), 5, 5),
-        (counted(lambda i, n, c: i > 0, step=-1, start=9), 9, 9),
-        (counted(lambda i, n, c: (i < 9) & (i < n)), 0, 9),
-        (counted(lambda i, n, c: i < jnp.minimum(n, 6)), 0, 6),
-        (counted(lambda i, n, c: i < n), 0, math.inf),
-        (counted(lambda i, n, c: (i < 9) | (c[0, 0] > 0)), 9, math.inf),
-        (
-            lambda a, n: lax.while_loop(
-                lambda s: s[0] < s[2], lambda s: (s[0] + 1, s[1] @ a, s[2]), (0, a, 11)
-            )[1],
-            11,
-            11,
-        ),
+        (six_steps, 6, 6),
+        (three_times_five, 15, 15),
+        (each_turn_has_one_more, 0, 12),
+        (counted(up_to_9), 10, 10),
+        (counted(below_9, step=2), 5, 5),
+        (counted(above_0, step=-1, start=9), 9, 9),
+        (counted(below_9_and_n), 0, 9),
+        (counted(below_n_of_at_most_6), 0, 6),
+        (counted(below_n), 0, math.inf),
+        (counted(below_9_or_while_an_entry_is_positive), 9, math.inf),
+        (a_bound_that_is_carried, 11, 11),
     ],
 )
 def test_compiled_loops(fn, least, most):
@@ -200,7 +272,7 @@ def test_a_pallas_kernel_takes_what_it_declares():
 
 
 def test_a_compiled_fill_takes_its_bytes():
-    found = audit(lambda x: jnp.full((8192, 4096), x), on_one((), jnp.float32))
+    found = audit(functools.partial(jnp.full, (8192, 4096)), on_one((), jnp.float32))
     assert found.time.compute == pytest.approx(8192 * 4096 * 4 / V5P["hbm"], rel=1e-3)
 
 
@@ -220,17 +292,34 @@ def on_sixteen(fn, out_specs, *args):
 
 
 MIB4 = 1024 * 1024 * 4
+# around a ring of four
+FORTH = ((0, 1), (1, 2), (2, 3), (3, 0))
+BACK = ((1, 0), (2, 1), (3, 2), (0, 3))
+
+
+def summed_over(axes):
+    return functools.partial(lax.psum, axis_name=axes)
+
+
+def sent(*pairs):
+    return functools.partial(lax.ppermute, axis_name="b", perm=pairs)
+
+
+gathered = functools.partial(lax.all_gather, axis_name="b", axis=0, tiled=True)
+exchanged = functools.partial(
+    lax.all_to_all, axis_name="b", split_axis=0, concat_axis=1, tiled=True
+)
 
 
 @pytest.mark.parametrize(
     ("fn", "out_specs", "carried"),
     [
-        (lambda x: lax.psum(x, ("a", "b")), P(), 2 * 15 / 16 * MIB4 / 3),  # in a box of 2x2x4
-        (lambda x: lax.psum(x, "a"), P("b"), 2 * 3 / 4 * MIB4),  # along a line
-        (lambda x: lax.psum(x, "b"), P("a"), 2 * 3 / 4 * MIB4 / 2),
-        (lambda x: lax.all_gather(x, "b", axis=0, tiled=True), P(("a", "b")), 3 / 4 * 4 * MIB4 / 2),
-        (lambda x: lax.all_to_all(x, "b", 0, 1, tiled=True), P(("a", "b")), MIB4 / 2),
-        (lambda x: lax.ppermute(x, "b", [(i, (i + 1) % 4) for i in range(4)]), P(("a", "b")), MIB4),
+        (summed_over(("a", "b")), P(), 2 * 15 / 16 * MIB4 / 3),  # in a box of 2x2x4
+        (summed_over("a"), P("b"), 2 * 3 / 4 * MIB4),  # along a line
+        (summed_over("b"), P("a"), 2 * 3 / 4 * MIB4 / 2),
+        (gathered, P(("a", "b")), 3 / 4 * 4 * MIB4 / 2),
+        (exchanged, P(("a", "b")), MIB4 / 2),
+        (sent(*FORTH), P(("a", "b")), MIB4),
     ],
 )
 def test_compiled_collectives(fn, out_specs, carried):
@@ -241,7 +330,7 @@ def test_compiled_collectives(fn, out_specs, carried):
 
 def test_a_compiled_collective_beside_a_product():
     def both(x, a):
-        return lax.ppermute(x, "b", [(i, (i + 1) % 4) for i in range(4)]), a @ a
+        return sent(*FORTH)(x), a @ a
 
     a = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=NamedSharding(sixteen(), P()))
     found = on_sixteen(both, (P(("a", "b")), P()), a)
@@ -260,31 +349,24 @@ def four_by_four(fn, *args, options=None, name="v6e:4x4", dtype=jnp.float32, out
     return audit(jax.jit(jax.shard_map(fn, mesh=mesh, **specs), compiler_options=options), x).time
 
 
-def sent(*pairs):
-    return lambda x: lax.ppermute(x, "b", pairs)
-
-
 @pytest.mark.parametrize(
-    ("fn", "messages"),
+    ("permutations", "messages"),
     [
-        (sent((0, 1)), 1),
-        (sent((0, 2)), 1),
-        (sent((0, 2), (1, 3)), 2),
-        (sent((0, 1), (1, 0)), 1),
-        (sent((0, 1), (1, 2), (2, 3), (3, 0)), 1),
-        (sent((0, 3), (1, 2)), 2),
-        (
-            lambda x: (
-                sent((0, 1), (1, 2), (2, 3), (3, 0))(x),
-                sent((1, 0), (2, 1), (3, 2), (0, 3))(x),
-            ),
-            2,
-        ),
-        (lambda x: (sent((0, 1), (1, 2), (2, 3))(x), sent((1, 0), (2, 1), (3, 2))(x)), 1),
+        ([[(0, 1)]], 1),
+        ([[(0, 2)]], 1),
+        ([[(0, 2), (1, 3)]], 2),
+        ([[(0, 1), (1, 0)]], 1),
+        ([FORTH], 1),
+        ([[(0, 3), (1, 2)]], 2),
+        ([FORTH, BACK], 2),
+        ([FORTH[:3], BACK[:3]], 1),
     ],
 )
-def test_compiled_permutations_wait_for_each_other_on_a_link(fn, messages):
-    found = four_by_four(fn, out_specs=None if fn.__code__.co_freevars else (P(("a", "b")),) * 2)
+def test_compiled_permutations_wait_for_each_other_on_a_link(permutations, messages):
+    def all_sent(x):
+        return [sent(*pairs)(x) for pairs in permutations]
+
+    found = four_by_four(all_sent, out_specs=[P(("a", "b"))] * len(permutations))
     assert found.collectives == pytest.approx(messages * MIB4 / V5P["link"] + LATENCY, rel=1e-3)
 
 
@@ -296,9 +378,8 @@ def test_a_compiled_sum_on_sparse_cores():
     }
     reduced = 2 * 3 / 4 * MIB4 / V5P["link"] + LATENCY
     for options in (on_sparse_cores, {}):
-        found = four_by_four(
-            lambda x: lax.psum(x, "b"), options=options, name="v5p:4x4x1", out_specs=P("a")
-        )
+        on = {"name": "v5p:4x4x1", "out_specs": P("a")}
+        found = four_by_four(summed_over("b"), options=options, **on)
         assert (found.collectives, found.overlapped) == (pytest.approx(reduced), pytest.approx(0))
         assert found.unknown == ()
 
@@ -344,13 +425,13 @@ class Watched:
 
 
 def test_a_program_is_compiled_once():
-    watched = Watched(jax.jit(lambda a: a @ a), is_cached=False)
+    watched = Watched(jax.jit(square), is_cached=False)
     assert audit(watched, on_one((256, 256))).time.products > 0
     assert watched.compiled == 1
 
 
 def test_a_program_that_a_cache_returned_has_no_time_but_its_text():
-    watched = Watched(jax.jit(lambda a: a @ a), is_cached=True)
+    watched = Watched(jax.jit(square), is_cached=True)
     found = audit(watched, on_one((256, 256)))
     assert found.time is None
     assert "ENTRY" in found.text

@@ -3,8 +3,8 @@ batch, and prints them.
 
 python processes.py RANK COUNT PORT MESH LAYOUT
 
-With a last argument "refusals", it prints how batches are refused that are bad on one process, or
-that do not fit those of the other processes.
+With a last argument "refusals", it prints too how batches are refused that are bad on one process,
+or that do not fit those of the other processes.
 """
 
 import dataclasses
@@ -214,58 +214,62 @@ def check_packing(table, parallel):
     return [max(found.values()), "passed"]
 
 
-def main(rank, count, port, mesh, layout, event=None):
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8 // count)
+def numbers(rank, parallel):
+    """Loss, gradients and metrics of the global batch and of its trees, and what the check of
+    packing says.
+    """
     from jaxppo import RolloutBatch
     from jaxppo.batch.token_trees import TokenTrees
-    from sharding import make_parallel_mesh, multihost
+    from sharding import multihost
 
-    multihost.start(f"127.0.0.1:{port}", count, rank)
-    assert jax.device_count() == 8
-    parallel = make_parallel_mesh(mesh, context_layout=layout)
-    if event == "refusals":
-        packed = {"with a twin": packed_with_a_twin(rank, parallel)}
-        packed |= {"while devices work": packed_while_devices_work(rank, parallel)}
-        print(json.dumps(refusals(rank) | packed), flush=True)
-        if rank == 0:
-            # the coordinator is in this process, and the other process may still read from it
-            time.sleep(2)
-        os._exit(0)  # without waiting for the devices
     mine = slice(None)
     # each feeds rows of its own, 4 samples and 2
     if len(multihost.local_data_shards(parallel)) < parallel.data_size:
         mine = slice(4) if rank == 0 else slice(4, None)
-    batch = RolloutBatch.from_samples(samples()[mine], row_length=64, parallel=parallel).put(
-        parallel
-    )
-    trees = TokenTrees.from_samples(branches()[mine], row_length=64, parallel=parallel).put(
-        parallel
-    )
+    packed = {"row_length": 64, "parallel": parallel}
+    batch = RolloutBatch.from_samples(samples()[mine], **packed).put(parallel)
+    trees = TokenTrees.from_samples(branches()[mine], **packed).put(parallel)
     kernel = multihost.to_global(KERNEL, parallel.kernel_spec(), parallel)
     table = multihost.to_global(TABLE, jax.P(), parallel)
     value, found, gradients = jax.jit(lambda *args: step(parallel, *args))(table, kernel, batch)
-    # for every process to read
-    whole = jax.jit(lambda x: x, out_shardings=parallel.sharding(jax.P()))
-    gradients = [np.asarray(whole(g).addressable_data(0)).tolist() for g in gradients]
     of_branches, slopes = jax.jit(lambda *args: step_of_branches(parallel, *args))(
         table, kernel, trees
     )
-    slopes = [np.asarray(whole(g).addressable_data(0)).tolist() for g in slopes]
-    found = {name: float(x) for name, x in found.items()}
-    packing = check_packing(table, parallel)
-    print(
-        json.dumps(
-            {
-                "loss": float(value),
-                "metrics": found,
-                "gradients": gradients,
-                "branches": [float(of_branches), *slopes],
-                "rows": batch.tokens.shape[0],
-                "packing": packing,
-            }
-        )
-    )
+    # for every process to read
+    whole = jax.jit(lambda x: x, out_shardings=parallel.sharding(jax.P()))
+
+    def as_lists(arrays):
+        return [np.asarray(whole(x).addressable_data(0)).tolist() for x in arrays]
+
+    return {
+        "loss": float(value),
+        "metrics": {name: float(x) for name, x in found.items()},
+        "gradients": as_lists(gradients),
+        "branches": [float(of_branches), *as_lists(slopes)],
+        "rows": batch.tokens.shape[0],
+        "packing": check_packing(table, parallel),
+    }
+
+
+def main(rank, count, port, mesh, layout, event=None):
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8 // count)
+    from sharding import make_parallel_mesh, multihost
+
+    multihost.start(f"127.0.0.1:{port}", count, rank)
+    assert jax.device_count() == 8
+    printed = {"numbers": numbers(rank, make_parallel_mesh(mesh, context_layout=layout))}
+    if event == "refusals":
+        parallel = make_parallel_mesh("dp=2,cp=4")
+        printed["refusals"] = refusals(rank)
+        printed["with a twin"] = packed_with_a_twin(rank, parallel)
+        printed["while devices work"] = packed_while_devices_work(rank, parallel)
+    print(json.dumps(printed), flush=True)
+    if event == "refusals":
+        if rank == 0:
+            # the coordinator is in this process, and the other process may still read from it
+            time.sleep(2)
+        os._exit(0)  # without waiting for the devices
 
 
 if __name__ == "__main__":
