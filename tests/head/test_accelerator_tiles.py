@@ -17,7 +17,7 @@ from jaxppo import Head, PolicyLossConfig, RolloutBatch, policy_loss_from_hidden
 from jaxppo.head import sums
 from sharding import make_parallel_mesh
 from sharding.audit import audit
-from sharding.audit.program import hang_risks
+from sharding.audit.program import hang_risks, notes
 from sharding.testing import assert_trees_close
 
 MESHES = {"mixed": "dp=2,cp=2,tp=2", "tensor": "tp=8", "fsdp": "fsdp=4,tp=2"}
@@ -102,9 +102,10 @@ def test_one_pass(mesh, way):
     program = jax.jit(run)
     with tiles_of(device):
         got = program(HIDDEN, KERNEL)
-        assert hang_risks(program.trace(HIDDEN, KERNEL).jaxpr) == []
-        if mesh is None:
-            assert note in audit(program, HIDDEN, KERNEL).notes
+        traced = program.trace(HIDDEN, KERNEL).jaxpr
+    assert hang_risks(traced) == []
+    if mesh is None:
+        assert note in notes(traced)
     assert_trees_close(got, on_one_cpu(), rtol=2e-5, atol=3e-6)
 
 
@@ -162,19 +163,17 @@ def check_beside_float64(device, layout, mesh, T, options, tiles, dtype="float32
     advantages = rng.normal(size=(R, T))
     mask = rng.random((R, T)) < 0.6
     mask[:, -1] = False
-    hidden, kernel, advantages = (x.astype(np.float32) for x in (hidden, kernel, advantages))
-    ids = jnp.ones((R, T), jnp.int32)
-    places = jnp.tile(jnp.arange(T, dtype=jnp.int32), (R, 1))
-    segments = jnp.arange(R, dtype=jnp.int32)[:, None]
-    given_mask = jnp.asarray(mask, jnp.float32)
+    hidden = hidden.astype(jnp.dtype(dtype))
+    kernel = kernel.astype(jnp.dtype(dtype))
+    ids = np.ones((R, T), np.int32)
     batch = RolloutBatch(
         ids,
-        jnp.asarray(targets, jnp.int32),
+        targets.astype(np.int32),
         ids,
-        places,
-        given_mask,
-        segments,
-        advantages=advantages,
+        np.tile(np.arange(T, dtype=np.int32), (R, 1)),
+        mask.astype(np.float32),
+        np.arange(R, dtype=np.int32)[:, None],
+        advantages=advantages.astype(np.float32),
     )
     config = PolicyLossConfig(policy_losses.Reinforce(), entropy_coef=coef, ratio_to="current")
     parallel = mesh and make_parallel_mesh(mesh)
@@ -184,13 +183,12 @@ def check_beside_float64(device, layout, mesh, T, options, tiles, dtype="float32
             hidden, Head(kernel, layout=layout), batch, config, parallel=parallel, **options
         )[0]
 
-    hidden, kernel = (np.asarray(jnp.asarray(x, dtype), np.float32) for x in (hidden, kernel))
-    given = jnp.asarray(hidden, dtype), jnp.asarray(kernel if layout == "hv" else kernel.T, dtype)
+    given = (hidden, kernel if layout == "hv" else kernel.T)
     gradients = jax.jit(jax.grad(loss, (0, 1)))
     with tiles_of(device):
-        notes = audit(gradients, *given, mesh=parallel and parallel.mesh).notes
+        of_tiles = notes(gradients.trace(*given).jaxpr)
         found = gradients(*given)
-    assert any(re.fullmatch(tiles, note) for note in notes), notes
+    assert any(re.fullmatch(tiles, note) for note in of_tiles), of_tiles
     h = hidden.astype(np.float64).reshape(-1, H)
     k = kernel.astype(np.float64)
     z = h @ k
@@ -201,7 +199,7 @@ def check_beside_float64(device, layout, mesh, T, options, tiles, dtype="float32
     )
     p = np.exp(log_p)
     counts = mask.astype(np.float64).reshape(-1, 1)
-    dz = -advantages.reshape(-1, 1) * (np.eye(V)[targets.reshape(-1)] - p)
+    dz = -batch.advantages.reshape(-1, 1) * (np.eye(V)[targets.reshape(-1)] - p)
     dz = (dz + coef * p * (log_p - (p * log_p).sum(1, keepdims=True))) * counts / counts.sum()
     dkernel = h.T @ dz
     expected = (dz @ k.T).reshape(R, T, H), dkernel if layout == "hv" else dkernel.T

@@ -3,6 +3,7 @@ shard_map, frozen heads.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,29 @@ def test_tensor_axes_in_another_order_than_the_meshs(axes):
     check_head([parallel], head_arrays(1032), entropy="bonus", spec=P(None, axes))
 
 
+@functools.cache
+def gradients_in_one_pass(columns, mesh=None, spec=None):
+    """The gradients of a loss with respect to kernel, bias and hidden states."""
+    arrays = head_arrays(columns)
+    ones = np.ones((R, T), np.float32)
+    ids = np.ones((R, T), np.int32)
+    places = np.broadcast_to(np.arange(T, dtype=np.int32), (R, T))
+    rows = np.arange(R, dtype=np.int32)[:, None]
+    targets = arrays["targets"]
+    weights = {"advantages": arrays["g"], "old_log_probs": -7 * ones}
+    batch = RolloutBatch(
+        targets, targets, ids, places, ones, rows, real_last_targets=True, **weights
+    )
+    options = {"parallel": mesh and make_parallel_mesh(mesh), "memory": 2**30}
+
+    def loss(kernel, bias, hidden):
+        head = Head(kernel, bias=bias, spec=spec)
+        return policy_loss_from_hidden(hidden, head, batch, PolicyLossConfig(), **options)[0]
+
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))
+    return gradients(arrays["kernel"], arrays["bias"], arrays["hidden"])
+
+
 @pytest.mark.every(4)
 @pytest.mark.parametrize("columns", [1032, 1040])
 @pytest.mark.parametrize("mesh", ["dp=2,fsdp=2,tp=2", "fsdp=4,tp=2"])
@@ -77,28 +101,9 @@ def test_kernel_specs_in_one_pass(name, mesh, columns):
     data = {"data": "dp" if mesh.startswith("dp=") else None}
     entries = ((entry,) if isinstance(entry, str) else entry or () for entry in SPECS[name])
     spec = P(*(tuple(filter(None, (data.get(n, n) for n in entry))) or None for entry in entries))
-    arrays = head_arrays(columns, bias=True)
-    ones = jnp.ones((R, T))
-    ids = jnp.ones((R, T), jnp.int32)
-    places = jnp.broadcast_to(jnp.arange(T), (R, T))
-    targets = arrays["targets"]
-    weights = {"advantages": arrays["g"], "old_log_probs": -7 * ones}
-    weights["real_last_targets"] = True
-    batch = RolloutBatch(targets, targets, ids, places, ones, jnp.arange(R)[:, None], **weights)
-
-    def loss(of_head, hidden, parallel=None, spec=None):
-        head = Head(of_head["kernel"], bias=of_head["bias"], spec=spec)
-        config = PolicyLossConfig()
-        return policy_loss_from_hidden(
-            hidden, head, batch, config, parallel=parallel, memory=2**30
-        )[0]
-
-    parallel = make_parallel_mesh(mesh)
-    of_head = {k: arrays[k] for k in ("kernel", "bias")}
-    expected = jax.jit(jax.grad(loss, (0, 1)))(of_head, arrays["hidden"])
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
-    run = jax.jit(lambda *given: jax.grad(loss, (0, 1))(*given, parallel, spec))
-    assert_trees_close(run(of_head, arrays["hidden"]), expected)
+    expected = gradients_in_one_pass(columns)
+    assert all(np.isfinite(x).all() for x in expected)
+    assert_trees_close(gradients_in_one_pass(columns, mesh, spec), expected)
 
 
 @pytest.mark.parametrize("explicit", [False, True])

@@ -285,10 +285,10 @@ def test_devices_that_have_other_numbers_of_tokens(memory):
         log_probs = jnp.take_along_axis(jax.nn.log_softmax(z), targets[..., None], 2)[..., 0]
         return (jnp.where(where, log_probs, 0) * weights).sum()
 
-    found = jax.value_and_grad(on_devices, (0, 1))
-    assert hang_risks(jax.make_jaxpr(found)(hidden, kernel)) == []
-    expected = jax.value_and_grad(written_out, (0, 1))(hidden, kernel)
-    assert_trees_close(jax.jit(found)(hidden, kernel), expected, rtol=1e-5, atol=2e-5)
+    found = jax.jit(jax.value_and_grad(on_devices, (0, 1)))
+    assert hang_risks(found.trace(hidden, kernel).jaxpr) == []
+    expected = jax.jit(jax.value_and_grad(written_out, (0, 1)))(hidden, kernel)
+    assert_trees_close(found(hidden, kernel), expected, rtol=1e-5, atol=2e-5)
 
 
 def test_the_search_for_such_arrays_finds_them():

@@ -36,7 +36,7 @@ from sharding.notes import is_rare
 
 # Tokens of a device, features and columns. A TPU's compiler takes longer for larger arrays; two
 # blocks of a second pass are left to each device.
-SIZES = {"tpu": (512, 128, 8192), "gpu": (2048, 512, 16384)}
+SIZES = {"tpu": (256, 128, 8192), "gpu": (2048, 512, 16384)}
 
 
 @cache

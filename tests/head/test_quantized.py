@@ -3,6 +3,7 @@ reads.
 """
 
 import dataclasses
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -159,17 +160,24 @@ def test_values_and_scales():
     """
     numbers = np.random.default_rng(0).normal(size=(24, 500)).astype(np.float32)
     numbers[:, 7] = 0
-    for rule in RULES.values():
-        for dim in (0, 1):
-            if rule.block and numbers.shape[dim] % rule.block:
-                continue
-            found = jax.jit(lambda x, rule=rule, dim=dim: quantize(rule, x, dim))(numbers)
-            values, scale = oracle.quantized(numbers, dim, **how(rule))
-            assert found.values.dtype.name == rule.dtype
-            np.testing.assert_array_equal(np.asarray(found.values).astype(np.float64), values)
-            np.testing.assert_array_equal(np.asarray(found.scale, np.float64), scale)
-            dequantized = oracle.dequantized(values, scale)
-            np.testing.assert_allclose(found.dequantized(jnp.float32), dequantized, rtol=2e-7)
+    cases = [
+        (rule, dim)
+        for rule in RULES.values()
+        for dim in (0, 1)
+        if not rule.block or numbers.shape[dim] % rule.block == 0
+    ]
+
+    @jax.jit
+    def of_each(numbers):
+        quantised = [quantize(rule, numbers, dim) for rule, dim in cases]
+        return [(x, x.dequantized(jnp.float32)) for x in quantised]
+
+    for (rule, dim), (found, read) in zip(cases, of_each(numbers), strict=True):
+        values, scale = oracle.quantized(numbers, dim, **how(rule))
+        assert found.values.dtype.name == rule.dtype
+        np.testing.assert_array_equal(np.asarray(found.values).astype(np.float64), values)
+        np.testing.assert_array_equal(np.asarray(found.scale, np.float64), scale)
+        np.testing.assert_allclose(read, oracle.dequantized(values, scale), rtol=2e-7)
 
 
 # Values and gradients
@@ -374,6 +382,12 @@ def policy_loss(hidden, kernel, config, rule=None, **options):
     ]
 
 
+@cache
+def plain_policy_loss(config):
+    """A compiled function of hidden states and a kernel that are as a head reads them."""
+    return jax.jit(jax.value_and_grad(partial(policy_loss, config=config), (0, 1)))
+
+
 @pytest.mark.every(7)
 @pytest.mark.parametrize("mesh", [None, MIXED, "fsdp=4,tp=2"])
 @pytest.mark.parametrize(
@@ -382,11 +396,9 @@ def policy_loss(hidden, kernel, config, rule=None, **options):
 @pytest.mark.parametrize("way", WAYS)
 def test_ways(way, rule, mesh):
     device, options, config = WAYS[way]
-    read = (
-        read_hidden(HIDDEN, rule).astype(np.float32),
-        read_kernel(KERNEL, rule).astype(np.float32),
-    )
-    expected = jax.jit(jax.value_and_grad(lambda h, k: policy_loss(h, k, config), (0, 1)))(*read)
+    hidden = read_hidden(HIDDEN, rule).astype(np.float32)
+    kernel = read_kernel(KERNEL, rule).astype(np.float32)
+    expected = plain_policy_loss(config)(hidden, kernel)
     options = {"parallel": meshes(mesh)[0], **options}
     with tiles_of(device):
         run = jax.jit(
@@ -522,66 +534,72 @@ def of_head(**fields):
     )
 
 
-INT8 = jnp.ones((H, 20), jnp.int8)
-ONES = jnp.ones((1, 20))
+def of_quantized(values, scale, **fields):
+    """With arrays of numpy made arrays of JAX, which a kernel holds."""
+    kernel = QuantizedArray(jnp.asarray(values), jnp.asarray(scale))
+    return of_head(kernel=kernel, **fields)
+
+
+INT8 = np.ones((H, 20), np.int8)
+ONES = np.ones((1, 20), np.float32)
 REFUSED = {
     "dtype": (
-        lambda: Quantization("float8_e5m2"),
+        partial(Quantization, "float8_e5m2"),
         ValueError,
         "dtype: got 'float8_e5m2', expected one of 'float8_e4",
     ),
     "block": (
-        lambda: Quantization(block=0),
+        partial(Quantization, block=0),
         ValueError,
         "block: got 0, expected a whole number of at least 1",
     ),
     "powers": (
-        lambda: Quantization(powers_of_two=2),
+        partial(Quantization, powers_of_two=2),
         ValueError,
         "powers_of_two: got 2, expected True or False",
     ),
     "hidden": (
-        lambda: Quantization(hidden="no"),
+        partial(Quantization, hidden="no"),
         ValueError,
         "hidden: got 'no', expected True or False",
     ),
     "largest": (
-        lambda: Quantization("int8", largest=200),
+        partial(Quantization, "int8", largest=200),
         ValueError,
         "largest: got 200, expected a finite number",
     ),
     "no rule": (
-        lambda: Head(ONES, quantized="int8"),
+        partial(Head, ONES, quantized="int8"),
         TypeError,
         "quantized: got str, expected a Quantization or None",
     ),
     "a block that does not divide H": (
-        lambda: of_head(quantized=Quantization(block=5)),
+        partial(of_head, quantized=Quantization(block=5)),
         ValueError,
         "head.quantized: got block=5, expected a divisor of H = 12",
     ),
     "a kernel of 8 bits without a scale": (
-        lambda: of_head(kernel=INT8),
+        partial(of_head, kernel=INT8),
         TypeError,
         "head.kernel: got dtype int8, expected float32, bfloat16 or float16",
     ),
     "values of 16 bits": (
-        lambda: of_head(kernel=QuantizedArray(INT8.astype(jnp.int16), ONES)),
+        partial(of_quantized, INT8.astype(np.int16), ONES),
         TypeError,
         "head.kernel.values: got int16, expected an array of float8_e4m3fn or int8",
     ),
     "scales that do not divide": (
-        lambda: of_head(kernel=QuantizedArray(INT8, jnp.ones((5, 20)))),
+        partial(of_quantized, INT8, np.ones((5, 20), np.float32)),
         ValueError,
         r"head.kernel.scale: got shape \(5, 20\), expected divisors of \(12, 20\)",
     ),
     "a scale of one dimension": (
-        lambda: of_head(kernel=QuantizedArray(INT8, ONES[0])),
+        partial(of_quantized, INT8, ONES[0]),
         ValueError,
         r"head.kernel.scale: got shape \(20,\), expected \[blocks, V\]",
     ),
     "a rule of another kernel": (
-        lambda: of_head(kernel=QuantizedArray(INT8, ONES), quantized=Quantization()),
+        partial(of_quantized, INT8, ONES, quantized=Quantization()),
         ValueError,
         (
             r"head.quantized: got Quantization\(dtype='float8.*expected dtype='int8' and block=12,"

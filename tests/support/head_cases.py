@@ -76,39 +76,50 @@ def head_arrays(
     rng = np.random.default_rng(V)
     kernel = rng.normal(size=(H, V)) * scale
     arrays = {
-        "hidden": jnp.asarray(rng.normal(size=(R, T, H)), dtype),
-        "kernel": jnp.asarray(kernel if layout == "hv" else kernel.T, dtype),
-        "targets": jnp.asarray(rng.integers(0, last or V, (R, T)), jnp.int32),
-        "g": jnp.asarray(rng.normal(size=(R, T)), jnp.float32).at[0, :2].set(0),
-        "e": jnp.asarray(rng.normal(size=(R, T)), jnp.float32).at[0, 1:3].set(0),
+        "hidden": rng.normal(size=(R, T, H)),
+        "kernel": kernel if layout == "hv" else kernel.T,
+        "targets": rng.integers(0, last or V, (R, T)),
+        "g": rng.normal(size=(R, T)),
+        "e": rng.normal(size=(R, T)),
     }
+    arrays["g"][0, :2] = 0
+    arrays["e"][0, 1:3] = 0
     if bias:
-        arrays["bias"] = jnp.asarray(rng.normal(size=V), dtype)
+        arrays["bias"] = rng.normal(size=V)
     if temperatures:
-        arrays["temperature"] = jnp.asarray(rng.uniform(0.5, 2, (R, T)), jnp.float32)
+        arrays["temperature"] = rng.uniform(0.5, 2, (R, T))
     if lora:
-        arrays["lora_a"] = jnp.asarray(rng.normal(size=(H, RANK)) * scale, dtype)
-        arrays["lora_b"] = jnp.asarray(rng.normal(size=(RANK, V)), dtype)
+        arrays["lora_a"] = rng.normal(size=(H, RANK)) * scale
+        arrays["lora_b"] = rng.normal(size=(RANK, V))
     if with_where:
         where = rng.random((R, T)) < 0.4
         # so that some devices have no token at all, however the tokens are split
-        where[3], where[:, 5] = False, False
-        arrays["where"] = jnp.asarray(where)
-        arrays["hidden"] = jnp.where(where[..., None], arrays["hidden"], jnp.nan)
-        arrays["targets"] = jnp.where(where, arrays["targets"], -100)
-        arrays |= (
-            {"temperature": jnp.where(where, arrays["temperature"], jnp.nan)}
-            if temperatures
-            else {}
-        )
+        where[3] = False
+        where[:, 5] = False
+        arrays["where"] = where
+        arrays["hidden"][~where] = np.nan
+        arrays["targets"][~where] = -100
+        if temperatures:
+            arrays["temperature"][~where] = np.nan
     if nucleus:
-        arrays["nucleus_ids"] = jnp.asarray(rng.integers(-1, last or V, (R, T, nucleus)), jnp.int32)
+        arrays["nucleus_ids"] = rng.integers(-1, last or V, (R, T, nucleus))
     if ids:
         asked = rng.integers(-1, last or V, (R, T, ids))
-        asked[..., 1], asked[::2, :, 2], asked[0] = asked[..., 0], arrays["targets"][::2], -1
-        arrays["ids"] = jnp.asarray(np.where(rng.random((R, T, 1)) < 0.9, asked, -1), jnp.int32)
-        arrays["i"] = jnp.asarray(rng.normal(size=(R, T, ids)), jnp.float32)
-    return arrays
+        asked[..., 1] = asked[..., 0]
+        asked[::2, :, 2] = arrays["targets"][::2]
+        asked[0] = -1
+        arrays["ids"] = np.where(rng.random((R, T, 1)) < 0.9, asked, -1)
+        arrays["i"] = rng.normal(size=(R, T, ids))
+    return {name: on_a_device(name, x, dtype) for name, x in arrays.items()}
+
+
+def on_a_device(name, x, dtype):
+    """An array of a call, in the dtype of its kind."""
+    if x.dtype.kind == "i":
+        return jnp.asarray(x, jnp.int32)
+    if x.dtype.kind == "b":
+        return jnp.asarray(x)
+    return jnp.asarray(x, dtype if name in PARAMETERS else jnp.float32)
 
 
 def head_of(arrays, **options):

@@ -4,6 +4,7 @@ gradients.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -66,17 +67,25 @@ def reference_from_logits(
     found = {"none": None, "metric": jax.lax.stop_gradient(h), "bonus": h}[entropy]
     # of equal ones the lowest id is first
     likeliest = jax.lax.top_k(log_p, top_k) if top_k else (None, None)
-    more = {
-        "log_z": jax.nn.logsumexp(z, axis=-1),
-        "mean_logit": (
-            jnp.where(z > -jnp.inf, z, 0).sum(-1) / (z > -jnp.inf).astype(z.dtype).sum(-1)
-        ),
-        "accuracy": (jnp.argmax(z, -1).astype(y.dtype) == y).astype(z.dtype),
-        "sum_p2": (jnp.exp(log_p) ** 2).sum(-1),
+
+    def mean_logit():
+        finite = z > -jnp.inf
+        return jnp.where(finite, z, 0).sum(-1) / finite.astype(z.dtype).sum(-1)
+
+    def accuracy():
+        return (jnp.argmax(z, -1).astype(y.dtype) == y).astype(z.dtype)
+
+    def sum_p2():
+        return (jnp.exp(log_p) ** 2).sum(-1)
+
+    statistics = {
+        "log_z": functools.partial(jax.nn.logsumexp, z, axis=-1),
+        "mean_logit": mean_logit,
+        "accuracy": accuracy,
+        "sum_p2": sum_p2,
     }
-    more = {name: more[name] for name in logit_stats} | dict(
-        zip(("top_log_probs", "top_ids"), likeliest, strict=True)
-    )
+    more = {name: statistics[name]() for name in logit_stats}
+    more |= dict(zip(("top_log_probs", "top_ids"), likeliest, strict=True))
     if where is not None:
         here = where[..., None]
         more = {
