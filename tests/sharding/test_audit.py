@@ -220,7 +220,7 @@ def turns(length):
 
 
 def counted_turns(length):
-    """The same as a `fori_loop`."""
+    """`turns`, by a `fori_loop`."""
 
     def loop(a):
         def turn(i, carry):
@@ -345,7 +345,7 @@ def counter_is(compared, bound):
 
 
 def entry_is(compared, bound):
-    """The same of an entry of the array."""
+    """A comparison of an entry of the array."""
 
     def stop(i, a):
         return compared(a[0, 0], bound)
@@ -354,7 +354,7 @@ def entry_is(compared, bound):
 
 
 def argument_is(compared, bound):
-    """The same of the integer."""
+    """A comparison of the integer."""
 
     def stop(i, n):
         return compared(n, bound)
