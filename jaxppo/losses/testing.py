@@ -31,6 +31,8 @@ MOST_MOVED = 64
 Leaves = list[Array]
 Others = tuple[list[Array | None], jax.tree_util.PyTreeDef]  # a tree without its floats
 LossAndGradients = tuple[Array, Sequence[Array]]  # a loss and its gradients
+Meshes = Sequence[str | ParallelMesh] | None
+States = tuple[Float[Array, "R T H"], Float[Array, "H V"]]  # hidden states and a kernel
 Asked = tuple[Entropy, tuple[LogitStat, ...]]  # what a loss asks of the head, beside ids
 
 
@@ -96,38 +98,42 @@ def assert_token_loss(
     of = as_token_loss(loss)
     batch = checked(batch, reader="assert_token_loss")
     case = _Case(loss, of, batch, rtol, atol)
+    if of.of_head:
+        expected = "None for a loss of log-probs, which random hidden states give"
+        check("stats", "some", stats is None, expected)
+        return _assert_from_hidden(case, _states(case, vocab_size, seed), meshes)
+    stats = needed("stats", stats, f"the statistics that {of} reads")
+    return _assert_from_stats(case, stats, meshes)
+
+
+def _assert_from_stats(case: _Case, stats: PyTree, meshes: Meshes) -> float:
+    """The checks of a loss of statistics that no head computes, such as a critic's values."""
     from_stats = jax.jit(functools.partial(case.from_stats, None))
-    # another `seen` may show the loss the statistics that stand without loss
-    hidden_by_mask = type(of).seen is TokenLoss.seen
-    if not of.of_head:
-        stats = needed("stats", stats, f"the statistics that {of} reads")
-        expected = from_stats(batch, stats)
-        value = _finite(case, stats, expected)
-        if hidden_by_mask:
-            _assert_blind(case, from_stats, (stats,), expected, "statistics")
-        _assert_on_meshes(case, case.from_stats, (stats,), expected, meshes)
-        return value
-    check(
-        "stats",
-        "some",
-        stats is None,
-        "None for a loss of log-probs, which random hidden states give",
-    )
-    states = _states(case, vocab_size, seed)
+    expected = from_stats(case.batch, stats)
+    value = _finite(case, stats, expected)
+    if case.hidden_by_mask:
+        _assert_blind(case, from_stats, (stats,), expected, "statistics")
+    _assert_on_meshes(case, case.from_stats, (stats,), expected, meshes)
+    return value
+
+
+def _assert_from_hidden(case: _Case, states: States, meshes: Meshes) -> float:
+    """The checks of a loss of log-probs: from a head's statistics, and from hidden states."""
+    from_stats = jax.jit(functools.partial(case.from_stats, None))
     head_inputs = *states, *case.tokens_of_head()
-    asked = of.asks.entropy, tuple(of.asks.logit_stats)
+    asked = case.of.asks.entropy, tuple(case.of.asks.logit_stats)
     stats = _stats_of_head(asked, *head_inputs)
-    of_stats = from_stats(batch, stats)
+    of_stats = from_stats(case.batch, stats)
     value = _finite(case, stats, of_stats)
     two_steps = value, _through_head(asked, of_stats[1], *head_inputs)
-    if of.token_local:
+    if case.of.token_local:
         _assert_local(case, stats)
     from_hidden = jax.jit(functools.partial(case.from_hidden, None))
-    expected = from_hidden(batch, *states)
-    where = f"{name_of(of)} from hidden states, against statistics,"
-    testing.assert_trees_close(expected, two_steps, rtol, atol, where)
+    expected = from_hidden(case.batch, *states)
+    where = f"{name_of(case.of)} from hidden states, against statistics,"
+    testing.assert_trees_close(expected, two_steps, case.rtol, case.atol, where)
     _assert_blind(case, from_hidden, states, expected, "hidden states")
-    if hidden_by_mask:
+    if case.hidden_by_mask:
         _assert_blind(case, from_stats, (stats,), of_stats, "statistics")
     _assert_on_meshes(case, case.from_hidden, states, expected, meshes)
     return value
@@ -142,6 +148,11 @@ class _Case:
     batch: RolloutBatch
     rtol: float
     atol: float
+
+    @property
+    def hidden_by_mask(self) -> bool:
+        """Whether the loss sees no statistics where its mask is 0, which another `seen` may show."""
+        return type(self.of).seen is TokenLoss.seen
 
     def tokens_of_head(self) -> tuple[Array, Array, Array | None]:
         """The targets, where there is loss, and the ids that the loss asks for."""
@@ -221,9 +232,7 @@ def _joined(floats: Leaves, rest: Others) -> PyTree:
     return structure.unflatten([next(left) if x is None else x for x in others])
 
 
-def _states(
-    case: _Case, vocab_size: int | None, seed: int
-) -> tuple[Float[Array, "R T H"], Float[Array, "H V"]]:
+def _states(case: _Case, vocab_size: int | None, seed: int) -> States:
     """Random hidden states and a random head, whose log-probs differ by a few nats."""
     ids = [np.asarray(case.batch.targets)]
     if case.of.asks.ids is not None:
@@ -322,7 +331,7 @@ def _assert_on_meshes(
     fn: Callable[..., LossAndGradients],
     given: tuple[PyTree, ...],
     expected: LossAndGradients,
-    meshes: Sequence[str | ParallelMesh] | None,
+    meshes: Meshes,
 ) -> None:
     """The loss and its gradients on each mesh, against those on one device."""
     for mesh in _meshes(case.batch, meshes):
@@ -331,9 +340,7 @@ def _assert_on_meshes(
         testing.assert_trees_close(on_mesh, expected, case.rtol, case.atol, f"mesh {mesh}")
 
 
-def _meshes(
-    batch: RolloutBatch, meshes: Sequence[str | ParallelMesh] | None
-) -> list[str | ParallelMesh]:
+def _meshes(batch: RolloutBatch, meshes: Meshes) -> list[str | ParallelMesh]:
     """The meshes to try: those that divide the rows and the positions of the batch."""
     if meshes is not None:
         check_type(
