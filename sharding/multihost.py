@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Num, PyTree
+from jaxtyping import Num
 
 from .axes import axis_names
 from .call import by_leaf
@@ -223,7 +223,7 @@ def local_data_shards(parallel: ParallelMesh) -> list[int]:
     return sorted({index[0].start or 0 for index in held if index})
 
 
-def to_global(tree: PyTree, specs: Any, parallel: ParallelMesh) -> Any:
+def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
     """Makes global arrays from each host's rows: those of its own data shards, in full along other
     dimensions.
 
@@ -259,7 +259,7 @@ def to_global(tree: PyTree, specs: Any, parallel: ParallelMesh) -> Any:
         return by_leaf(place, specs, tree)
 
 
-def to_local(tree: PyTree, parallel: ParallelMesh) -> Any:
+def to_local(tree: Any, parallel: ParallelMesh) -> Any:
     """The rows of this host's data shards, from global arrays `[R, ...]`; inverts `to_global`, and
     all must call this.
 
@@ -278,7 +278,7 @@ def to_local(tree: PyTree, parallel: ParallelMesh) -> Any:
     return jax.tree.map(rows, jax.device_put(tree, parallel.sharding(parallel.rows_spec)))
 
 
-def whole(tree: PyTree) -> Any:
+def whole(tree: Any) -> Any:
     """Gathers arrays that are spread over processes, so that each process has them in full; all
     must call this.
 

@@ -10,7 +10,7 @@ import importlib
 import json
 from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jax import export
 from jax.sharding import PartitionSpec
 
 Class = TypeVar("Class", bound=type)
+PyTree: TypeAlias = Any  # containers of arrays, or of what belongs to each of them
 
 
 def register(*, static: Iterable[str] = ()) -> Callable[[Class], Class]:

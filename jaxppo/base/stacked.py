@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
 
 # K while `accumulate_gradients` traces one of K micro-batches, else 0. It is part of the key of
 # jit's caches, so that a function that was traced outside is traced again for a part of a step.
@@ -33,7 +32,7 @@ def check_whole_step(name: str, batch: Any = None) -> None:
         )
 
 
-def as_rows(tree: PyTree) -> PyTree:
+def as_rows(tree: Any) -> Any:
     """The tree with each array `[K, R, n]` reshaped to `[K R, n]`; other arrays are unchanged."""
 
     def rows(x: Any) -> Any:

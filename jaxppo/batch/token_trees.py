@@ -16,10 +16,10 @@ from typing import Any, TypeVar, Unpack
 
 import jax
 from jax import lax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from jaxppo.base.arrays import check, check_type, is_array, spec_of
-from jaxppo.base.pytree import register
+from jaxppo.base.pytree import PyTree, register
 from jaxppo.batch.packed import RowSizes
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.rows import taken

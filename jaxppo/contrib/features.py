@@ -7,10 +7,11 @@ from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from jaxppo.base.arrays import Aggregation, Coefficient, check, check_floating, check_type
 from jaxppo.base.metrics import Terms, means
+from jaxppo.base.pytree import PyTree
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.token_loss import Asks, Losses, Reads, TokenLoss, WeighedBatch, for_each
 from jaxppo.policy_losses.base import number

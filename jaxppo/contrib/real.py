@@ -9,11 +9,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
 from jaxppo.base.arrays import Coefficient, needed
 from jaxppo.base.by_id import ById
 from jaxppo.base.metrics import Terms, means
+from jaxppo.base.pytree import PyTree
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
 from jaxppo.losses.preference.base import Numbers, OfPairs

@@ -10,9 +10,10 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
 from jaxppo.base.arrays import check, needed
+from jaxppo.base.pytree import PyTree
 from jaxppo.base.traced import leaves, with_leaves
 from jaxppo.batch.reads import at_most_one
 from jaxppo.batch.rollout_batch import RolloutBatch

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import PyTree
 
+from jaxppo.base.pytree import PyTree
 from jaxppo.head import statistics
 from jaxppo.head.blocks import SumsAt, second_pass
 from jaxppo.head.call import HeadCall, Inputs

@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from jaxppo.base.arrays import PER_SEGMENT, check, check_type, masked
 from jaxppo.base.metrics import Metric, Metrics, reduce_metrics
+from jaxppo.base.pytree import PyTree
 from jaxppo.base.traced import put_arrays, take_arrays
 from jaxppo.batch.broken_rules import Broken, count_broken, count_broken_tokens
 from jaxppo.batch.reads import LOG_PROBS, at_most_zero

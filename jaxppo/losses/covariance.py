@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from jaxppo.base.arrays import masked
+from jaxppo.base.pytree import PyTree
 from jaxppo.base.ranks import highest, ordered_bits, total
 from jaxppo.base.stacked import check_whole_step, of_rows
 from jaxppo.base.traced import put_arrays, take_arrays

@@ -11,10 +11,11 @@ import dataclasses
 from typing import ClassVar, Literal, Unpack
 
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
 from jaxppo.base.arrays import Aggregation, check, check_choice, is_number
 from jaxppo.base.metrics import Metrics, Terms, means
+from jaxppo.base.pytree import PyTree
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.arguments import prepare_pair

@@ -10,10 +10,11 @@ from typing import Any, Unpack, get_args
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from jaxppo.base.arrays import check
 from jaxppo.base.metrics import Metrics
+from jaxppo.base.pytree import PyTree
 from jaxppo.batch.extras import extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from jaxppo.base.arrays import check, check_array, check_type, masked
 from jaxppo.base.metrics import CompositeTerm
-from jaxppo.base.pytree import register
+from jaxppo.base.pytree import PyTree, register
 from jaxppo.batch.loss_tokens import LossTokens
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
 from jaxppo.base.arrays import (
     KINDS,
@@ -24,6 +24,7 @@ from jaxppo.base.arrays import (
     check_type,
 )
 from jaxppo.base.metrics import Composite, CompositeTerm, Metric, Reduce, Terms
+from jaxppo.base.pytree import PyTree
 from jaxppo.base.traced import is_mark
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.policy_tokens import OfConfig

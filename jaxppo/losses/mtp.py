@@ -11,10 +11,11 @@ from typing import Any, ClassVar, Unpack
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from jaxppo.base.arrays import Aggregation, check, check_count, check_type, needed
 from jaxppo.base.metrics import Metric, Metrics
+from jaxppo.base.pytree import PyTree
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.api import log_probs_from_hidden

@@ -11,11 +11,12 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
 from jaxppo.base.arrays import Aggregation, check, check_array, check_type, is_zero, masked, needed
 from jaxppo.base.kl import KL, Estimator, k3, kl_divergence, log_ratio
 from jaxppo.base.metrics import CompositeTerm, Term, Terms, effective_share, means, moments, share
+from jaxppo.base.pytree import PyTree
 from jaxppo.batch.extras import extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats

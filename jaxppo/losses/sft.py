@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import PyTree
 
 from jaxppo.base.arrays import Aggregation, Coefficient, check_type, is_zero
 from jaxppo.base.metrics import Terms, means
+from jaxppo.base.pytree import PyTree
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import LogitStat, TokenStats
 from jaxppo.head.token_arguments import as_logit_stats

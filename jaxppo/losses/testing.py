@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from jaxppo.base.arrays import PER_TOKEN_VALUES, check, check_count, check_type, needed
+from jaxppo.base.pytree import PyTree
 from jaxppo.batch.broken_rules import explain_broken_rules
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked

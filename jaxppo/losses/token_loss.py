@@ -9,10 +9,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
 from jaxppo.base.arrays import PER_TOKEN_VALUES, Aggregation, check, masked
 from jaxppo.base.metrics import Terms
+from jaxppo.base.pytree import PyTree
 from jaxppo.batch.broken_rules import Broken
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import Entropy, LogitStat, TokenStats

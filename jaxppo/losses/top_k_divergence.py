@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo.base.arrays import (
     KINDS,
@@ -29,6 +29,7 @@ from jaxppo.base.arrays import (
 )
 from jaxppo.base.kl import k3, kl_divergence
 from jaxppo.base.metrics import Terms, means
+from jaxppo.base.pytree import PyTree
 from jaxppo.batch.extras import check_name, extra_of
 from jaxppo.batch.reads import at_most_one, at_most_zero, was_above_one
 from jaxppo.batch.rollout_batch import RolloutBatch

@@ -7,7 +7,7 @@ import functools
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from jaxppo.base.arrays import (
     Aggregation,
@@ -18,6 +18,7 @@ from jaxppo.base.arrays import (
     needed,
 )
 from jaxppo.base.metrics import Terms, means
+from jaxppo.base.pytree import PyTree
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.token_loss import Asks, Losses, Reads, TokenLoss, WeighedBatch
 from jaxppo.policy_losses.base import choice, number

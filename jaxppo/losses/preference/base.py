@@ -10,10 +10,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
 from jaxppo.base.arrays import Aggregation, Coefficient, check, check_type, needed
 from jaxppo.base.metrics import Terms, means
+from jaxppo.base.pytree import PyTree
 from jaxppo.batch.pairs import Pairs
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats

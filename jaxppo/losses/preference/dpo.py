@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
 from jaxppo.base.arrays import Coefficient, check, check_array, check_field, is_number
+from jaxppo.base.pytree import PyTree
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.preference.base import (
     Numbers,

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from jaxppo.base.arrays import Coefficient, needed
 from jaxppo.base.metrics import reduce_metric
+from jaxppo.base.pytree import PyTree
 from jaxppo.base.ranks import total
 from jaxppo.base.stacked import as_rows, check_whole_step
 from jaxppo.batch.loss_tokens import LossTokens
