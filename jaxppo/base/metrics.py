@@ -213,13 +213,13 @@ def _reduce_terms(axes: ShardAxes, terms: Mapping[Any, Term]) -> dict[Any, Metri
     """Per-shard: the metric of each term. A smallest value is the largest of the negated ones."""
     sums: Any = {}
     largest: Any = {}
-    # most terms have the same array of weights: by its identity, in f32, where it counts, its sum
-    of_weights: dict[int, tuple[Any, Any, Any]] = {}
-    for key, (x, given, reduce) in terms.items():
-        if id(given) not in of_weights:
-            weights = lax.stop_gradient(given.astype(jnp.float32))
-            of_weights[id(given)] = weights, weights > 0, weights.sum()
-        weights, counts, count = of_weights[id(given)]
+    # of most terms the array of weights is the same one: in f32, where it is above 0, and its sum
+    by_identity: dict[int, tuple[Any, Any, Any]] = {}
+    for key, (x, term_weights, reduce) in terms.items():
+        if id(term_weights) not in by_identity:
+            weights = lax.stop_gradient(term_weights.astype(jnp.float32))
+            by_identity[id(term_weights)] = weights, weights > 0, weights.sum()
+        weights, counts, count = by_identity[id(term_weights)]
         x = lax.stop_gradient(x.astype(jnp.float32))
         if reduce in ("mean", "sum"):
             sums[key] = (jnp.where(counts, x, 0) * weights).sum(), count
