@@ -42,29 +42,49 @@ def whitened(by_sample, epsilon=1e-12):
     return (by_sample - x.mean()) / np.sqrt(x.var(ddof=1) + epsilon)
 
 
-def best_alone(r, _):
-    order = np.sort(r)
-    return np.where(r == order[-1], (order[-1] - order[-2]) / (r.std(ddof=1) + 1e-6), 0)
+# Functions of one group's rewards and lengths
 
 
-def of_others(r, _):
-    return np.array([r[i] - np.delete(r, i).mean() for i in range(len(r))])
+def standardized(rewards, lengths):
+    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+
+
+def centred(rewards, lengths):
+    return rewards - rewards.mean()
+
+
+def centred_by_length(rewards, lengths):
+    return rewards - np.average(rewards, weights=lengths)
+
+
+def over_mean(rewards, lengths):
+    return centred(rewards, lengths) / rewards.mean()
+
+
+def best_alone(rewards, lengths):
+    order = np.sort(rewards)
+    lead = (order[-1] - order[-2]) / (rewards.std(ddof=1) + 1e-6)
+    return np.where(rewards == order[-1], lead, 0)
+
+
+def of_others(rewards, lengths):
+    return np.array([r - np.delete(rewards, i).mean() for i, r in enumerate(rewards)])
 
 
 IN_GROUPS = {"rewards": BATCH.rewards, "group_ids": BATCH.group_ids}
 EXPECTED = {
-    "grpo": lambda: grouped(lambda r, _: (r - r.mean()) / (r.std(ddof=1) + 1e-6)),
-    "dr_grpo": lambda: grouped(lambda r, _: r - r.mean()),
-    "rloo": lambda: grouped(of_others),
-    "opo": lambda: grouped(lambda r, n: r - np.average(r, weights=n)),
-    "pass_at_k": lambda: grouped(best_alone),
-    "gpg": lambda: grouped(lambda r, _: r - r.mean()) * 5 / 4,
-    "maxrl": lambda: grouped(lambda r, _: (r - r.mean()) / r.mean()),
-    "standardize": lambda: (REWARDS - REWARDS.mean()) / (REWARDS.std(ddof=1) + 1e-5),
-    "gdpo": lambda: whitened(grouped(lambda r, _: (r - r.mean()) / (r.std(ddof=1) + 1e-6))),
-    "reinforce_plus_plus": lambda: whitened(REWARDS),
-    "reinforce_plus_plus_baseline": lambda: whitened(grouped(lambda r, _: r - r.mean())),
-    "whiten": lambda: whitened(REWARDS),
+    "grpo": grouped(standardized),
+    "dr_grpo": grouped(centred),
+    "rloo": grouped(of_others),
+    "opo": grouped(centred_by_length),
+    "pass_at_k": grouped(best_alone),
+    "gpg": grouped(centred) * 5 / 4,
+    "maxrl": grouped(over_mean),
+    "standardize": (REWARDS - REWARDS.mean()) / (REWARDS.std(ddof=1) + 1e-5),
+    "gdpo": whitened(grouped(standardized)),
+    "reinforce_plus_plus": whitened(REWARDS),
+    "reinforce_plus_plus_baseline": whitened(grouped(centred)),
+    "whiten": whitened(REWARDS),
 }
 TOKENS = advantages.spread(BATCH.rewards, BATCH)
 ARGUMENTS = {
@@ -98,7 +118,7 @@ def of_each_sample(found):
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_formula(name):
     found = getattr(advantages, name)(**ARGUMENTS.get(name, IN_GROUPS))
-    np.testing.assert_allclose(of_each_sample(found), EXPECTED[name](), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(of_each_sample(found), EXPECTED[name], rtol=1e-5, atol=1e-6)
 
 
 def test_every_row_and_its_epsilon():

@@ -142,16 +142,46 @@ def test_options_of_presets(name):
                 )
 
 
-def test_arguments_of_by_row():
+def losses_of(x):
+    return by_row(x, "client")
+
+
+def loss_of(x):
+    return by_row({"a": x}, "client")
+
+
+def which_of(x):
+    return by_row({"a": PPO()}, x)
+
+
+def numbers_of(x):
+    return by_row({"a": PPO()}, "client", x)
+
+
+def numbers_of_a_loss(x):
+    return by_row({"a": PPO()}, "client", {"a": x})
+
+
+def extra_of_a_number(x):
+    return by_row({"a": PPO()}, "client", {"a": {"clip_low": x}})
+
+
+def name_of_a_number(x):
+    return by_row({"a": PPO()}, "client", {"a": {x: "low"}})
+
+
+OF_BY_ROW = (losses_of, loss_of, which_of, numbers_of, numbers_of_a_loss, extra_of_a_number)
+
+
+@pytest.mark.parametrize("call", OF_BY_ROW)
+def test_arguments_of_by_row(call):
     for value in ODD:
-        check_named(lambda x: by_row(x, "client"), value)
-        check_named(lambda x: by_row({"a": x}, "client"), value)
-        check_named(lambda x: by_row({"a": PPO()}, x), value)
-        check_named(lambda x: by_row({"a": PPO()}, "client", x), value)
-        check_named(lambda x: by_row({"a": PPO()}, "client", {"a": x}), value)
-        check_named(lambda x: by_row({"a": PPO()}, "client", {"a": {"clip_low": x}}), value)
+        check_named(call, value)
+
+
+def test_names_of_numbers_of_by_row():
     for value in (None, 1, 0.5, b"x", (1,)):
-        check_named(lambda x: by_row({"a": PPO()}, "client", {"a": {x: "low"}}), value)
+        check_named(name_of_a_number, value)
 
 
 NAMES = ("advantages", "old_log_probs", "rollout_log_probs")

@@ -65,76 +65,133 @@ def with_squares(batch):
     return TokenStats(stats(batch).log_probs, sum_p2=jnp.full(batch.tokens.shape, 0.5))
 
 
-def in_group(name):
-    return lambda batch, _: getattr(advantages, name)(batch.rewards, **batch.groups)
-
-
 def score(kernel, batch):
     return jaxppo.log_probs_from_hidden(hidden(batch), kernel, batch.targets)
 
 
-CALLS = {name: in_group(name) for name in IN_GROUPS} | {
-    "Normalizer.of": lambda batch, _: Normalizer.of(CONFIG, batch),
-    "opo": lambda batch, _: advantages.opo(batch.rewards, batch.group_ids, batch.rewards),
-    "gdpo": lambda batch, _: advantages.gdpo([batch.rewards], batch.group_ids, batch),
-    "standardize": lambda batch, _: advantages.standardize(batch.rewards, batch.sample_ids),
-    "reinforce_plus_plus": lambda batch, _: advantages.reinforce_plus_plus(batch.values, batch),
-    "reinforce_plus_plus_baseline": lambda batch, _: advantages.reinforce_plus_plus_baseline(
-        batch.rewards, batch.group_ids, batch
-    ),
-    "optimal_token_baseline": lambda batch, _: advantages.optimal_token_baseline(
+def in_group(name):
+    """A call of an estimator with the batch's rewards and groups."""
+
+    def call(batch, whole):
+        return getattr(advantages, name)(batch.rewards, **batch.groups)
+
+    return call
+
+
+def of_fields(fn, *names, **options):
+    """A call of the function with these fields of the batch; "batch" is the batch itself."""
+
+    def call(batch, whole):
+        arguments = [batch if name == "batch" else getattr(batch, name) for name in names]
+        return fn(*arguments, **options)
+
+    return call
+
+
+def of_stats(fn, *arguments):
+    """A call with statistics, the batch and arguments."""
+
+    def call(batch, whole):
+        return fn(stats(batch), batch, *arguments)
+
+    return call
+
+
+def loss_of_stats(fn):
+    """A loss of statistics with the normalizer of the whole step."""
+
+    def call(batch, whole):
+        return fn(stats(batch), batch, CONFIG, normalizer=whole)
+
+    return call
+
+
+def loss_of_hidden(fn):
+    """A loss of hidden states with the normalizer of the whole step."""
+
+    def call(batch, whole):
+        return fn(hidden(batch), KERNEL, batch, CONFIG, normalizer=whole)
+
+    return call
+
+
+def gdpo(batch, whole):
+    return advantages.gdpo([batch.rewards], batch.group_ids, batch)
+
+
+def optimal_token_baseline(batch, whole):
+    return advantages.optimal_token_baseline(
         batch.returns, with_squares(batch), batch.group_ids, batch
+    )
+
+
+def top_entropy_mask(batch, whole):
+    return masks.top_entropy_mask(stats(batch).entropy, batch)
+
+
+def log_probs_from_hidden(batch, whole):
+    return score(KERNEL, batch)
+
+
+def log_probs_from_logits(batch, whole):
+    return jaxppo.log_probs_from_logits(hidden(batch) @ KERNEL, batch.targets)
+
+
+def last_values(batch, whole):
+    return advantages.last_values(batch.values, batch, batch.rewards > 0)
+
+
+CLIP_COV = PolicyLossConfig(ClipCov())
+STRICT = OffPolicyConfig(veto=1e-4)
+REWARDS_OF_GROUPS = ("rewards", "group_ids", "batch")
+CALLS = {name: in_group(name) for name in IN_GROUPS} | {
+    "Normalizer.of": of_fields(functools.partial(Normalizer.of, CONFIG), "batch"),
+    "opo": of_fields(advantages.opo, "rewards", "group_ids", "rewards"),
+    "gdpo": gdpo,
+    "standardize": of_fields(advantages.standardize, "rewards", "sample_ids"),
+    "reinforce_plus_plus": of_fields(advantages.reinforce_plus_plus, "values", "batch"),
+    "reinforce_plus_plus_baseline": of_fields(
+        advantages.reinforce_plus_plus_baseline, *REWARDS_OF_GROUPS
     ),
-    "whiten": lambda batch, _: advantages.whiten(batch.values, batch.loss_mask),
-    "explained_variance": lambda batch, _: advantages.explained_variance(
-        batch.values, batch.returns, batch.loss_mask
+    "optimal_token_baseline": optimal_token_baseline,
+    "whiten": of_fields(advantages.whiten, "values", "loss_mask"),
+    "explained_variance": of_fields(
+        advantages.explained_variance, "values", "returns", "loss_mask"
     ),
-    "losses.covariance.covariance_mask": lambda batch, _: covariance_mask(
-        stats(batch), batch, PolicyLossConfig(ClipCov()), jax.random.key(0)
+    "losses.covariance.covariance_mask": of_stats(covariance_mask, CLIP_COV, jax.random.key(0)),
+    "step.masks.second_moment_mask": of_fields(masks.second_moment_mask, "batch"),
+    "step.masks.top_entropy_mask": top_entropy_mask,
+    "policy_loss": loss_of_stats(jaxppo.policy_loss),
+    "policy_loss_from_hidden": loss_of_hidden(jaxppo.policy_loss_from_hidden),
+    "loss_from_stats": loss_of_stats(jaxppo.loss_from_stats),
+    "loss_from_hidden": loss_of_hidden(jaxppo.loss_from_hidden),
+    "log_probs_from_hidden": log_probs_from_hidden,
+    "log_probs_from_logits": log_probs_from_logits,
+    "losses.explain_tokens": loss_of_stats(losses.explain_tokens),
+    "mismatch.mismatch_metrics": of_fields(mismatch.mismatch_metrics, "batch"),
+    "mismatch.packing_metrics": of_fields(mismatch.packing_metrics, "batch"),
+    "step.entropy.entropy_metrics": of_stats(entropy.entropy_metrics),
+    "step.staleness.staleness_metrics": of_fields(staleness.staleness_metrics, "batch", version=4),
+    "step.staleness.staleness_weights": of_fields(
+        staleness.staleness_weights, "batch", version=4, limit=2
     ),
-    "step.masks.second_moment_mask": lambda batch, _: masks.second_moment_mask(batch),
-    "step.masks.top_entropy_mask": lambda batch, _: masks.top_entropy_mask(
-        stats(batch).entropy, batch
+    "compute_log_probs": of_fields(
+        functools.partial(jaxppo.compute_log_probs, score, KERNEL), "batch"
     ),
-    "policy_loss": lambda batch, whole: jaxppo.policy_loss(
-        stats(batch), batch, CONFIG, normalizer=whole
+    "step.staleness.proximal_log_probs": of_fields(
+        staleness.proximal_log_probs,
+        "old_log_probs",
+        "rollout_log_probs",
+        "policy_versions",
+        version=4,
     ),
-    "policy_loss_from_hidden": lambda batch, whole: jaxppo.policy_loss_from_hidden(
-        hidden(batch), KERNEL, batch, CONFIG, normalizer=whole
-    ),
-    "loss_from_stats": lambda batch, whole: jaxppo.loss_from_stats(
-        stats(batch), batch, CONFIG, normalizer=whole
-    ),
-    "loss_from_hidden": lambda batch, whole: jaxppo.loss_from_hidden(
-        hidden(batch), KERNEL, batch, CONFIG, normalizer=whole
-    ),
-    "log_probs_from_hidden": lambda batch, _: score(KERNEL, batch),
-    "log_probs_from_logits": lambda batch, _: jaxppo.log_probs_from_logits(
-        hidden(batch) @ KERNEL, batch.targets
-    ),
-    "losses.explain_tokens": lambda batch, whole: losses.explain_tokens(
-        stats(batch), batch, CONFIG, normalizer=whole
-    ),
-    "mismatch.mismatch_metrics": lambda batch, _: mismatch.mismatch_metrics(batch),
-    "mismatch.packing_metrics": lambda batch, _: mismatch.packing_metrics(batch),
-    "step.entropy.entropy_metrics": lambda batch, _: entropy.entropy_metrics(stats(batch), batch),
-    "step.staleness.staleness_metrics": lambda batch, _: staleness.staleness_metrics(batch, 4),
-    "step.staleness.staleness_weights": lambda batch, _: staleness.staleness_weights(
-        batch, 4, limit=2
-    ),
-    "compute_log_probs": lambda batch, _: jaxppo.compute_log_probs(score, KERNEL, batch),
-    "step.staleness.proximal_log_probs": lambda batch, _: staleness.proximal_log_probs(
-        batch.old_log_probs, batch.rollout_log_probs, batch.policy_versions, 4
-    ),
-    "accepted_samples": lambda batch, _: advantages.accepted_samples(
-        batch, OffPolicyConfig(veto=1e-4)
-    ),
-    "spread": lambda batch, _: advantages.spread(batch.rewards, batch),
-    "token_rewards": lambda batch, _: advantages.token_rewards(batch.rewards, batch),
-    "discounted_returns": lambda batch, _: advantages.discounted_returns(batch.values, batch),
-    "gae": lambda batch, _: advantages.gae(batch.values, batch.values, batch),
-    "last_values": lambda batch, _: advantages.last_values(batch.values, batch, batch.rewards > 0),
-    "remax": lambda batch, _: advantages.remax(batch.rewards, batch.rewards, batch.sample_ids),
+    "accepted_samples": of_fields(advantages.accepted_samples, "batch", config=STRICT),
+    "spread": of_fields(advantages.spread, "rewards", "batch"),
+    "token_rewards": of_fields(advantages.token_rewards, "rewards", "batch"),
+    "discounted_returns": of_fields(advantages.discounted_returns, "values", "batch"),
+    "gae": of_fields(advantages.gae, "values", "values", "batch"),
+    "last_values": last_values,
+    "remax": of_fields(advantages.remax, "rewards", "rewards", "sample_ids"),
 }
 ROWS = dict(
     re.findall(r"^\| (the stack|one micro-batch|either)[^|]*\| (.*) \|$", PAGE, re.MULTILINE)
