@@ -213,18 +213,13 @@ def _reduce_terms(axes: ShardAxes, terms: Mapping[Any, Term]) -> dict[Any, Metri
     """Per-shard: the metric of each term. A smallest value is the largest of the negated ones."""
     sums: Any = {}
     largest: Any = {}
-    # of most terms the array of weights is the same one: in f32, where it is above 0, and its sum
-    by_identity: dict[int, tuple[Any, Any, Any]] = {}
-    for key, (x, term_weights, reduce) in terms.items():
-        if id(term_weights) not in by_identity:
-            weights = lax.stop_gradient(term_weights.astype(jnp.float32))
-            by_identity[id(term_weights)] = weights, weights > 0, weights.sum()
-        weights, counts, count = by_identity[id(term_weights)]
-        x = lax.stop_gradient(x.astype(jnp.float32))
+    for key, (x, weights, reduce) in terms.items():
+        x, weights = lax.stop_gradient((x.astype(jnp.float32), weights.astype(jnp.float32)))
         if reduce in ("mean", "sum"):
-            sums[key] = (jnp.where(counts, x, 0) * weights).sum(), count
+            sums[key] = (jnp.where(weights > 0, x, 0) * weights).sum(), weights.sum()
             continue
-        sums[key] = jnp.zeros_like(count), count
+        sums[key] = jnp.zeros_like(weights.sum()), weights.sum()
+        counts = weights > 0
         if reduce == "min":
             x = -x
         largest[key] = jnp.where(counts, x, -jnp.inf).max()
