@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import traced
 
 from jaxppo import (
     GSPO,
@@ -138,7 +137,7 @@ def test_all_arrays_are_there():
 @pytest.mark.every(3)
 @pytest.mark.parametrize("function", TAKE_A_BATCH)
 def test_an_array_of_a_batch_is_named(function):
-    traced(partial(TAKE_A_BATCH[function], BATCH))
+    TAKE_A_BATCH[function](BATCH)
     for name in NAMES:
         for how, x in spoilt(getattr(BATCH, name)).items():
             wrong = dataclasses.replace(BATCH, **{name: x})
@@ -230,7 +229,7 @@ OPTIONAL = {"where", "importance_ratio", "segment_ids", "among", "rollout_ids"}
 @pytest.mark.parametrize("function", TAKE_ARRAYS)
 def test_an_argument_is_named(function):
     call, arguments = TAKE_ARRAYS[function]
-    traced(partial(call, **arguments))
+    call(**arguments)
     for name, x in arguments.items():
         bad = {"text": "x", "no rows": x[0]}
         if name not in OPTIONAL:

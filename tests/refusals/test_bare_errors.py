@@ -7,13 +7,11 @@ Some of them are values that a function takes: a call that passes is not judged 
 
 import dataclasses
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import traced
 from public_surface import BATCH, arguments_of, surface
 
 SURFACE = surface()
@@ -86,17 +84,6 @@ def bare(function, given):
     return None
 
 
-def may_be_left_out(function, given):
-    """Whether a call with None for an argument is traced without an error: then None is its
-    default, and there is nothing to judge in what the program would compute.
-    """
-    try:
-        traced(partial(function, **given))
-    except Exception:
-        return False
-    return True
-
-
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", SURFACE)
 def test_no_error_is_bare(name, tmp_path, monkeypatch):
@@ -109,10 +96,7 @@ def test_no_error_is_bare(name, tmp_path, monkeypatch):
         for how, strange in STRANGE.items():
             if how in left:
                 continue
-            given = {**good, argument: strange}
-            if strange is None and may_be_left_out(function, given):
-                continue
-            error = bare(function, given)
+            error = bare(function, {**good, argument: strange})
             found += [f"{argument}, {how}: {error}"] * (error is not None)
     assert not found, "\n" + "\n".join(found)
 

@@ -27,7 +27,6 @@ from misuse_steps import (
     packed,
     samples,
 )
-from programs import traced
 
 from jaxppo import (
     GSPO,
@@ -170,7 +169,7 @@ def test_a_slice_of_stacked_batches_without_a_normalizer(loss):
     ):
         loss(slice_of(batches, 0), LOG_PROBS[:4])
     one = dataclasses.replace(slice_of(batches, 0), micro_batches=None)
-    traced(partial(loss, one, LOG_PROBS[:4]))
+    loss(one, LOG_PROBS[:4])
 
 
 def test_accumulation_cannot_be_passed_by_a_function_that_was_traced_before():
@@ -308,7 +307,7 @@ def test_a_call_that_forgets_the_mesh():
             match=r"expected 'contiguous' over 1, .* this call lacks parallel=, the mesh",
         ):
             call()
-        traced(partial(call, parallel=zigzag))
+        call(parallel=zigzag)
     with pytest.raises(
         ValueError, match="give the batch's constructor and this call the same parallel="
     ):
@@ -404,7 +403,7 @@ def test_log_probs_of_16_bits(entry, dtype):
     """Without the check: taken as they were; the on-policy ratio was between 0.98 and 1.02."""
     with pytest.raises(TypeError, match=r"\w+: got dtype (b?float16), expected float32"):
         ROUNDED[entry](jnp.full((2, 4), -1.3, dtype))
-    traced(partial(ROUNDED[entry], np.full((2, 4), -1.3, np.float32)))
+    ROUNDED[entry](np.full((2, 4), -1.3, np.float32))
 
 
 def test_a_bonus_on_statistics_without_a_gradient():

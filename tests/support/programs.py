@@ -132,15 +132,6 @@ def compilations(fn):
     return len(count)
 
 
-def traced(call):
-    """Traces a call, for the errors that come with it: nothing is compiled, nothing computed."""
-
-    def without_result():
-        call()
-
-    jax.eval_shape(without_result)
-
-
 def narrow_sums(fn, *args):
     """The lines of a traced program that sum bf16 arrays over devices."""
     lines = str(jax.make_jaxpr(fn)(*args)).splitlines()
